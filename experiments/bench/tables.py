@@ -1,4 +1,4 @@
-"""Rows and bars that the results of several benchmarks share."""
+"""Rows and bars that several benchmarks share."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from experiments.plotting import systems
 def split_details(
     rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
 ) -> dict[str, Any]:
-    """Rows for JSON: what to compare, and apart from it what to know of everyone.
+    """Splits rows for JSON into compared numbers and details.
 
     Args:
-      rows: of a result.
-      names: keys of both, which identify a row.
-      details: names of what to know.
+      rows: rows of a result.
+      names: keys that identify a row; part of both.
+      details: keys of details.
     """
     return {
         "rows": [{k: v for k, v in row.items() if k not in details} for row in rows],
@@ -25,7 +25,7 @@ def split_details(
 def draw_bars(
     ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
-    """Draws a bar for each name from the top down, in the colour of that system."""
+    """Draws a bar for each name from top to bottom, in the colour of its system."""
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
         look = systems.system_style(name if name in systems.SYSTEMS else "plain Python")
         bar = ax.barh(place, value, 0.7, **look.bar)

@@ -1,4 +1,4 @@
-"""Our engine beside others."""
+"""Decode rates compared with other engines."""
 
 __all__ = [
     "jaxkv_engine",

@@ -1,15 +1,15 @@
-"""How many tokens a second does the engine serve, and how many do others?
+"""How many tokens per second does the engine generate, compared with other engines?
 
-Every engine gets the same weights, prompts and number of threads, and decodes greedily.
-They take turns, round after round; a rate is the median over the rounds, and a ratio
-the median of the rounds' ratios: a disturbance hits everyone or is voted out.
+All engines get the same weights, prompts and number of threads, and decode greedily.
+They run in rotation, round after round. A rate is the median over the rounds, and a
+ratio the median of the rounds' ratios, so that a disturbance affects all engines or is
+removed by the median.
 
-Decoding is counted where every sequence decodes, behind a context that nobody had to
-read: our pages and the cache of transformers are full of random numbers, and llama.cpp
-reads one sequence and copies it to all. Prefill is what it takes until every request
-has its first token, in a serving of its own, where the prompts are not too many. The
-floor is the time in which the device reads weights, K and V once, at the rate at which
-it was seen to read in the same run.
+Decoding is measured while every sequence decodes, after a context that was not
+prefilled: the pages of jaxkv and the cache of transformers contain random numbers, and
+llama.cpp prefills one sequence and copies it. Prefill is the time until every request
+has its first token, measured separately for batches of moderate size. The floor is the
+time to read weights, K and V once, at the read bandwidth measured in the same run.
 """
 
 import contextlib
@@ -44,52 +44,56 @@ KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 READS = 4
-"""Tokens that answer prompts, to be compared; one where the prompts are long."""
+"""Tokens per answer that are compared between engines; one for long prompts."""
 FEW = 1024
-"""Tokens of a batch's prompts that are not long."""
+"""Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is served, and beside whom."""
+    """Model and workload, and the peers."""
 
     model: str = "random-135m"
-    """A folder, a bundled model, or a shape with random weights: random-135m (that of
-    SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
+    """A folder, a bundled model, or a shape with random weights: random-135m
+    (SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
     batch: tuple[int, ...] = (1, 8, 32)
-    """Sequences served at once; each number gives rows of its own."""
+    """Batch sizes; each gives separate rows."""
     contexts: tuple[int, ...] = (128, 768, 2048)
-    """Tokens behind every sequence when it begins to decode; each gives rows."""
+    """Context lengths in tokens at the start of decoding; each gives separate rows."""
     prompt_tokens: int = 0
-    """One context in place of those; 0 takes them."""
+    """A single context length that replaces `contexts`; 0 uses `contexts`."""
     prefill_tokens: int = 4096
-    """Tokens of a batch's prompts, up to which reading them is timed, too."""
+    """Largest number of prompt tokens in a batch for which prefill is timed."""
     output_tokens: int = 128
     """Tokens that every sequence decodes in a turn, more than those of one call."""
     turn_s: float = 2.0
-    """Seconds of decoding after which a turn ends early, with a call at least."""
+    """Time limit of decoding in a turn, in s; at least one call runs."""
     parts: bool = True
-    """Whether it is measured where the time of our step goes, without speculation."""
+    """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of our weights and pages; peers compute in float32."""
+    """Type of the weights and pages of jaxkv; peers compute in float32."""
     page_size: int = 16
-    """Token places in a page."""
+    """Tokens per page."""
     token_budget: int = 512
-    """Rows that a prefill step feeds at most."""
+    """Largest number of rows in a prefill step."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
-    """How our engine guesses tokens; it generates the same ones."""
+    """Speculative method of jaxkv; the tokens are the same."""
     drafts: int = 3
-    """Tokens guessed in a step, where any are."""
+    """Draft tokens per step with speculation."""
     steps_per_call: int = 16
-    """Steps between two looks of the host."""
+    """Steps per call to the device."""
     rounds: int = 3
-    """Turns that everyone has."""
+    """Turns of every engine."""
     peer_python: Path | None = None
-    """A Python that has transformers, or llama_cpp and gguf, or all of them: they are
-    timed on the same weights."""
+    """Python interpreter with transformers, or llama_cpp and gguf, or all of them;
+    these engines are timed on the same weights."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "page_size", "steps_per_call", "rounds", "drafts")
         validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
         validation.above(self, "turn_s")
@@ -101,7 +105,7 @@ class Config:
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than "
                 f"steps_per_call={self.steps_per_call!r}: "
-                "the tokens of the first call are not counted"
+                "tokens of the first call are not counted"
             )
         most = self.steps_per_call * (1 + self.drafts)
         if self.speculate is not None and self.output_tokens <= most:
@@ -149,30 +153,30 @@ CONFIGS = {
 
 
 class PeerEngine(peer_process.PeerProcess):
-    """A running engine, as a context; leaving it ends the process."""
+    """A running peer engine, as a context; leaving it ends the process."""
 
     dtype, host_share, compile_s = "float32", None, 0.0
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
     ) -> TurnTiming:
-        """As `Ours.measure`.
+        """Runs a turn, see `JaxkvEngine.measure`.
 
         Raises:
-          ValueError: the peer broke down; the line says what it said last.
+          ValueError: the peer failed, with its last error line.
         """
         asked = {"prompts": prompts, "output_tokens": num_tokens}
         return TurnTiming(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Measures every case with every engine; ended early, it has whole cases."""
+    """Measures every case with every engine; a stopped run has complete cases only."""
     model = model_shapes.load_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
             f"{max(x for _, x in config.cases)} tokens of context and "
-            f"{config.output_tokens=} with those of a call are more than "
+            f"{config.output_tokens=}, with those of a call, must be at most "
             f"{model.config.max_positions=}"
         )
     rows: list[dict[str, Any]] = []
@@ -188,7 +192,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             peer_engines, absent = peer_process.start_peers(
                 stack, PeerEngine, config.peer_python, peers, needed=True
             )
-        # What the device reads and multiplies, on arrays that no cache holds.
+        # Ceilings of reads and products, on arrays larger than the caches.
         on_gpu = devices.current().platform == "gpu"
         sizes = (2**29, 8192) if on_gpu else (2**25, 1024)
         size, width = (2**16, 64) if config.model == "random-tiny" else sizes
@@ -215,7 +219,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 measure(case, one, 0.1)
             batch, context = case
             if config.parts and config.speculate is None and batch not in fixed:
-                progress.show(f"where the time goes, batch {batch}")
+                progress.show(f"parts of a step, batch {batch}")
                 prompts = [[0] * context] * batch
                 num = config.output_tokens
                 fixed[batch] = parts.measure_parts(
@@ -237,7 +241,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             for row in (jaxkv_row, *peer_rows):
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:
-                # Attention takes what the other parts do not.
+                # Attention is the remainder of the step.
                 jaxkv_row |= step._asdict() | {
                     "attention_s": jaxkv_row["step_s"] - sum(step)
                 }
@@ -249,7 +253,7 @@ metrics = functools.partial(split_details, names=tables.NAMES, details=DETAILS)
 
 
 def _length(config: Config, context: int) -> int:
-    """Tokens of a sequence: context, a token, those of a call, and the turn's."""
+    """Returns the tokens of a sequence: context, first call, and the turn."""
     drafts = 0 if config.speculate is None else config.drafts
     first = 1 + config.steps_per_call * (1 + drafts)
     return context + first + config.output_tokens
@@ -262,11 +266,11 @@ def _floor(
     row: dict[str, Any],
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    """The time in which a step's weights, K and V are read, and its share of a step."""
+    """Returns the time to read a step's weights, K and V, and its share of the step."""
     shape, (batch, context) = model.config, case
     leaves = jax.tree.leaves(model.params)
     num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    if not shape.tie_embeddings:  # of a table that is looked up few rows are read
+    if not shape.tie_embeddings:  # an embedding lookup reads few rows
         num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
     mean = context + config.output_tokens // 2
     places = batch * mean * shape.num_layers * shape.num_kv_heads * shape.head_dim
@@ -281,9 +285,9 @@ def _floor(
 
 
 def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
-    """Just enough slots and pages for a batch."""
+    """Returns an engine config with the slots and pages of a batch."""
     length = _length(config, context)
-    # Padding rows are computed, too: prompts are read in steps of equal size.
+    # Padding rows are computed as well: prefill steps have equal sizes.
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
@@ -303,7 +307,7 @@ def _rows(
     engines: list[Any],
     timings: dict[str, list[TurnTiming]],
 ) -> list[dict[str, Any]]:
-    """One row for each engine, medians over the turns; ours is the first."""
+    """Returns one row per engine, medians over the turns; jaxkv is the first."""
     batch, context = case
     answers = timings[JaxkvEngine.name][-1].tokens
     rates = {x: [t.num_decoded / t.decode_s for t in timings[x]] for x in timings}
@@ -342,7 +346,7 @@ def _rows(
 
 
 def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
-    """The median of the rounds' ratios to the best peer of the round, and the ends."""
+    """Returns the median and range of the ratio to the best peer of each round."""
     peers = [
         found for other, found in rates.items() if other != JaxkvEngine.name and found
     ]

@@ -1,4 +1,4 @@
-"""Our engine, timed as its peers are, and seen from outside."""
+"""The engine of jaxkv, timed like its peers."""
 
 import contextlib
 import dataclasses
@@ -23,17 +23,16 @@ from jaxkv.speculation import methods
 
 
 class TurnTiming(NamedTuple):
-    """One turn: prompts that are read, and a batch that decodes.
+    """One turn: a prefill, and a batch that decodes.
 
     Attributes:
-      prefill_s: seconds until every prompt had its first token; None where none is
-        read.
-      tokens: the first of the answers to them.
-      decode_s: seconds of the calls, or steps, in which every sequence decoded.
-      num_decoded: tokens that came of these.
-      occupancy: share of the batch that decoded, over all calls that followed the first
-        tokens, counted or not.
-      peak_bytes: peak memory of the process, weights included.
+      prefill_s: time until every prompt had its first token, in s; None without
+        prefill.
+      tokens: first tokens of the answers to the prompts.
+      decode_s: time of the calls, or steps, in which every sequence decoded, in s.
+      num_decoded: tokens generated in that time.
+      occupancy: share of the batch that decoded, over all calls after prefill.
+      peak_bytes: peak memory of the process, including weights.
     """
 
     prefill_s: float | None
@@ -46,12 +45,12 @@ class TurnTiming(NamedTuple):
 
 @contextlib.contextmanager
 def use_forward(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
-    """Serves with another forward pass, which is compiled where it is new.
+    """Replaces the forward pass of an engine in the context; new programs are compiled.
 
     Args:
-      core: of the engine.
-      forward: the pass.
-      **fields: of the configuration that are others, too.
+      core: core of the engine.
+      forward: forward pass.
+      **fields: further changes to the engine config.
     """
     before = core.static
     config = dataclasses.replace(before["config"], **fields)
@@ -63,12 +62,12 @@ def use_forward(core: EngineCore, forward: Any, **fields: Any) -> Generator[None
 
 
 def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
-    """Passes over the prompts of all that wait, in one step.
+    """Marks the prompts of all waiting requests as prefilled, in one step.
 
     Args:
-      core: of the engine.
-      forward: what feeds their tokens in place of the model, for nothing.
-      num_tokens: how many those are.
+      core: core of the engine.
+      forward: forward pass that computes nothing.
+      num_tokens: total number of prompt tokens.
     """
     core.compile()  # the engine's own programs first
     budget = max(num_tokens, core.config.token_budget)
@@ -78,7 +77,7 @@ def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
 
 
 class DecodeCount(NamedTuple):
-    """A batch that decoded for a while; fields are those of `Timing`."""
+    """Decoding of a batch; fields are those of `TurnTiming`."""
 
     decode_s: float
     num_decoded: int
@@ -88,17 +87,18 @@ class DecodeCount(NamedTuple):
 def count_full_batches(
     calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]
 ) -> DecodeCount:
-    """Counts the calls in each of whose steps every slot decoded.
+    """Counts the calls in which every slot decoded in every step.
 
-    A call lasts from the end of the one before to its own end, so what the host made
-    the device wait is in it; the first is not counted, for nobody saw it begin.
+    The time of a call is from the end of the previous call to its own end, which
+    includes time that the device waits for the host. The first call is not counted,
+    because its start is unknown.
 
     Args:
-      calls: in order.
-      infos: what their steps did, NumPy arrays `[steps, slots]`.
+      calls: call times, in order.
+      infos: step infos of the calls, NumPy arrays `[steps, slots]`.
 
     Raises:
-      ValueError: there is none to count.
+      ValueError: no call qualifies.
     """
     seconds, num, shares = 0.0, 0, []
     for place, (call, info) in enumerate(zip(calls, infos, strict=True)):
@@ -109,21 +109,18 @@ def count_full_batches(
             seconds += call.ready_s - calls[place - 1].ready_s
             num += int(info.num_emitted.sum())
     if not num:
-        raise ValueError("in no call did every sequence decode")
+        raise ValueError("no call has every sequence decoding")
     return DecodeCount(seconds, num, float(np.mean(shares)))
 
 
 @dataclasses.dataclass(frozen=True)
 class NoOpForward:
-    """A forward pass that computes and writes nothing: pages stay as they were."""
+    """A forward pass without computation or writes: pages do not change."""
 
     vocab_size: int
 
     def __call__(self, params: Any, pages: Pages, rows: Any) -> ForwardResult:
-        """The likelier, the higher the token's id.
-
-        By data: the compiler would spend minutes on sampling from what it knows.
-        """
+        """Returns logits that increase with the token id."""
         level = 1 + jnp.maximum(rows.position[jnp.maximum(rows.logit_rows, 0)], 0)
         token = jnp.arange(self.vocab_size, dtype=jnp.float32)
         logits = token[None, :] / level[:, None].astype(jnp.float32)
@@ -131,7 +128,7 @@ class NoOpForward:
 
 
 def fill_with_random(pages: Pages) -> Pages:
-    """Pages full of random numbers, of which a few are drawn and stand again."""
+    """Fills pages with random numbers, by repeating a few random pages."""
     num_drawn = 64
 
     def fill(x: jax.Array) -> jax.Array:
@@ -143,16 +140,16 @@ def fill_with_random(pages: Pages) -> Pages:
 
 
 class JaxkvEngine:
-    """Our engine, whose batch decodes behind a context of random numbers.
+    """An engine whose batch decodes after a context of random numbers.
 
     Args:
-      model: what to serve.
-      bounds: of the engine, with a slot for each sequence of the batch.
-      dtype: of the pages.
-      speculate: a method of `speculation.methods`, or None.
+      model: model to serve.
+      bounds: engine config with a slot for each sequence of the batch.
+      dtype: type of the pages.
+      speculate: method of `speculation.methods`, or None.
 
     Attributes:
-      compile_s: seconds that its programs took.
+      compile_s: compile time in s.
     """
 
     name = "jaxkv"
@@ -189,20 +186,21 @@ class JaxkvEngine:
 
     @property
     def host_share(self) -> float | None:
-        """The median over the turns behind the first; None where none tells."""
+        """Median host share over all turns except the first; None if unknown."""
         known = [x for x in self._host_shares[1:] if x is not None]
         return statistics.median(known) if known else None
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
     ) -> TurnTiming:
-        """Reads prompts of one length, then decodes a batch behind as many tokens.
+        """Prefills prompts of one length, then decodes a batch after as many tokens.
 
         Args:
-          prompts: one for each sequence.
-          num_tokens: that each decodes at most, beside those of the first call.
-          turn_s: seconds after which the last call begins.
-          reads: tokens of each answer to the prompts that are read; 0 reads none.
+          prompts: one prompt per sequence.
+          num_tokens: largest number of tokens per sequence, without those of the first
+            call.
+          turn_s: time after which no call starts, in s.
+          reads: tokens of each answer in the prefill measurement; 0 skips it.
         """
         peer_main.reset_peak()
         prefill_s, tokens = None, [[] for _ in prompts]
@@ -210,7 +208,7 @@ class JaxkvEngine:
             prefill_s, tokens = self._read(prompts, reads)
         self._host_shares.append(None)
         decoded = self.decode(prompts, num_tokens, turn_s, note=True)
-        # The first device's if it keeps count, else this process's.
+        # Peak of the first device if it reports one, else of this process.
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
         return TurnTiming(prefill_s, tokens, *decoded, peak)
@@ -218,7 +216,7 @@ class JaxkvEngine:
     def _read(
         self, prompts: list[list[int]], reads: int
     ) -> tuple[float, list[list[int]]]:
-        """Seconds until one token of each is there, in a serving of its own; tokens."""
+        """Returns the time until all prompts have a token, and the answers' tokens."""
         served = self._engine
         once = Sampling.greedy(max_tokens=1, ignore_eos=True)
         start_s = first_s = time.perf_counter()
@@ -244,14 +242,14 @@ class JaxkvEngine:
         forward: Any = None,
         note: bool = False,
     ) -> DecodeCount:
-        """Decodes behind prompts that nobody read; arguments as of `measure`.
+        """Decodes after prompts that are not prefilled.
 
         Args:
-          prompts: for their lengths.
-          num_tokens: of each answer.
-          turn_s: seconds of decoding.
-          forward: the forward pass in place of the model's.
-          note: whether the host's share is noted.
+          prompts: prompts, of which only the lengths are used.
+          num_tokens: tokens of each answer.
+          turn_s: time limit of decoding, in s.
+          forward: replacement of the model's forward pass.
+          note: True if the host share is recorded.
         """
         served, bounds = self._engine, self._bounds
         first = 1 + bounds.steps_per_call * bounds.emit_width

@@ -1,6 +1,6 @@
-"""What is told and drawn of decoding, from the rows of a result.
+"""Tables and figure of the decode benchmark.
 
-Rows of older records lack some columns; these are then None.
+Rows of older records lack some columns, which are then None.
 """
 
 from typing import Any
@@ -21,34 +21,40 @@ from experiments.plotting import style, systems
 
 NAMES = ("implementation", "batch", "prompt_tokens")
 RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
-"""Names of rates, held against those of the best peer."""
+"""Keys of the ratios to the best peer, by phase."""
 PARTS = {
-    "products_s": ("products and around", systems.SKY),
+    "products_s": ("products, norms, KV writes", systems.SKY),
     "attention_s": ("attention", systems.ORANGE),
-    "sampling_s": ("schedule, sampling", systems.GREEN),
+    "sampling_s": ("scheduling, sampling", systems.GREEN),
 }
 
 
 class DecodeRates(ResultTable):
-    """What is told of a result, of which every column is a key of the rows."""
+    """Columns of the report; each is a key of the rows."""
 
-    implementation: Texts = column("who", heading="engine")
-    batch: Ints = column("at once", heading="sequences", form="{:,}")
-    prompt_tokens: Ints = column("behind each", heading="context", form="{:,}")
-    decode_tokens_per_s: Floats = column("median", heading="decode tokens/s")
-    prefill_tokens_per_s: np.ndarray = column("median", heading="prefill tokens/s")
-    step_s: Floats = column("a token of every sequence")
-    occupancy: np.ndarray = column("of slots that decoded")
-    first_token_s: np.ndarray = column("until all have one", heading="first token")
-    fraction: np.ndarray = column("floor over step", heading="of the memory floor")
-    host_share: np.ndarray = column("of the time; None where it is not known")
-    compile_s: Floats = column("of the programs", heading="compiling")
-    peak_bytes: Ints = column("of the process or its device", heading="peak memory")
-    version: Texts = column("of its libraries")
-    spread: Floats = column(
-        "of rates", heading="decode spread", form=units.format_percent
+    implementation: Texts = column("name of the engine", heading="engine")
+    batch: Ints = column("sequences in the batch", heading="sequences", form="{:,}")
+    prompt_tokens: Ints = column("context length", heading="context", form="{:,}")
+    decode_tokens_per_s: Floats = column("median rate", heading="decode tokens/s")
+    prefill_tokens_per_s: np.ndarray = column("median rate", heading="prefill tokens/s")
+    step_s: Floats = column("time of a step with a token per sequence")
+    occupancy: np.ndarray = column("share of slots that decoded")
+    first_token_s: np.ndarray = column(
+        "time until every sequence has a token", heading="first token"
     )
-    same_answers: Floats = column("share that is ours", form=units.format_percent)
+    fraction: np.ndarray = column("floor / step time", heading="of the memory floor")
+    host_share: np.ndarray = column("share of time waiting for the host, or None")
+    compile_s: Floats = column("compile time", heading="compiling")
+    peak_bytes: Ints = column("peak of the process or device", heading="peak memory")
+    version: Texts = column("versions of the libraries")
+    spread: Floats = column(
+        "range of the rates / median",
+        heading="decode spread",
+        form=units.format_percent,
+    )
+    same_answers: Floats = column(
+        "share of answers equal to those of jaxkv", form=units.format_percent
+    )
 
 
 OWN = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
@@ -58,12 +64,12 @@ LACKING = ("occupancy", "first_token_s", "fraction")
 
 
 def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with None where they lack a column."""
+    """Returns the rows, with None for missing columns."""
     return [dict.fromkeys(LACKING) | row for row in result]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second, ratios with their range, and where our time goes."""
+    """Draws tokens per second, ratios with their range, and the parts of a step."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
@@ -106,7 +112,7 @@ def _draw_rates(
 
 def _name_cases(ax: Any, cases: list[str]) -> None:
     ax.set_xticks(range(len(cases)), cases)
-    ax.set_xlabel("above: batch [sequences]; below: context of each [tokens]")
+    ax.set_xlabel("top: batch [sequences]; bottom: context of each [tokens]")
     ax.tick_params(axis="x", length=0)
 
 
@@ -140,7 +146,7 @@ def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
         look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
         ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
-    title = "Where the time of a decode step goes"
+    title = "Parts of a decode step"
     if jaxkv_rows:
         attention = [100 * x["attention_s"] / x["step_s"] for x in jaxkv_rows]
         title = f"Attention takes {min(attention):.0f} to {max(attention):.0f} % "
@@ -151,11 +157,11 @@ def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells the rates of everyone, side by side, and what our engine took."""
+    """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
     found = DecodeRates.of(fill_missing(result))
-    note = "host share: the time in which the device waits between two calls."
+    note = "Host share: share of time in which the device waits between two calls."
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     parts: list[ReportPart] = [
         found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
@@ -171,7 +177,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             for x in known
         ]
         heads = ["sequences", "context", "step, ms", *(x for x, _ in PARTS.values())]
-        parts.append(Sheet("where the time of a step goes", heads, lines))
+        parts.append(Sheet("parts of a decode step", heads, lines))
     names = found.distinct("implementation")
     if not names[1:]:
         return parts
@@ -195,4 +201,4 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     absent = result[0]["absent"]
     shown = (*NAMES, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
-    return [*parts, found.sheet("everyone", *shown, note=note)]
+    return [*parts, found.sheet("engines", *shown, note=note)]

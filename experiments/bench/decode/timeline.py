@@ -1,7 +1,7 @@
-"""Kernels of a decode step, their time and the gaps between them, by the profiler.
+"""Kernels of a decode step, with times and gaps, from the profiler.
 
-The engine serves a model of few layers of the 8B shape; two depths separate a layer
-from the work outside of the layers.
+The engine serves models of the 8B shape with few layers; two depths separate the time
+of a layer from the work outside the layers.
 """
 
 import collections
@@ -20,14 +20,14 @@ from jaxkv.models import checkpoints, transformer
 
 NAMES = ("layers-2", "layers-8")
 NUM_LISTED = 12
-"""Kernels that are listed, those that take longest."""
+"""Number of kernels in the result, those with the longest total time."""
 GRAPHS = ("cuGraphLaunch", "cudaGraphLaunch")
 CALLERS = ("while", "call", "conditional")
-"""Operations whose own operations are recorded, too."""
+"""Operations whose inner operations are recorded separately."""
 
 
 class KernelEvent(NamedTuple):
-    """Something that ran on the device; times in nanoseconds."""
+    """An operation on the device; times in nanoseconds."""
 
     name: str
     start_ns: float
@@ -35,7 +35,7 @@ class KernelEvent(NamedTuple):
 
 
 def profile_decode(size: str, name: str) -> dict[str, Any]:
-    """Decodes under the profiler; returns counts and times of a step."""
+    """Decodes under the profiler; returns counts and times per step."""
     is_real = size == "gpu"
     shape = model_shapes.RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]
     depth = int(name.partition("-")[2]) // (1 if is_real else 2)
@@ -65,7 +65,7 @@ def profile_decode(size: str, name: str) -> dict[str, Any]:
 
 
 def read_trace(folder: Path) -> tuple[list[KernelEvent], int]:
-    """What ran on the device, in order, and how many graphs the host launched."""
+    """Returns the device operations in order, and the number of graph launches."""
     [path] = folder.rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
     ran, num_graphs = [], 0
@@ -77,7 +77,7 @@ def read_trace(folder: Path) -> tuple[list[KernelEvent], int]:
                 num_graphs += event.name in GRAPHS
                 if on_gpu:
                     counts = line.name.startswith("Stream")
-                else:  # operations are those with a name in the program
+                else:  # operations have a name in the program
                     counts = not event.name.startswith(CALLERS)
                     counts = counts and any(x == "hlo_op" for x, _ in event.stats)
                 if is_device and counts:
@@ -88,9 +88,9 @@ def read_trace(folder: Path) -> tuple[list[KernelEvent], int]:
 
 
 def summarize_events(ran: Sequence[KernelEvent], num_steps: int) -> dict[str, Any]:
-    """Counts and times of what ran, for a step; events are in order of their start."""
+    """Returns counts and times per step; events are sorted by their start."""
     if not ran:
-        raise ValueError("the profiler saw nothing run on the device")
+        raise ValueError("the profiler recorded no operation on the device")
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for event in ran:
         by_name[event.name].append(event.duration_ns * 1e-9)

@@ -1,4 +1,4 @@
-"""Answers pieces of a part of `bench device`, in a process that `peer_main` runs."""
+"""Measures pieces of a part of `bench device`, in a process run by `peer_main`."""
 
 import dataclasses
 import importlib.util
@@ -12,12 +12,13 @@ from experiments.cli import run
 from experiments.framework import config_json, registry
 
 MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
-"""Parts whose pieces are calls; those of other parts are runs of experiments."""
-KILLED = "killed: it did not end in its time"
+"""Parts whose pieces are function calls; pieces of other parts are runs of
+experiments."""
+KILLED = "killed: time limit reached"
 
 
 class PieceWorker:
-    """A part, and a folder that is kept; an exception ends the process."""
+    """A part, with its folder; an exception ends the process."""
 
     version = ""
 
@@ -25,10 +26,10 @@ class PieceWorker:
         self.part, self.size, self.folder = part, size, folder
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Answers pieces by name.
+        """Measures pieces by name.
 
-        Shapes of kernels share a run, which measures the ceilings once; a run of
-        `decode` or `train` that is cut short has no result; `isoflop` goes on.
+        Shapes of kernels share a run, which measures the ceilings once. A run of
+        `decode` or `train` that is cut short has no result; `isoflop` is resumed.
         """
         part, folder, names = self.part, self.folder, tuple(asked["names"])
         if measure := MEASURES.get(part):
@@ -44,7 +45,7 @@ class PieceWorker:
         else:
             field, _, number = names[0].partition("-")
             max_s, changes[field] = asked["limits_s"][1], (int(number),)
-            # On a GPU's machine the peers are in the same Python, where they are.
+            # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
         experiment = registry.load_experiment(

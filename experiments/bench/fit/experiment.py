@@ -1,10 +1,10 @@
-"""How fast is a bootstrap of the Chinchilla law, and does each resample end lower?
+"""How fast is a bootstrap of the Chinchilla law, and how low are its minima?
 
-Everyone fits the same resamples of the same runs, each from the optimum of all runs,
-piece by piece in turns, so that a disturbance hits everyone. A resample's excess is how
-far its objective, computed anew, is above the lowest that anybody found for it. The
-usual ways are loops over resamples that call SciPy's BFGS, as published replications
-do; they differ in where the gradient comes from.
+All methods fit the same resamples of the same runs, each from the optimum of all runs,
+piece by piece in rotation, so that a disturbance affects all methods. The excess of a
+resample is its objective, recomputed, above the lowest objective that any method found
+for it. The peers are loops over resamples that call SciPy's BFGS, as published
+replications do; they differ in the source of the gradient.
 """
 
 import contextlib
@@ -44,26 +44,30 @@ OURS, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 DELTA = 1e-3
-"""Where Huber's loss turns from squares to sizes."""
+"""Residual at which the Huber loss changes from quadratic to linear."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is fitted, and how often."""
+    """Data and number of fits."""
 
     num_points: int = 240
     """Runs on the simulated surface, at least 16."""
     num_resamples: int = 4000
-    """Resamples that everyone fits."""
+    """Resamples that every method fits."""
     num_pieces: int = 4
-    """Turns that everyone has, each on its share of the resamples."""
+    """Turns of every method, each with a share of the resamples."""
     slow: bool = True
-    """Whether to time autograd, if it is installed, and finite differences, too."""
+    """Also time autograd, if it is installed, and finite differences."""
     seed: int = 42
-    """Of the resamples."""
+    """Seed of the resamples."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_points", low=16)
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
@@ -73,17 +77,17 @@ class Config:
 
 
 class FitTimes(ResultTable):
-    """The rows of a result, their values in this order."""
+    """Rows of the result, values in this order."""
 
-    method: Texts = column("name")
+    method: Texts = column("name of the method")
     seconds: Floats = column(
-        "of all resamples", heading="time", form=units.format_seconds
+        "time of all resamples", heading="time", form=units.format_seconds
     )
-    worst_excess: Floats = column("over the lowest objective", form="{:.1e}")
-    ratio: Floats = column("of a resample", heading="over ours", form="{:.1f}x")
-    resamples: Ints = column("fitted")
-    points: Ints = column("of each")
-    above: Ints = column("excesses", heading="above 1e-9", form="{:,}")
+    worst_excess: Floats = column("largest excess of a resample", form="{:.1e}")
+    ratio: Floats = column("time / jaxkv's", heading="over jaxkv", form="{:.1f}x")
+    resamples: Ints = column("number of resamples")
+    points: Ints = column("runs per resample")
+    above: Ints = column("excesses above 1e-9", heading="above 1e-9", form="{:,}")
 
 
 REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
@@ -104,17 +108,17 @@ class LossRuns(NamedTuple):
     loss: Float[np.ndarray, " n"]
 
     def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "LossRuns":
-        """Gathers the rows of a resample."""
+        """Returns the rows of a resample."""
         return LossRuns(*(column[rows] for column in self))
 
 
 def objective(x: Any, runs: LossRuns, library: Any = np) -> Any:
-    """Sums Huber's loss of the logarithms, from `ln A, ln B, ln E, alpha, beta`.
+    """Returns the Huber loss of the log residuals for `ln A, ln B, ln E, alpha, beta`.
 
     Args:
-      x: the coefficients.
-      runs: to fit.
-      library: NumPy, or one that stands in for it.
+      x: coefficients.
+      runs: runs to fit.
+      library: NumPy, or a compatible library.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 3.
     """
@@ -130,7 +134,7 @@ def objective(x: Any, runs: LossRuns, library: Any = np) -> Any:
 
 
 def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray]:
-    """Computes the objective and its gradient by hand: shares times clipped errors."""
+    """Returns the objective and its analytic gradient."""
     a, b, e, alpha, beta = x
     terms = np.stack(
         [a - alpha * runs.params, b - beta * runs.tokens, np.full(len(runs.loss), e)]
@@ -147,7 +151,7 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times everyone, piece by piece; ended early, it has whole pieces."""
+    """Times all methods on the same pieces; a stopped run has complete pieces."""
     data, law = synthetic.runs(config.num_points), published.CHINCHILLA
     full = fits_fit.fit(law, data)
     problem = levenberg_marquardt.Problem(law, observe(law, data))
@@ -227,7 +231,7 @@ def _rows(
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the seconds of every method."""
+    """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [
         f"{units.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
@@ -245,13 +249,13 @@ metrics = functools.partial(split_details, names=("method",), details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells times and excesses, side by side."""
+    """Tabulates times and excesses."""
     if not result:
         return []
     title = f"{result[0]['resamples']:,} resamples of {result[0]['points']} runs"
     note = (
-        "excess: objective above the lowest that anybody found for a resample; the "
-        "first call compiles."
+        "Excess: objective above the lowest one that any method found for a resample. "
+        "The first call includes compilation."
     )
     return [
         FitTimes.of([*row.values()] for row in result).sheet(
@@ -262,7 +266,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 
 @contextlib.contextmanager
 def _compiling_anew() -> Generator[None]:
-    """Keeps programs of earlier runs out of reach: a first call compiles."""
+    """Disables the compilation cache, so that a first call compiles."""
     folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -274,5 +278,5 @@ def _compiling_anew() -> Generator[None]:
 
 
 def _logged(coefficients: np.ndarray) -> np.ndarray:
-    """Turns `A, B, E` into their logarithms."""
+    """Replaces `A, B, E` by their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)

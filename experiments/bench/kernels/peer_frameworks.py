@@ -1,4 +1,4 @@
-"""Implementations of other frameworks, in processes of their own, and their time."""
+"""Kernels of other frameworks, in separate processes, and the time budget."""
 
 import collections
 import contextlib
@@ -18,20 +18,20 @@ PEERS = {
     "FlexAttention paged": (FOLDER / "flex.py", "FlexPaged"),
     "FlashInfer": (FOLDER / "flashinfer_peer.py", "FlashInfer"),
 }
-"""Peers of other frameworks, in processes of their own: file and class by name."""
+"""File and class of each peer, by name."""
 SHARE = 0.1
-"""Of the time, for each: some compile for seconds a shape."""
+"""Share of the total time for each peer: some compile for seconds per shape."""
 
 now_s = time.monotonic
-"""The clock; tests put another one in its place."""
+"""Clock; tests replace it."""
 
 
 class TimeBudget:
-    """Seconds from now on, for all together and in shares.
+    """Time budget for a benchmark, in total and in shares.
 
     Args:
-      seconds: what the whole may take, above 0. Nothing is begun after that; what has
-        begun in this process ends when it ends.
+      seconds: total time, above 0. No work is started after it; work in this process
+        that has started runs to its end.
     """
 
     def __init__(self, seconds: float):
@@ -40,15 +40,15 @@ class TimeBudget:
         self._used_s = collections.defaultdict[str, float](float)
 
     def left_s(self) -> float:
-        """Seconds until nothing more is begun; not above 0 when the time is over."""
+        """Returns the remaining seconds for new work; at most 0 after the end."""
         return self._end_s - now_s()
 
     @contextlib.contextmanager
     def spend(self, name: str, share: float) -> Generator[None]:
-        """Counts the time in the context as used by that name, of its share.
+        """Counts the time in the context towards the share of a name.
 
         Raises:
-          ValueError: that share is over, or the whole time.
+          ValueError: the share or the total time is used up.
         """
         if self.left_s() <= 0:
             raise ValueError(f"skipped: the {self.seconds:g} s were over")
@@ -62,12 +62,12 @@ class TimeBudget:
 
 
 def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implementation:
-    """A peer that is ready, as something to time.
+    """Returns a ready peer as an implementation to time.
 
     Args:
-      peer: of `ELSEWHERE`.
-      budget: time limit; a peer that has not answered by then is ended.
-      num_calls: calls that it times.
+      peer: process of `PEERS`.
+      budget: time budget; a peer that exceeds it is ended.
+      num_calls: number of timed calls.
     """
 
     def prepare(problem: Problem) -> KernelRun:

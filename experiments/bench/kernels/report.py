@@ -1,6 +1,6 @@
-"""What a kernel benchmark tells: tables of times, a roofline, and lines for the README.
+"""Report of the kernel benchmark: tables, a roofline, and lines for the README.
 
-print(report.markdown(Path("experiments/records/bench_kernels")))
+print(report.kernel_table(Path("experiments/records/bench_kernels")))
 """
 
 import collections
@@ -27,25 +27,25 @@ from experiments.plotting import style
 from pallas_kernels.bench import Ceilings
 
 CLOCKS = {
-    "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",
-    "wall": "Times are those of calls that are waited for, by the clock on the wall.",
-    "queue": "Times are those of calls waited for together: no CUPTI was found.",
+    "cupti": "Times are kernel times (CUPTI) with cold caches.",
+    "wall": "Times are wall-clock times of single calls, including the wait.",
+    "queue": "Times are those of queued calls, because CUPTI was not found.",
 }
-"""What times mean, by clock."""
+"""Meaning of the times, by clock."""
 
 
 class KernelTimes(ResultTable):
-    """The rows that have a time."""
+    """Rows that have a time."""
 
-    spec: Texts = column("the shape's name")
-    implementation: Texts = column("who")
-    how: Texts = column("the way that was taken, where there are several")
-    is_peer: Bools = column("whether it is held against ours")
-    bytes: Ints = column("to be moved")
-    flops: Ints = column("to be done")
+    spec: Texts = column("name of the shape")
+    implementation: Texts = column("name of the implementation")
+    how: Texts = column("variant, if there are several")
+    is_peer: Bools = column("True for a peer")
+    bytes: Ints = column("bytes to move")
+    flops: Ints = column("operations to compute")
     seconds: Floats = column("a layer takes", heading="time", form=units.format_seconds)
     plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
-    merge_s: np.ndarray = column("merging alone")
+    merge_s: np.ndarray = column("time of the merge")
     target_s: Floats = column("that a good kernel takes")
     fraction: Floats = column(
         "floor / time", heading="of the floor", form=units.format_percent
@@ -55,37 +55,39 @@ class KernelTimes(ResultTable):
 
     @property
     @computed_column(heading="implementation")
-    def who(self) -> np.ndarray:
-        """Implementations, with their way in brackets."""
+    def label(self) -> np.ndarray:
+        """Implementations, with their variant in parentheses."""
         pairs = zip(self.implementation.tolist(), self.how.tolist(), strict=True)
-        return np.array([f"{who} ({how})" if how else who for who, how in pairs], str)
+        return np.array(
+            [f"{label} ({how})" if how else label for label, how in pairs], str
+        )
 
     def fastest(self, *, is_peer: bool) -> dict[str, Any] | None:
-        """The row of the fastest peer, or of ours."""
+        """Returns the row of the fastest peer, or of this project's fastest kernel."""
         rows = self.where(is_peer=is_peer).rows()
         return min(rows, key=lambda row: row["seconds"], default=None)
 
 
-REPORTED = ("who", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
+REPORTED = ("label", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
 REPORTED += ("ratio", "error")
 
 
 def timed_rows(rows: list[dict[str, Any]]) -> KernelTimes:
-    """The rows of a result that have a time, as a table."""
+    """Returns the rows of a result that have a time, as a table."""
     return KernelTimes.of(row for row in rows if row["seconds"] is not None)
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Lays out the ceilings, then the times of everyone side by side.
+    """Tabulates the ceilings, and the times of all implementations by shape.
 
     Args:
-      result: of the benchmark.
+      result: result of the benchmark.
     """
     head, *rows = result
     ceilings, found = Ceilings(**head["ceilings"]), timed_rows(rows)
     title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
     parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
-    # Nobody plans or merges on a CPU: no column for that.
+    # Columns without values are omitted: no plans or merges on a CPU.
     names = [
         x for x in REPORTED if any(v is not None for v in getattr(found, x).tolist())
     ]
@@ -100,7 +102,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     if absent:
         total = len({row["spec"] for row in rows})
         reasons = collections.Counter(absent).items()
-        lines = [(who, f"{num} of {total}", why) for (who, why), num in reasons]
+        lines = [(label, f"{num} of {total}", why) for (label, why), num in reasons]
         parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
     return parts
 
@@ -115,11 +117,11 @@ def _reached(ceilings: Ceilings) -> dict[str, str]:
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws speeds over the best peer, and shares of the floor, a line a shape.
+    """Draws the speed relative to the best peer, and the share of the floor, by shape.
 
     Args:
-      axes: two of them.
-      result: of the benchmark; without times nothing but frames is drawn.
+      axes: two axes.
+      result: result of the benchmark; empty axes without times.
     """
     found = timed_rows(result[1:])
     names = list(found.distinct("spec"))
@@ -140,11 +142,11 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
 
 
 type Fastest = list[dict[str, Any] | None]
-"""The fastest row of every shape, of ours or of peers."""
+"""Fastest row of every shape, of this project or of peers."""
 
 
 def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
-    """Draws the time of the best peer over ours, for shapes that have both."""
+    """Draws the time of the best peer over that of jaxkv, for shapes that have both."""
     both = [
         (i, peer["seconds"] / selected["seconds"])
         for i, (selected, peer) in enumerate(zip(ours, peers, strict=True))
@@ -168,7 +170,7 @@ def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
 
 
 def _draw_floors(ax: Any, ours: Fastest, peers: Fastest) -> None:
-    """Draws what share of the least possible time each side's time is."""
+    """Draws the least possible time as a share of the time, by side."""
     medians = []
     for rows, name, label in (
         (peers, "published", "best peer"),
@@ -190,16 +192,17 @@ HEADS += ("target",)
 
 
 def kernel_table(folder: Path) -> str:
-    """Writes a record as a table in Markdown, and where it was measured below.
+    """Renders a record as a table in Markdown, followed by its provenance.
 
-    A shape's time is that of the fastest of ours, a layer's share of the plan in it;
-    the faster side is bold. What is not timed has a line that says so.
+    The time of a shape is that of the fastest kernel of this project, including a
+    layer's share of the plan; the faster side is bold. A shape without a time has a
+    line with the reason.
 
     Args:
-      folder: a run folder of `bench kernels`, made on a GPU and not cut short.
+      folder: complete run folder of `bench kernels` on a GPU.
 
     Raises:
-      ValueError: it is no such folder.
+      ValueError: the folder is not such a run.
     """
     run = run_folder.read_run(folder, registry.load_experiment("bench_kernels"))
     head, *rows = run.result
@@ -224,10 +227,12 @@ def kernel_table(folder: Path) -> str:
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The line of a shape."""
+    """Returns the line of a shape."""
     found = timed_rows(rows)
     ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs = f"{units.format_seconds(peer['seconds'])} ({peer['who']})" if peer else "-"
+    theirs = (
+        f"{units.format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
+    )
     size = units.format_bytes(rows[0]["bytes"])
     if ours is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])

@@ -1,9 +1,9 @@
-"""How many steps of a scheduler does one simulate in a second, alone and mapped?
+"""How many scheduler steps per second are simulated, in one run and in mapped runs?
 
-Requests of lengths like ShareGPT's come to a simulated OPT-13B at rates up to its
-saturation. One run alone, all runs mapped together, and a plain-Python scheduler of the
-same policy take turns, from an idle machine each time; a row holds one round. Everyone
-keeps the same accounts: Python's is timed without them, too.
+Requests with lengths like those of ShareGPT arrive at a simulated OPT-13B at rates up
+to its saturation. One run, all runs mapped together, and a scheduler of the same policy
+in plain Python run in rotation, each from an idle machine; a row is one round. All of
+them record the same step statistics; Python is also timed without them.
 """
 
 import concurrent.futures
@@ -33,44 +33,47 @@ KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 SYSTEMS = {
     "": "one run",
     "_vmapped": "all mapped, in parts on all threads",
-    "_vmapped_at_once": "all mapped at once",
+    "_vmapped_at_once": "all mapped in one call",
     "_python": "plain Python",
-    "_python_bare": "plain Python, no accounts",
+    "_python_bare": "plain Python, no statistics",
 }
-"""Who is timed: the ends of the names of their rates."""
+"""Timed systems, by suffix of the names of their rates."""
 PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 16, 2048, 2048
 NUM_PAGES = 15_728 // PAGE_SIZE
-"""An A100 of 40 GB beside OPT-13B.
+"""Pages of an A100 of 40 GB with OPT-13B.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, table 1.
-"""
+Source: Kwon et al. 2023, arXiv:2309.06180, table 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is simulated, and how often."""
+    """Workload and repetitions."""
 
     num_runs: int = 64
-    """Runs that are mapped together, at rates from `min_rate` to `max_rate`."""
+    """Mapped runs, at rates from `min_rate` to `max_rate`."""
     num_steps: int = 4000
-    """Steps of each, from an idle machine on."""
+    """Steps of each run, from an idle machine."""
     min_rate: float = 0.5
-    """Requests per second."""
+    """Lowest rate in requests/s."""
     max_rate: float = 2.2
-    """Requests per second; the machine serves about 2."""
+    """Highest rate in requests/s; the machine serves about 2."""
     max_slots: int = 64
-    """Sequences that run at once at most."""
+    """Sequences that run concurrently."""
     head: int = 16
-    """Waiting requests that the policy sees."""
+    """Waiting requests visible to the policy."""
     num_python: int = 8
-    """Runs, spread over the rates, that plain Python does."""
+    """Runs in plain Python, spread over the rates."""
     rounds: int = 3
-    """Turns that everyone has."""
+    """Turns of every system."""
     seed: int = 0
-    """Of the requests."""
+    """Seed of the requests."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
         if not 1 <= self.num_python <= self.num_runs:
             raise ValueError(
@@ -92,7 +95,7 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times everyone, round after round; ended early, it has whole rounds."""
+    """Times all systems, round after round; a stopped run has complete rounds."""
     all_members, rows = make_members(config), []
     start = time.perf_counter()
     alone = [_runner([all_members[len(all_members) // 2]], config)]
@@ -122,14 +125,14 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def make_members(config: Config) -> list[Members]:
-    """One machine for each rate, with requests for all of its steps."""
+    """Returns one machine per rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=TOKEN_BUDGET,
     )
-    # A step takes less than 0.1 s; who has no requests left would do nothing.
+    # A step takes less than 0.1 s, so no machine runs out of requests.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
     policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
@@ -138,7 +141,7 @@ def make_members(config: Config) -> list[Members]:
 
 
 def make_load(rate: float, num: int, seed: int) -> Workload:
-    """Poisson arrivals, lengths like ShareGPT's."""
+    """Returns Poisson arrivals with lengths like those of ShareGPT."""
     rng = np.random.default_rng(seed)
     drawn = length_distributions.draw_lengths(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
@@ -147,7 +150,7 @@ def make_load(rate: float, num: int, seed: int) -> Workload:
 
 
 def _runner(group: list[Members], config: Config) -> Runner:
-    """Machines that advance together, compiled."""
+    """Returns compiled machines that advance together."""
     bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
     runner = Runner(driver.stack(group), bounds, 0.0, None)
     runner.start()
@@ -155,7 +158,7 @@ def _runner(group: list[Members], config: Config) -> Runner:
 
 
 def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
-    """Steps in a second, and in one of the processor's time: all threads, no waits."""
+    """Returns steps per second of wall-clock time, and per second of processor time."""
     start, cpu = time.perf_counter(), time.process_time()
     num = work(*args)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
@@ -163,14 +166,14 @@ def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
 
 
 def _advance(runners: list[Runner]) -> float:
-    """Advances all, on as many threads as there are processors; gives their steps."""
+    """Advances all machines on as many threads as processors; returns their steps."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Runner.advance, runners))
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
 def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
-    """Makes runs of plain Python ready, one after the other; they give their steps."""
+    """Returns a function that runs the Python scheduler, and returns its steps."""
     asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
     bounds = plain_scheduler.SchedulerLimits(
         num_pages=NUM_PAGES,
@@ -194,7 +197,7 @@ def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
 
 
 def to_requests(workload: Workload) -> list[SimpleRequest]:
-    """The same for plain Python."""
+    """Converts a workload to requests of the Python scheduler."""
     arrival = np.asarray(workload.arrival, np.int64)
     times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
     columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
@@ -204,7 +207,7 @@ def to_requests(workload: Workload) -> list[SimpleRequest]:
 
 
 def to_price(cost: Cost) -> plain_scheduler.Price:
-    """The same cost for plain Python."""
+    """Converts a cost model to a function for the Python scheduler."""
     assert isinstance(cost, cost_models.LinearCost)
     prefill, small, large = (
         [float(x) for x in values]
@@ -223,7 +226,7 @@ def to_price(cost: Cost) -> plain_scheduler.Price:
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, and how they compare."""
+    """Returns medians over the rounds, and their ratios."""
     if not result:
         return dict.fromkeys(KEYS)
     names = [name for name in result[0] if name != "round"]
@@ -233,7 +236,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells the rates, side by side."""
+    """Tabulates the rates."""
     if not result:
         return []
     found = metrics(result)
@@ -245,8 +248,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             cells += [f"{rate:,.0f}", f"{rate / found[f'{key}_python']:.2f}x"]
         lines.append(cells)
     note = (
-        f"medians of {found['rounds']} rounds; compiling and first calls, "
-        f"{units.format_seconds(found['first_calls_s'])}, stand apart."
+        f"Medians of {found['rounds']} rounds, without compilation and first calls "
+        f"({units.format_seconds(found['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]

@@ -1,8 +1,8 @@
-"""First come, first served in plain Python: the twin that `bench simulate` races.
+"""First come, first served in plain Python: the peer of `bench simulate`.
 
-The same decisions as `fcfs.fcfs` takes for requests of one sequence, and if asked
-for, the same accounts as `simulation.step` keeps: with lists, counts and a deque, as a
-scheduler on the host has them.
+It takes the same decisions as `fcfs.fcfs` for requests of one sequence and, on request,
+records the same step statistics as `simulation.step`, with lists, counts and a deque,
+like a scheduler on the host.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class SimpleRequest(NamedTuple):
-    """What somebody asks."""
+    """Arrival time and lengths of a request."""
 
     arrival_us: int
     prompt: int
@@ -20,18 +20,18 @@ class SimpleRequest(NamedTuple):
 
 
 class SchedulerLimits(NamedTuple):
-    """As `Capacity`, and the slots."""
+    """Fields of `Capacity`, and the number of slots."""
 
     num_pages: int
     page_size: int
     token_budget: int
     max_slots: int
     head: int
-    """Waiting requests that are looked at in a step."""
+    """Waiting requests that are considered in a step."""
 
 
 class SchedulerStep(NamedTuple):
-    """What a step did, as `simulation.StepInfo` tells it."""
+    """Statistics of a step, as in `simulation.StepInfo`."""
 
     start_us: int
     micros: int
@@ -47,7 +47,7 @@ class SchedulerStep(NamedTuple):
 
 
 type Price = Callable[[int, int, int, int], float]
-"""Seconds of decodes, prompt rows, and the tokens that either attend to."""
+"""Seconds for decodes, prompt rows, and the attended tokens of both."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,13 +61,13 @@ class _Sequence:
 
 
 class ScheduleResult(NamedTuple):
-    """What became of the requests."""
+    """Times of the requests, and counts."""
 
     first_us: list[int]
     finish_us: list[int]
     num_preempted: int
     num_steps: int
-    """That did something."""
+    """Steps with work."""
 
 
 def run_scheduler(
@@ -80,11 +80,11 @@ def run_scheduler(
     """Serves requests to their end.
 
     Args:
-      requests: in order of arrival; each must fit alone.
-      bounds: of the machine.
-      price: what a step costs.
-      note: is told of every step.
-      max_steps: steps after which to stop.
+      requests: requests in order of arrival; each must fit on its own.
+      bounds: limits of the machine.
+      price: cost of a step.
+      note: called with the statistics of every step.
+      max_steps: largest number of steps.
     """
     num_pages, size, budget, max_slots, head = bounds
     first, finish = [-1] * len(requests), [-1] * len(requests)
@@ -100,7 +100,7 @@ def run_scheduler(
             _, prompt, output = requests[num_arrived]
             waiting.append(_Sequence(num_arrived, prompt, prompt + output, prompt))
             num_arrived += 1
-        # Those that run grow, in order; from the first that cannot, all are preempted.
+        # Running sequences grow in order; from the first failure on, all are preempted.
         gone = len(running)
         for place, sequence in enumerate(running):
             more = -(-sequence.known // size) - sequence.pages
@@ -119,7 +119,7 @@ def run_scheduler(
             for sequence in reversed(lost):
                 sequence.length = sequence.pages = 0
                 waiting.appendleft(sequence)
-        # Who decodes has a row; then prompts share the rest, and the next come in.
+        # One row per decode; then running prompts and new requests share the rest.
         rows_read = decode_context = prompt_context = 0
         scheduled: list[tuple[_Sequence, int]] = []
         left = budget

@@ -1,9 +1,9 @@
-"""How many tokens a second do we train on, and how many does PyTorch?
+"""How many tokens per second does training process, compared with PyTorch?
 
-Everyone trains the same transformer from the same weights: same vocabulary, heads,
-AdamW and number of threads. They take turns, round after round, and a row holds medians
-over the rounds: a disturbance hits everyone or is voted out. What the losses of the
-first steps differ by says whether it is the same training.
+All systems train the same transformer from the same weights, with the same vocabulary,
+heads, AdamW and number of threads. They run in rotation, and a row has medians over the
+rounds, so that a disturbance affects all systems or is removed by the median. The
+difference of the losses in the first steps shows whether the trainings are equal.
 """
 
 import contextlib
@@ -44,29 +44,33 @@ DETAILS += ("absent",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is trained, and beside whom."""
+    """Model and workload, and the peers."""
 
     width: tuple[int, ...] = (16, 32, 64, 128)
-    """Hidden sizes; each gives rows of its own."""
+    """Hidden sizes; each gives separate rows."""
     num_layers: int = 2
     """Layers, each with an MLP of four times the width."""
     head_dim: int = 16
-    """Features of an attention head; a width has as many heads as fill it."""
+    """Head size; the number of heads is width / head size."""
     batch_size: int = 32
     """Windows per step."""
     seq_len: int = 64
     """Predictions per window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of our forward and backward pass; peers compute in float32."""
+    """Type of the forward and backward pass of jaxkv; peers compute in float32."""
     rounds: int = 5
-    """Turns that everyone has."""
+    """Turns of every system."""
     seconds: float = 2.0
-    """How long a turn is."""
+    """Duration of a turn, in s."""
     peer_python: Path | None = None
-    """A Python that has torch, timed as it is and compiled."""
+    """Python interpreter with torch, which is timed in eager mode and compiled."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be trained."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(
             self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
         )
@@ -93,25 +97,25 @@ CONFIGS = {
 
 
 class TrainingRates(ResultTable):
-    """What is told of a result, of which every column is a key of the rows."""
+    """Columns of the report; each is a key of the rows."""
 
     width: Ints = column("hidden size", form=str)
-    implementation: Texts = column("who", heading="who")
-    tokens_per_s: Floats = column("median", heading="tokens/s")
-    ratio: np.ndarray = column("to plain PyTorch", form="{:.2f}")
-    spread: Floats = column("of rates", form=units.format_percent)
+    implementation: Texts = column("name of the system", heading="system")
+    tokens_per_s: Floats = column("median rate", heading="tokens/s")
+    ratio: np.ndarray = column("rate / eager PyTorch's", form="{:.2f}")
+    spread: Floats = column("range of the rates / median", form=units.format_percent)
     flops_per_s: Floats = column(
-        "at that rate", heading="FLOP/s", form=units.format_flops
+        "operations per second at that rate", heading="FLOP/s", form=units.format_flops
     )
-    ceiling_flops_per_s: Floats = column("of large products")
-    compile_s: Floats = column("before the first step", heading="compiling")
-    loss_gap: Floats = column("from ours, in the first steps", form="{:.1e}")
-    optimizer: Texts = column("whose AdamW", heading="AdamW")
+    ceiling_flops_per_s: Floats = column("operations per second of large products")
+    compile_s: Floats = column("time before the first step", heading="compiling")
+    loss_gap: Floats = column("loss difference to jaxkv, first steps", form="{:.1e}")
+    optimizer: Texts = column("implementation of AdamW", heading="AdamW")
 
     @property
     @computed_column(heading="of products", form=units.format_percent)
     def of_products(self) -> np.ndarray:
-        """Operations a second over those of large products."""
+        """Operations per second relative to those of large matrix products."""
         return self.flops_per_s / self.ceiling_flops_per_s
 
 
@@ -120,7 +124,7 @@ REPORTED += ("of_products", "compile_s", "loss_gap", "optimizer")
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times every width with everyone; ended early, it has whole widths."""
+    """Times every width with all systems; a stopped run has complete widths."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
@@ -149,7 +153,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
-    """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
+    """Returns the trainer of jaxkv for a width."""
     model = architectures.transformer(
         width,
         num_heads=width // config.head_dim,
@@ -177,7 +181,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     ours, *rivals = systems
     ceiling = peers.product_rate(config.dtype)
-    # Beside plain PyTorch, the first of them; compiled stands for itself.
+    # Ratios are to eager PyTorch, the first peer.
     peer = statistics.median(rates[rivals[0].name]) if rivals else None
     for one in systems:
         rate, spread = median_and_spread(rates[one.name])
@@ -198,7 +202,7 @@ def _rows(
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second over the width."""
+    """Draws tokens per second against the width."""
     found = TrainingRates.of(result)
     for name in found.distinct("implementation"):
         selected = found.where(implementation=name)
@@ -221,7 +225,7 @@ metrics = functools.partial(split_details, names=NAMES, details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells the rates of everyone, side by side, and how near they are to products."""
+    """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
         return []
     ceiling = units.format_flops(

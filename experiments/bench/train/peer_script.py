@@ -1,10 +1,11 @@
-"""The same model in PyTorch, trained and timed, for `peer_main` in its interpreter.
+"""The benchmark's model in PyTorch, trained and timed, for `peer_main`.
 
-`{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay", "trial_s"}` has
-an .npz of starting weights (`layers.0.qkv.weight`, ...) and of `windows` [steps, batch,
-seq + 1]: it trains on those, one step each, and answers `{"losses", "compile_s",
-"optimizer"}`, having found which of AdamW's implementations is the fastest here.
-`{"seconds"}` then trains on, and is answered with `{"tokens_per_s"}`.
+A question `{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay",
+"trial_s"}` names an .npz of starting weights (`layers.0.qkv.weight`, ...) and of
+`windows` [steps, batch, seq + 1]. The peer trains one step on each batch and answers
+`{"losses", "compile_s", "optimizer"}` with the fastest implementation of AdamW on this
+machine. A question `{"seconds"}` continues the training and is answered with
+`{"tokens_per_s"}`.
 """
 
 import time
@@ -18,7 +19,7 @@ OPTIMIZERS = ("fused", "foreach")
 
 
 class TorchLayer(nn.Module):
-    """Causal attention and a tanh GELU, each behind its layer norm."""
+    """Causal attention and a tanh GELU MLP, each after a layer norm."""
 
     def __init__(self, size, mlp_size, num_heads, eps):
         super().__init__()
@@ -31,7 +32,7 @@ class TorchLayer(nn.Module):
         self.down = nn.Linear(mlp_size, size)
 
     def forward(self, x):
-        """Gives what comes out: `[batch, seq, size]`."""
+        """Returns the output: `[batch, seq, size]`."""
         batch, seq, size = x.shape
         q, k, v = (
             part.view(batch, seq, self.num_heads, -1).transpose(1, 2)
@@ -44,12 +45,12 @@ class TorchLayer(nn.Module):
 
 
 class TorchModel(nn.Module):
-    """Learned positions, layers, tied tables; it starts from the weights it is given.
+    """Learned positions, layers, tied embeddings; starts from given weights.
 
     Args:
-      arrays: those weights.
-      num_heads: of attention.
-      eps: of layer norms.
+      arrays: weights.
+      num_heads: attention heads.
+      eps: epsilon of layer norms.
     """
 
     def __init__(self, arrays, num_heads, eps):
@@ -72,7 +73,7 @@ class TorchModel(nn.Module):
             parameter.data.copy_(torch.tensor(array).reshape(parameter.shape))
 
     def forward(self, windows):
-        """Gives the mean loss of windows, `[batch, seq + 1]`."""
+        """Returns the mean loss of windows, `[batch, seq + 1]`."""
         tokens, targets = windows[:, :-1], windows[:, 1:]
         x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
         for layer in self.layers:
@@ -82,7 +83,7 @@ class TorchModel(nn.Module):
 
 
 class EagerTrainer:
-    """A model, its optimizer, and the text that it reads."""
+    """A model with its optimizer and text, in eager mode."""
 
     is_compiled = False
     version = f"torch {torch.__version__}"
@@ -91,7 +92,7 @@ class EagerTrainer:
         torch.set_num_threads(int(num_threads))
 
     def answer(self, asked):
-        """Begins with a model, or trains on."""
+        """Starts with a model, or continues the training."""
         if "file" in asked:
             return self._begin(asked)
         return {"tokens_per_s": self.rate(asked["seconds"])}
@@ -122,7 +123,7 @@ class EagerTrainer:
         }
 
     def _build(self, optimizer):
-        """Puts the starting weights back, and begins with a new optimizer."""
+        """Restores the starting weights, and makes a new optimizer."""
         self._plain.load_state_dict(self._first)
         matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
         decayed, undecayed = [], []
@@ -146,7 +147,7 @@ class EagerTrainer:
         return loss.detach()
 
     def rate(self, seconds):
-        """Tokens per second of training on."""
+        """Returns the tokens per second of continued training."""
         text = self._windows.flatten()
         batch, width = self._windows.shape[1:]
         places = torch.arange(width)
@@ -159,6 +160,6 @@ class EagerTrainer:
 
 
 class CompiledTrainer(EagerTrainer):
-    """The same, compiled."""
+    """The same trainer with torch.compile."""
 
     is_compiled = True

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of training: us, and PyTorch in another process."""
+"""Systems of the training benchmark: jaxkv, and PyTorch in a separate process."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ WORDS = {
     "PyTorch": (SCRIPT, "EagerTrainer"),
     "PyTorch, compiled": (SCRIPT, "CompiledTrainer"),
 }
-"""What each is made of, by name."""
+"""File and class of each peer, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
 RATE = 1e-3
@@ -32,13 +32,13 @@ _PROBE = 2048
 
 
 class JaxkvTrainer:
-    """Our own steps, many of them a call. Making it compiles.
+    """Training steps of jaxkv, many per call. The constructor compiles.
 
     Args:
-      model: what is trained.
-      batch_size: windows a step.
-      seq_len: predictions a window.
-      dtype: of the forward and backward pass.
+      model: model to train.
+      batch_size: windows per step.
+      seq_len: predictions per window.
+      dtype: type of the forward and backward pass.
     """
 
     name = "jaxkv"
@@ -69,12 +69,12 @@ class JaxkvTrainer:
         self.compile_s = max(0.0, first_s - self._step_s)
 
     def windows(self) -> np.ndarray:
-        """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
+        """Returns the text of the compared steps, [steps, batch, seq_len + 1]."""
         draw = functools.partial(corpora.draw, self._stream, self._seed, **self._shape)
         return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second of training on, in calls of a tenth of the time or so."""
+        """Returns the training rate in tokens/s, in calls of a tenth of the time."""
         taken_s, num = 0.0, 0
         while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
@@ -85,7 +85,7 @@ class JaxkvTrainer:
         return num * self._tokens / taken_s
 
     def utilisation(self, rate: float) -> float | None:
-        """Share of what the accelerator's data sheet promises; None on a CPU."""
+        """Returns the share of the accelerator's peak rate; None on a CPU."""
         if jax.default_backend() == "cpu":
             return None
         kind = jax.local_devices()[0].device_kind
@@ -104,10 +104,10 @@ class JaxkvTrainer:
 
 
 class PyTorchTrainer(PeerProcess):
-    """PyTorch in a process of its own, as a context; leaving it ends the process."""
+    """PyTorch in a separate process, as a context; leaving it ends the process."""
 
     def prepare(self, ours: JaxkvTrainer, seconds: float) -> None:
-        """Has it build our model from our weights, and train our first steps."""
+        """Makes the peer build the same model, and train the first steps."""
         arrays: dict[str, Any] = {"windows": ours.windows()}
         for path, leaf in jax.tree.leaves_with_path(ours.params):
             name = ".".join(str(getattr(x, "key", getattr(x, "idx", ""))) for x in path)
@@ -130,16 +130,16 @@ class PyTorchTrainer(PeerProcess):
         self.optimizer = f"AdamW, {reply['optimizer']}"
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second of training on.
+        """Returns the tokens per second of continued training.
 
         Raises:
-          ValueError: the peer broke down; the line says what it said last.
+          ValueError: the peer failed, with its last error line.
         """
         return self.ask({"seconds": seconds})["tokens_per_s"]
 
 
 def product_rate(dtype: str) -> float:
-    """Operations per second of products of square matrices, the best of some."""
+    """Returns the operations per second of square matrix products, the best of 8."""
     x = jnp.ones((_PROBE, _PROBE), dtype)
     product = jax.jit(jnp.matmul)
 

@@ -182,7 +182,7 @@ def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
     assert found == jaxkv_engine.DecodeCount(
         6.0, 9, 0.9375
     )  # of 16 slots in 8 steps 15
-    with pytest.raises(ValueError, match="in no call did every sequence decode"):
+    with pytest.raises(ValueError, match="no call has every sequence decoding"):
         jaxkv_engine.count_full_batches(calls[2:3], infos[2:3])
 
 

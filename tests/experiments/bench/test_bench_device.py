@@ -166,7 +166,7 @@ def test_the_time_line_by_hand() -> None:
     assert found["busy_share"] == pytest.approx(25 / 40)
     first = found["kernels"][0]
     assert first == {"name": "a", "per_step": 1.0, "seconds_per_step": 10e-9}
-    with pytest.raises(ValueError, match="saw nothing"):
+    with pytest.raises(ValueError, match="recorded no operation"):
         timeline.summarize_events([], 1)
 
 

@@ -103,7 +103,7 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
     result = experiment.run(Config(shapes="tiny", only="decode"))
     ours, theirs = result[1:]
-    assert ours["note"] == "its answer is wrong: error=0.5"
+    assert ours["note"] == "incorrect result: error=0.5"
     assert theirs["note"] == "RuntimeError: out of memory"
     assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
     assert not experiment.metrics(result)["rows"]
@@ -200,7 +200,7 @@ def test_peers_answer_from_a_process_of_their_own(
             assert row["how"] == "best"
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
     assert notes["FlashInfer"] == "no such thing"
-    assert notes["torch cuDNN"] == "ended early: it said nothing"
+    assert notes["torch cuDNN"] == "ended early: no error message"
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
 

@@ -217,7 +217,7 @@ def said(found: list[dict]) -> str:
         ("stdlib-bytes --prompt x --n three", "three"),
         ("stdlib-bytes --prompt x --beam-width 65", "65 beams for a prompt must be at"),
         ("stdlib-bytes --prompt x --beam-width 2 --stop y", "or stop strings"),
-        ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "search draws nothing"),
+        ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "not used by beam search"),
         ("stdlib-bytes --prompt x --beam-width 2 --length-penalty nan", "=nan must be"),
         ("stdlib-bytes --prompt x --beam-width 2 --early-stopping x", "early-stopping"),
         ("stdlib-bytes --prompt x --length-penalty 2", "2.0: needs --beam-width"),

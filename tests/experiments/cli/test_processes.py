@@ -310,7 +310,7 @@ def test_commands_that_divide_nothing_are_for_one(
     monkeypatch.setattr(processes, "_joined", processes._Joined(2, 0))
     assert main(["list"]) == 2
     said = capsys.readouterr().err
-    assert "--coordinator is for generate and train alone: each of 2" in said
+    assert "--coordinator is only for generate and train: each of 2" in said
     assert main(["generate", "stdlib-bytes", "--prompt", "a"]) == 2
     assert "1 devices leaves some of 2 processes" in capsys.readouterr().err
 

@@ -221,7 +221,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
         ("--decode 0", "--decode 0: must be at least 1"),
         ("--prefill 1", "--decode None: must be at least 1"),
         ("--decode 1 --prefill -1", "--prefill -1: must be at least 0"),
-        ("--service mine", "give --address and --service"),
+        ("--service mine", "--address and --service must name the workers"),
         ("--decode 1 --address x:1", "needs the cluster's token in RAY_AUTH_TOKEN"),
     ],
 )

@@ -269,9 +269,17 @@ def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
     ("before", "after", "message"),
     [
         ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, cal"),
-        ('fitted = "Lengths follow from it."\n', "", "fitted: must have `fitted`"),
-        ('"above 1"', '"up"', "other: direction='up' must be 'as stated', or as"),
-        ('kind = "checks"', 'kind = "checks"\ndirection = "above 1"', "is judged"),
+        (
+            'fitted = "Lengths follow from it."\n',
+            "",
+            "`fitted` must be set if and only if",
+        ),
+        ('"above 1"', '"up"', "other: direction='up' must be 'as stated' or a bound"),
+        (
+            'kind = "checks"',
+            'kind = "checks"\ndirection = "above 1"',
+            "needs kind='cannot compare'",
+        ),
     ],
 )
 def test_a_claim_without_its_kind_is_refused_by_name(

@@ -194,7 +194,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         run_folder.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
     )
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="holds files that are not a run"):
         run_folder.new_folder(tmp_path, "made_up")
     with pytest.raises(ValueError, match="is a file"):
         run_folder.new_folder(tmp_path / "notes.txt", "made_up")
