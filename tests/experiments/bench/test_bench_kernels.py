@@ -1,4 +1,4 @@
-"""The kernel benchmark: its document, what it refuses to time, and how it counts."""
+"""The kernel benchmark: document, rejected results, and times."""
 
 import dataclasses
 import functools
@@ -39,14 +39,14 @@ KEYS = {
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts two implementations in place of all: one of ours, one peer."""
+    """Replaces all implementations by one kernel and one peer."""
 
     def install(**calls: Any) -> None:
-        everyone = [
+        systems = [
             Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
-        monkeypatch.setattr(runs, "attention_implementations", lambda: everyone)
+        monkeypatch.setattr(runs, "attention_implementations", lambda: systems)
 
     return install
 
@@ -62,10 +62,10 @@ def right(problem: problems.Problem) -> KernelRun:
 
 
 @pytest.mark.slow
-def test_the_command_gives_its_document(
+def test_bench_kernels_document(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on a machine that was only lent.
+    # As on a borrowed machine without tyro.
     monkeypatch.setitem(sys.modules, "tyro", None)
     found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
     assert found["device"] == "cpu"
@@ -96,7 +96,7 @@ def test_the_command_gives_its_document(
     assert "XLA gather" in Path("run/report.md").read_text("utf-8")
 
 
-def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
+def test_incorrect_or_failing_kernels_are_not_timed(few: Any) -> None:
     def broken(problem: problems.Problem) -> KernelRun:
         raise RuntimeError("out of memory\nand a long story")
 
@@ -116,7 +116,7 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
+def test_a_stopped_run_has_complete_shapes(few: Any) -> None:
     class Impatient(Quiet):
         """Stops before the second shape."""
 
@@ -134,8 +134,8 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
-def test_every_turn_of_everyone_is_right(kind: str) -> None:
-    """Peers lay keys out on their own, and read another table at every call."""
+def test_every_implementation_is_correct_in_every_turn(kind: str) -> None:
+    """Peers use their own layout of keys, and a different page table in every call."""
     spec = tiny(kind)
     problem = problems.make(spec, num_turns=2)
     outs = {}
@@ -148,8 +148,8 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
     ours = outs.pop("reference")
     assert len(outs) == 3
     for theirs in outs.values():
-        for mine, other in zip(ours, theirs, strict=True):
-            assert jnp.allclose(mine, other, atol=1e-5)
+        for selected, other in zip(ours, theirs, strict=True):
+            assert jnp.allclose(selected, other, atol=1e-5)
     assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
     assert jnp.array_equal(ours[0], ours[2])
 
@@ -178,7 +178,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.thorough
-def test_peers_answer_from_a_process_of_their_own(
+def test_peers_answer_from_separate_processes(
     few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
@@ -187,15 +187,15 @@ def test_peers_answer_from_a_process_of_their_own(
     config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
     head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
-    said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
-    assert len(said) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
-    for name, row in said.items():
+    output = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
+    assert len(output) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
+    for name, row in output.items():
         if name.startswith("tree"):
             assert (row["seconds"], row["note"]) == (None, "no trees")
         else:
             assert (row["seconds"], row["ratio"]) == (1e-9, 1)
             assert row["num_kernels"] == 1
-            # A peer's plan stands beside its time.
+            # A peer's plan is not part of its time.
             assert row["plan_per_layer_s"] == pytest.approx(1e-6)
             assert row["how"] == "best"
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
@@ -208,14 +208,14 @@ def test_peers_answer_from_a_process_of_their_own(
 @pytest.mark.skipif(
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
-def test_the_real_script_says_what_is_missing(few: Any) -> None:
+def test_the_real_script_reports_missing_libraries(few: Any) -> None:
     few(ours=right, theirs=right)
     config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
     assert notes.keys() == peer_frameworks.PEERS.keys()
-    # Of a library, never of a file of ours.
+    # The missing module is a library, not a file of this project.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
         assert note == f"No module named '{libraries[name]}'"
@@ -223,7 +223,7 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked to be run where the device is an H200: nothing runs."""
+    """Returns the calls that would run on an H200, without running them."""
     asked: list[Any] = []
 
     def prepare(*args: Any) -> KernelRun:
@@ -237,7 +237,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def compiled(prepared: list[Any]) -> list[Any]:
-    # Others' code is not as strict as ours.
+    # Code of the peers raises warnings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return [deviceless.compile(run, *turns[0]) for _, run, turns in prepared]
 
@@ -251,8 +251,10 @@ without_a_compiler = pytest.mark.skipif(
 @without_a_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
-def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
-    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
+def test_all_attention_kernels_compile_for_an_h200(
+    kind: Any, prepared: list[Any]
+) -> None:
+    """Compiles without a GPU; cuDNN needs one to compile."""
     rows = 1 if kind == "decode" else 26
     problem = problems.make(Spec(kind=kind, batch=2, context=300, rows=rows))
     for implementation in runs.attention_implementations():
@@ -265,10 +267,10 @@ def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
     assert len(compiled(prepared)) >= 3
 
 
-def test_what_is_made_once_a_step_is_shared_by_the_layers(
+def test_the_plan_time_is_shared_by_the_layers(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times are made up: each kind of call has its own."""
+    """Times are fake, with a different value for each kind of call."""
     one, two, three = (lambda index, n=n: n for n in (1, 2, 3))
     seconds = {one: 1.0, two: 32.0, three: 0.25}
 
@@ -298,7 +300,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
 
 
 @pytest.mark.thorough
-def test_the_merge_alone_is_given_what_the_kernel_leaves(
+def test_the_merge_call_gets_the_kernel_output_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = tiny("chunk")
@@ -330,7 +332,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
 
 
 @pytest.mark.slow
-def test_when_the_time_is_over_nothing_more_begins(
+def test_no_measurement_starts_after_the_time_limit(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -346,11 +348,11 @@ def test_when_the_time_is_over_nothing_more_begins(
     few(ours=taking(30.0), theirs=taking(10.0), shared=taking(11.0))
     config = Config(shapes="tiny", num_calls=2, max_s=100.0)
     result = experiment.run(config)
-    said = [(row["implementation"], row["note"]) for row in result[1:10]]
+    output = [(row["implementation"], row["note"]) for row in result[1:10]]
     share = "skipped: its share of the time, 10 s, was over"
     over = "skipped: the 100 s were over"
-    # 51 s, 91 s, 121 s: what has begun is finished.
-    assert said[:6] == [
+    # 51 s, 91 s, 121 s: work that has started is finished.
+    assert output[:6] == [
         ("ours", ""),
         ("theirs", ""),
         ("shared", ""),
@@ -358,15 +360,15 @@ def test_when_the_time_is_over_nothing_more_begins(
         ("theirs", ""),
         ("shared", share),
     ]
-    assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
-    # Quick is over earlier.
+    assert output[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
+    # The quick config ends earlier.
     clock[0] = 0.0
     quick = experiment.run(dataclasses.replace(config, quick=True))
     assert quick[0]["max_s"] == 40.0
     assert [row["note"] for row in quick[1:4]] == ["", "", over.replace("100", "40")]
 
 
-def test_what_tells_most_comes_first() -> None:
+def test_informative_shapes_come_first() -> None:
     chosen = experiment._choose(Config(), "gpu")
     quick, real = (sets.SETS[name] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
@@ -395,7 +397,7 @@ def test_a_peer_that_does_not_answer_is_ended(
 
 @pytest.mark.slow
 @without_a_compiler
-def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
+def test_all_grouped_matmuls_compile_for_an_h200(prepared: list[Any]) -> None:
     experts = specs.Experts(8, 2, 256, 512)
     spec = specs.GroupedSpec(tokens=40, experts=experts)
     problem = problems.make_grouped(spec)
@@ -405,9 +407,9 @@ def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
     assert kernels == [0, 1, 0, 0, 1]
 
 
-def test_the_floor_and_the_target_worked_by_hand() -> None:
+def test_floor_and_target_equal_hand_computed_values() -> None:
     ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
-    # Reading is the faster way through memory; the larger of both times counts.
+    # Reading is faster than copying; the larger of memory and compute time counts.
     assert ceilings.floor_s(4_400_000_000, 0) == pytest.approx(1e-3)
     assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
     ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
@@ -416,7 +418,7 @@ def test_the_floor_and_the_target_worked_by_hand() -> None:
     assert ceilings.target_s(33_600_000, 0, 15e-6) == pytest.approx(seconds + 10e-6)
 
 
-def test_calls_go_round_until_the_cache_has_forgotten() -> None:
+def test_turns_exceed_the_cache() -> None:
     cache = 62_914_560
     assert num_turns(4_214_784, "NVIDIA H200") == 60
     assert num_turns(4 * cache, "NVIDIA H200") == 1
@@ -425,16 +427,16 @@ def test_calls_go_round_until_the_cache_has_forgotten() -> None:
 
 
 def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiler is made up: it is what a GPU would answer."""
+    """The profiler is a fake with the results of a GPU."""
     seen: list[int] = []
 
     def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
-        # What it would jit again would have no turns.
+        # A function that is jitted again would lose its turns.
         assert isinstance(function, jax.stages.Wrapped)
         assert not aggregate
 
         def run() -> Any:
-            for _ in range(1 + iterations):  # it warms up
+            for _ in range(1 + iterations):  # with a warm-up call
                 function()
             return None, [[("a", 1.0), ("b", n)] for n in range(iterations)]
 
@@ -446,10 +448,10 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing is not None
     # Milliseconds 1 to 5.
     assert timing.seconds == pytest.approx(3e-3)
-    # From the lowest of five to the highest, by the one in the middle.
+    # Range of five values, relative to their median.
     assert timing.spread == pytest.approx((5 - 1) / 3)
     assert timing.num_kernels == 2
-    # 0 to 4 of the one, always 1 of the other.
+    # 0 to 4 ms of the first kernel, always 1 ms of the second.
     assert timing.longest_s == pytest.approx(2e-3)
     assert timing.clock == "cupti"
 
@@ -462,6 +464,6 @@ def test_without_cupti_the_queue_is_timed() -> None:
     assert timing.seconds > 0
 
 
-def test_shapes_that_are_not_there_are_refused() -> None:
+def test_unknown_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
         experiment.run(Config(shapes="tiny", only="nothing"))

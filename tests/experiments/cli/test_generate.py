@@ -1,4 +1,4 @@
-"""`jaxkv generate`: the model's own words, live, as JSON, and errors in one line."""
+"""`jaxkv generate`: answers of the model, streaming, JSON, and one-line errors."""
 
 import dataclasses
 import io
@@ -45,14 +45,14 @@ def completions(called: Command, *args: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
+def test_the_bundled_model_continues_greedily(jaxkv: Command) -> None:
     prompt, num = "import os\n\ndef ", 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
     (completion,) = completions(jaxkv, "stdlib-bytes", *flags)
     assert completion.keys() >= {"text", "tokens", "reason"}
     assert completion["reason"] == "length"
     assert bytes(completion["tokens"]).decode() == completion["text"]
-    # The same as a plain forward pass over the whole.
+    # Equal to a plain forward pass over the whole sequence.
     best = laws([*prompt.encode(), *completion["tokens"]]).argmax(-1)
     assert best[len(prompt) - 1 : -1].tolist() == completion["tokens"]
 
@@ -71,7 +71,7 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
 
 
-def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
+def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:
     folder = bundled.find_heads_folder("stdlib-bytes", "eagle")
     for words, line in (
         (f"{tiny} --speculate eagle --heads {folder}", "a model with hidden_size=160"),
@@ -135,7 +135,7 @@ def test_the_best_of_several_answers(jaxkv: Command) -> None:
         expected = logprob("import ", each["tokens"])
         assert each["score"] == pytest.approx(expected, abs=1e-3)
     assert {each["score"] for each in drawn} == {None}
-    assert jaxkv("stdlib-bytes", *ONE, *best)[1] == said([first, second])
+    assert jaxkv("stdlib-bytes", *ONE, *best)[1] == output([first, second])
 
 
 @pytest.mark.slow
@@ -144,29 +144,29 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     status, out, err = jaxkv(tiny, *BOTH, *search)
     assert status == 0
     found = completions(jaxkv, tiny, *BOTH, *search)
-    assert out == said(found)
+    assert out == output(found)
     assert err.startswith("[beam search: text appears at the end]\n[length; 72 tokens")
     assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
     assert [each["sample"] for each in found] == [0, 1, 2] * 2
-    for prompt, mine in ("import ", found[:3]), ("class A", found[3:]):
-        scores = [each["score"] for each in mine]
-        totals = [logprob(prompt, each["tokens"], tiny) for each in mine]
+    for prompt, selected in ("import ", found[:3]), ("class A", found[3:]):
+        scores = [each["score"] for each in selected]
+        totals = [logprob(prompt, each["tokens"], tiny) for each in selected]
         assert scores == pytest.approx([each / 12**0.5 for each in totals], abs=1e-3)
         assert scores == sorted(scores, reverse=True)
-        assert len({tuple(each["tokens"]) for each in mine}) == 3
+        assert len({tuple(each["tokens"]) for each in selected}) == 3
         flags = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
         (greedy,) = completions(jaxkv, tiny, *flags)
         assert totals[0] > logprob(prompt, greedy["tokens"], tiny) - 1e-3
 
 
 @pytest.mark.thorough
-def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Command) -> None:
+def test_the_score_of_a_single_answer_is_printed(jaxkv: Command) -> None:
     found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
     assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
     assert "score" not in jaxkv("stdlib-bytes", *BOTH, "--n", "2")[2]
 
 
-def test_a_search_is_asked_for_as_the_flags_say() -> None:
+def test_beam_search_flags_set_sampling_parameters() -> None:
     options = generate.GenerateOptions(
         prompt=("x", "y"), beam_width=3, length_penalty=-1.0
     )
@@ -176,12 +176,12 @@ def test_a_search_is_asked_for_as_the_flags_say() -> None:
     for flag, asked in ("false", False), ("true", True), ("never", "never"):
         ask = dataclasses.replace(options, early_stopping=flag)
         assert generate._asks(ask)[0].early_stopping is asked
-    # Off is off: what draws nothing may say so.
+    # Values that disable an option are allowed.
     generate._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
 
 
 def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
-    """Log-probabilities of what follows each token."""
+    """Returns log-probabilities of the next token after each token."""
     model = checkpoints.load_model(bundled.find_model_folder(model_name))
     sequence = jnp.asarray([tokens])
     logits = transformer.logits(model.params, sequence, config=model.config)
@@ -189,14 +189,14 @@ def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
 
 
 def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
-    """Log-probability of an answer, by a plain forward pass over the whole."""
+    """Returns the log-probability of an answer, by a plain forward pass."""
     tokens, start = [*prompt.encode(), *answer], len(prompt)
     law = laws(tokens, model_name)
     return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 
 
-def said(found: list[dict]) -> str:
-    """What a person reads of ranked answers."""
+def output(found: list[dict]) -> str:
+    """Returns the printed form of ranked answers."""
     return "".join(
         f"--- {i + 1} of {len(found)}, score {each['score']:.3f} ---\n{each['text']}\n"
         for i, each in enumerate(found)
@@ -240,7 +240,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_keeps_the_words_so_far(
+def test_ctrl_c_keeps_the_text_so_far(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say = answer_writer.AnswerWriter.__call__
@@ -264,7 +264,7 @@ def test_ctrl_c_keeps_the_words_so_far(
 def interrupt_when(
     monkeypatch: pytest.MonkeyPatch, is_so: Callable[[Event], object]
 ) -> None:
-    """Has Ctrl-C pressed after the first event of which something is so."""
+    """Sends Ctrl-C after the first event that satisfies a condition."""
     stream = engine.Engine.stream
 
     def interrupted(self: engine.Engine) -> Iterator[Event]:
@@ -277,7 +277,7 @@ def interrupt_when(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
+def test_ctrl_c_during_best_of_keeps_partial_answers(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_when(monkeypatch, lambda event: event.sample == 1 and event.tokens)
@@ -293,7 +293,7 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_searches_that_have_ended(
+def test_ctrl_c_keeps_completed_beam_searches(
     jaxkv: Command, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_when(monkeypatch, lambda event: event.completion is not None)
@@ -306,7 +306,9 @@ def test_ctrl_c_keeps_the_searches_that_have_ended(
     assert [len(each["tokens"]) for each in found] == [12] * 3 + [0] * 3
 
 
-def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -322,7 +324,7 @@ def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_ranked_answers_come_whole_and_in_order(
+def test_ranked_answers_are_written_whole_and_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write = answer_writer.AnswerWriter(("a", "b", "c"), whole=True)
@@ -341,7 +343,7 @@ def test_last_lines_fit_on_a_screen() -> None:
     assert terminal_text.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
 
 
-def test_a_folder_comes_before_a_bundled_name(
+def test_a_folder_takes_precedence_over_a_bundled_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -350,12 +352,12 @@ def test_a_folder_comes_before_a_bundled_name(
     assert bundled.find_model_folder("stdlib-bytes") == Path("stdlib-bytes")
 
 
-def test_compilation_is_told_apart_from_speed() -> None:
+def test_compile_time_is_reported_separately() -> None:
     found = generate._summary([{"tokens": [1], "reason": "stop", "score": None}], 2, 6)
     assert found == "[stop; 1 tokens in 2.0 s; compiled in 6.0 s]"
 
 
-def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
+def test_programs_are_cached_in_the_default_folder(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     compilation_cache.enable_program_cache(environ)
     assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "jaxkv")

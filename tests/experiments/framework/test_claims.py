@@ -1,4 +1,4 @@
-"""Claims as data: a wrong file is told what is wrong, and those that ship are right."""
+"""Claims files: error messages of invalid ones, and validity of the shipped ones."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ published = { a = { 1 = 2.0 } }
 by = ["data", "size"]
 unit = "times"
 tolerance = 0.1
-because = "so said"
+because = "as printed"
 differs = "Another machine, {device}."
 note = "{paper}?"
 
@@ -47,10 +47,10 @@ def book(folder: Path, text: str) -> ClaimsFile:
     return claims.claims_file(str(folder / "module.py"))
 
 
-def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
+def test_a_claim_is_formatted_and_judged(tmp_path: Path) -> None:
     found = [
         measured("rate", 2.05, data="a", size=1),
-        measured("rate", 9.0, data="a", size=2),  # of which nothing is published
+        measured("rate", 9.0, data="a", size=2),  # no published number
         measured("rate", 9.0, differs=True, data="a", size=1, device="cpu"),
         measured("half", 0.5, published=0.6, tolerance=0.2),
         measured("share", -4.1),
@@ -75,7 +75,7 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
             'kind = "holds"',
             "kind: 'holds' is not one of: reproduces",
         ),
-        ('because = "so said"\n', "", "rate: tolerance needs `because`"),
+        ('because = "as printed"\n', "", "rate: tolerance needs `because`"),
         ('kind = "checks"', 'kind = "cannot compare"', "needs `differs`"),
         ('"5 %"', '"5"', "share: tolerance='5' must be a number, or a share"),
         ('unit = "1"', "unit = 1", "unit: 1 is not of type str"),
@@ -93,7 +93,7 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
         ("[half]", "[half", "cannot be read"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_errors_of_a_claims_file_are_reported(
     before: str, after: str, message: str, tmp_path: Path
 ) -> None:
     wrong = book(tmp_path, TEXT.replace(before, after))
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_file_is_said(
         (measured("half", 1), "must be finite"),
     ],
 )
-def test_what_does_not_fit_its_claim_is_said(
+def test_measurements_that_contradict_the_file_are_rejected(
     found: claims.Measurement, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -125,7 +125,7 @@ FILES = sorted(results_page.PAGE.parent.rglob("claims.toml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
-def test_every_claim_that_ships_is_whole_and_asked_for(path: Path) -> None:
+def test_every_shipped_claim_is_valid_and_used(path: Path) -> None:
     modules = path.parent.glob("*.py")
     code = "\n".join(module.read_text("utf-8") for module in modules)
     assert ClaimsFile(path).ids
@@ -197,7 +197,7 @@ def judged(folder: Path, *found: claims.Measurement) -> list[claims.Claim]:
     return book(folder, KINDS).judge(lambda result: found)(None)
 
 
-def test_a_published_range_is_one_claim_that_has_one_verdict(tmp_path: Path) -> None:
+def test_a_published_range_is_one_claim_with_one_verdict(tmp_path: Path) -> None:
     values = (1.5, 1.7, 2.7, 2.8)
     found = judged(tmp_path, *(measured("range", x, data="a") for x in values))
     assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
@@ -207,7 +207,7 @@ def test_a_published_range_is_one_claim_that_has_one_verdict(tmp_path: Path) -> 
         judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
 
 
-def test_a_direction_is_judged_where_a_number_cannot_be(tmp_path: Path) -> None:
+def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) -> None:
     found = judged(
         tmp_path,
         measured("other", 1.5),
@@ -222,7 +222,7 @@ def test_a_direction_is_judged_where_a_number_cannot_be(tmp_path: Path) -> None:
     assert report.claim_numbers(found[1]).endswith("; its direction: fails")
 
 
-def test_kinds_are_those_of_rows_and_own_checks_stay_checks(tmp_path: Path) -> None:
+def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
     a, b, check, other = judged(
         tmp_path,
         measured("fitted", 1.0, data="a"),
@@ -243,12 +243,12 @@ def test_kinds_are_those_of_rows_and_own_checks_stay_checks(tmp_path: Path) -> N
     assert found["checks"] == {"holds": 1, "fails": 0, "differs": 1}
 
 
-def test_a_number_set_down_from_memory_says_so(tmp_path: Path) -> None:
+def test_a_number_from_memory_is_marked(tmp_path: Path) -> None:
     [found] = judged(tmp_path, measured("memory", 1.0))
     assert found.source == "they; set down from memory"
 
 
-def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
+def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
     rows = judged(
         tmp_path,
         measured("fitted", 1.0, data="a"),
@@ -282,7 +282,7 @@ def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_claim_without_its_kind_is_refused_by_name(
+def test_an_invalid_claim_is_rejected_by_name(
     before: str, after: str, message: str, tmp_path: Path
 ) -> None:
     wrong = book(tmp_path, KINDS.replace(before, after))

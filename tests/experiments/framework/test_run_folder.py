@@ -1,4 +1,4 @@
-"""Run folders: whole, read back, redrawn to the same bytes, never half written."""
+"""Run folders: complete, read back, redrawn to the same bytes, never partial."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def make_run(
     return run_folder.finish_run(folder, experiment, result, duration_s=1.5)
 
 
-def test_a_run_folder_is_whole_and_reads_back(
+def test_a_run_folder_is_complete_and_reads_back(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     made = make_run(tmp_path, experiment, name="a run", num_points=3)
@@ -65,7 +65,7 @@ def test_a_run_folder_is_whole_and_reads_back(
     assert "* **fails**: the tail is short; ours 1.5 s, published 3 s (us)." in report
 
 
-def test_a_smoke_run_says_that_it_does_not_judge(
+def test_a_smoke_run_marks_claims_as_not_judged(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     def claims(result: object) -> list[Claim]:
@@ -93,7 +93,7 @@ def test_a_smoke_run_says_that_it_does_not_judge(
         assert ("1 not judged: smoke" in text) == (expected == unjudged)
 
 
-def test_a_new_run_leaves_nothing_of_the_old_one(
+def test_a_new_run_replaces_all_files_of_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     make_run(tmp_path, experiment)
@@ -107,13 +107,13 @@ def test_a_new_run_leaves_nothing_of_the_old_one(
     assert run_folder.read_run(tmp_path, experiment).env["status"] == "done"
 
 
-def test_an_abandoned_run_leaves_the_old_one(
+def test_an_abandoned_run_restores_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     make_run(tmp_path, experiment)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     run_folder.begin_run(tmp_path, experiment, experiment.configs["paper"])
-    # Killed; the next one finds what was put aside.
+    # The run is killed; the next one restores the earlier files.
     run_folder.begin_run(tmp_path, experiment, experiment.configs["paper"])
     run_folder.abandon_run(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -189,7 +189,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     assert (
         run_folder.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
     )

@@ -1,4 +1,4 @@
-"""Figures: the rubric that all are held to, the style that sees to it, and panels."""
+"""Figures: the common rules, the style, and panels."""
 
 import json
 import re
@@ -39,13 +39,13 @@ def test_the_figure_of_a_record_meets_the_rubric(
     assert figures.faults(sheet) == []
     for system, color in figures.looks(sheet):
         assert color == pytest.approx(systems.system_style(system).color), system
-    # A file for each panel of the sheet.
+    # A file for each panel of the figure.
     panels = {path.name for path in (RECORDS / name).glob("figure-*.png")}
     num = len(sheet.axes) if len(sheet.axes) > 1 else 0
     assert panels == {f"figure-{i}.png" for i in range(1, num + 1)}
 
 
-def test_type_is_measured_at_the_width_of_a_page() -> None:
+def test_font_sizes_are_measured_at_print_width() -> None:
     assert style.PRINT_WIDTH_INCHES == figures.WIDTH_INCHES
     with pytest.raises(ValueError, match=r"width=10.2 inches must be in \(0, 6.8\]"):
         style.render_figure(lambda axes: None, panels=(1, 3))
@@ -67,7 +67,9 @@ def test_bars_start_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         style.render_figure(draw_log)
 
 
-def test_legends_and_titles_are_off_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_legends_and_titles_do_not_cover_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     title = "A message of many words that is far too long for one line of a panel"
 
     def draw(axes: Any) -> None:
@@ -85,7 +87,7 @@ def test_legends_and_titles_are_off_the_data(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The faults of a panel without any, once it is changed as it was drawn."""
+    """Returns the faults of a valid panel after a change during drawing."""
 
     def draw(ax: Any) -> None:
         style.draw_curve(ax, [1, 2], [3, 4], "jaxkv", "jaxkv")
@@ -112,15 +114,15 @@ def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> lis
         (lambda ax: ax.text(3, 3, "far outside"), "leaves the figure"),
     ],
 )
-def test_a_fault_is_found(
+def test_faults_of_figures_are_detected(
     change: Callable[[Any], Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = "\n".join(breach(change, monkeypatch))
     assert fault in found if fault else not found
 
 
-def test_systems_can_be_told_apart() -> None:
-    """In a figure that two share, by colour or by marker; never by yellow."""
+def test_systems_differ_in_colour_or_marker() -> None:
+    """Systems in one figure differ in colour or marker; none is yellow."""
     yellow = style.colors()[4]
     for name in systems.SYSTEMS:
         assert systems.system_style(name).color != yellow
@@ -136,7 +138,7 @@ def test_systems_can_be_told_apart() -> None:
         assert len({look.marker for look in looks}) == len(group)
 
 
-def test_every_panel_has_a_file_of_its_own() -> None:
+def test_every_panel_has_a_separate_file() -> None:
     def draw(axes: Any) -> None:
         for i, ax in enumerate(axes.flat):
             style.draw_curve(ax, np.arange(3), np.arange(3) ** i, "jaxkv", f"panel {i}")
