@@ -92,10 +92,12 @@ def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
     for actual, expected in zip(again, shipped, strict=True):
         for key in ("ours", "published"):
-            actual_, theirs_ = (
+            actual_numbers, expected_numbers = (
                 np.array(row.pop(key), float) for row in (actual, dict(expected))
             )
-            np.testing.assert_allclose(actual_, theirs_, rtol=1e-12, err_msg=key)
+            np.testing.assert_allclose(
+                actual_numbers, expected_numbers, rtol=1e-12, err_msg=key
+            )
             del expected[key]
         assert actual == expected
     config_json.dumps(kept.metrics)

@@ -241,7 +241,7 @@ def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("coordinator", "numbers", "said"),
+    ("coordinator", "numbers", "output"),
     [
         ("127.0.0.1", (2, 0), "must be host:port"),
         ("127.0.0.1:0", (2, 0), "must be host:port"),
@@ -350,7 +350,7 @@ def test_a_process_that_ends_while_idle_ends_all(lost: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--process-id", "1"], "--process-id needs --coordinator"),
         (["--coordinator"], "--coordinator needs a value"),
