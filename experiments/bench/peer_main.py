@@ -34,7 +34,7 @@ def main(file, kind, *words):
 
     try:
         peer = getattr(import_peer(Path(file).resolve()), kind)(*words)
-    except (ImportError, OSError, ValueError) as error:  # OSError: a library of its own
+    except (ImportError, OSError, ValueError) as error:  # OSError: a shared library
         send({"absent": " ".join(str(error).split())})
         return
     send({"version": peer.version})

@@ -38,14 +38,14 @@ class ModelOptions:
             "eagle",
         ]
         | None,
-        parsing.describe_default("one token a step"),
+        parsing.describe_default("one token per step"),
     ] = None
     """Speculative decoding: drafts tokens and verifies several in one step. Drafts come
     from n-grams of the text so far, from Jacobi iterations or lookahead, from the
     model's first layers, from --draft-model, or from --heads. The answers are the same,
     and usually faster."""
     drafts: Annotated[
-        int | None, parsing.describe_default("3, or where it adapts 7")
+        int | None, parsing.describe_default("3, or 7 with --adaptive")
     ] = None
     """Largest number of draft tokens per step, at least 1."""
     adaptive: bool = False
@@ -153,7 +153,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                     )
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
-                if not is_search:  # beams are no answers yet
+                if not is_search:  # beams are not final answers
                     answer = found[i][sample]
                     answer["text"] += event.text
                     answer["tokens"] += event.tokens
@@ -196,7 +196,7 @@ def _asks(options: GenerateOptions) -> list[Any]:
     from jaxkv.sampling import Sampling
 
     if not options.prompt:
-        raise ValueError("give at least one --prompt")
+        raise ValueError("--prompt must be given at least once")
     is_search = options.beam_width is not None
     for name, off_value in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
@@ -389,7 +389,7 @@ def mesh_degrees(parallel: str) -> dict[str, int]:
         served |= {"expert": layout.expert, "data": layout.expert, "gather": True}
     if layout != parallelism.Layout(**served):
         raise ValueError(
-            f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
+            f"--parallel {parallel}: an engine supports tp, cp and ep=N,gather"
         )
     return {"tensor": layout.tensor, "context": layout.pages, "expert": layout.expert}
 

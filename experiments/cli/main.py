@@ -62,11 +62,11 @@ def main(args: list[str] | None = None) -> int:
             compilation_cache.enable_program_cache()
             args = multiprocess.join_processes(args)
             answer = None
-            with contextlib.suppress(SystemExit):  # help that has been printed
+            with contextlib.suppress(SystemExit):  # help was printed
                 helps = {name: known.help for name, known in _COMMANDS.items()}
                 name = _word(args, "command", helps, _USAGE)
                 multiprocess.check_command(name)
-                if name == "serve":  # reports before it ends
+                if name == "serve":  # prints its address before it ends
                     answer = _serve(args[1:], documents)
                 else:
                     answer = _COMMANDS[name].call(args[1:])
@@ -79,7 +79,7 @@ def main(args: list[str] | None = None) -> int:
                     print()
                 for line in answer.lines:
                     print(line)
-            elif answer.document:  # else it was printed before
+            elif answer.document:  # otherwise it is already printed
                 print(config_json.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
@@ -137,7 +137,7 @@ def _served[T](
     from experiments.harness import bundled
 
     known = ", ".join(bundled.bundled_names())
-    asks = f"which model? A folder, or one of: {known}"
+    asks = f"MODEL is missing: a folder, or one of: {known}"
     description = f"MODEL is a folder, or the name of a bundled model: {known}."
     return _subject(args, options, prog, asks, description, base)
 
@@ -150,7 +150,7 @@ def _cost(args: list[str]) -> CommandOutput:
         args,
         command.CostOptions,
         "jaxkv cost MODEL",
-        f"which model? A config.json, a folder, or {known}",
+        f"MODEL is missing: a config.json, a folder, or {known}",
         f"MODEL is a config.json, a folder with one, or {known}.",
     )
     return command.count_costs(model, options)
@@ -172,7 +172,7 @@ def _fit(args: list[str]) -> CommandOutput:
         base, flags, "jaxkv fit LOG", description, where
     )
     if not config.log:
-        raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
+        raise ValueError("LOG is missing: a CSV, JSON, or the folder of a sweep")
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out
     experiment = fit_experiment.experiment(config.log)
@@ -192,7 +192,7 @@ def _train(args: list[str], name: str = "train") -> CommandOutput:
     options: Any = command.SweepOptions if is_sweep else command.TrainOptions
     shipped = command.SWEEPS if is_sweep else command.TRAININGS
     known = f"JSON file, or one of: {', '.join(shipped)}"
-    asks, description = f"which config? A {known}", f"CONFIG is a {known}."
+    asks, description = f"CONFIG is missing: a {known}", f"CONFIG is a {known}."
     return call(*_subject(args, options, f"jaxkv {name} CONFIG", asks, description))
 
 
@@ -200,7 +200,7 @@ def _plan(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing
     from experiments.cli.plan import command, options
 
-    description = "A budget becomes a device, N, D, a loss and an architecture."
+    description = "Chooses a device, N, D and an architecture for a budget."
     return command.make_plan(
         parsing.parse_options(options.PlanOptions, args, "jaxkv plan", description)
     )
@@ -215,7 +215,7 @@ def _list(args: list[str]) -> CommandOutput:
     known = registry.entries()
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
     sheet = Sheet("", ("experiment", "configs", "question"), rows)
-    line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
+    line = "jaxkv run EXPERIMENT [CONFIG] runs one; the first config is the default."
     names = ("name", "question", "configs")
     listed = [{name: getattr(x, name) for name in names} for x in known]
     return CommandOutput({"experiments": listed}, [sheet], [line])
@@ -373,7 +373,7 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
         print("\n".join([usage, "", *lines]))
         raise SystemExit(0)
     if not _is_word(args):
-        raise ValueError(f"which {kind}? One of: {', '.join(choices)}")
+        raise ValueError(f"{kind} is missing; one of: {', '.join(choices)}")
     if args[0] not in choices:
         raise ValueError(config_json.unknown(kind, args[0], choices))
     return args[0]

@@ -147,7 +147,7 @@ def _give_up(folder: Path, error: BaseException) -> str:
         return reason or f"interrupted at once; {folder} is unchanged"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(OSError, ValueError):  # where the disk is full
+        with contextlib.suppress(OSError, ValueError):  # the disk may be full
             run_folder.mark_status(
                 folder, "interrupted" if was_interrupted else "failed"
             )

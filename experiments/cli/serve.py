@@ -83,9 +83,7 @@ class ServeOptions:
         None
     )
     """Number of Ray prefill workers."""
-    address: Annotated[str | None, parsing.describe_default("a cluster of its own")] = (
-        None
-    )
+    address: Annotated[str | None, parsing.describe_default("a new cluster")] = None
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
     service: Annotated[str | None, parsing.describe_default("drawn")] = None
     """Name under which routers of one cluster share workers."""

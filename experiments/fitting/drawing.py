@@ -138,7 +138,7 @@ def draw_isoflop_groups(ax: Any, result: Result) -> None:
     marks = itertools.cycle("os^dvP")
     for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
         selected = result.group == i
-        if not selected.any():  # none of its runs is drawn
+        if not selected.any():  # no run of this group is drawn
             continue
         flops = float(np.exp(np.log(result.flops[selected]).mean()))
         dots = {"linestyle": "", "marker": next(marks), "color": color}

@@ -196,6 +196,6 @@ def objective_contour(fit: FitResult, columns: Columns) -> Contour:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
     objective = profile.profile(fit, columns, names, x, y)
-    # Where a law is exact the least objective is rounding.
+    # For an exact law, the minimum of the objective is a rounding error.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])

@@ -131,7 +131,7 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         "law",
         "runs",
         "objective",
-        "off by: half, 90 %, all",
+        "error: median, 90 %, max",
         "status",
         "minima",
         "condition",
@@ -143,8 +143,8 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
     )
     note = (
         f"{scored} Errors are ln(fitted / observed), with the sign of the largest run. "
-        "`off by` gives the median, the 90 % quantile and the largest error of the "
-        "fitted runs."
+        "`error` gives the median, the 90 % quantile and the maximum over the fitted "
+        "runs."
     )
     return Sheet("laws", heads, rows, note)
 

@@ -189,7 +189,7 @@ def begin_run(
     env |= environment.describe_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / EARLIER).is_dir():  # the run that put it there was killed
+        if (folder / EARLIER).is_dir():  # the previous run was killed
             abandon_run(folder)
         if _is_run(folder):
             (folder / EARLIER).mkdir()
@@ -314,7 +314,7 @@ def draw_figure(run: RunFolder) -> None:
         size_inches=run.study.panel_size_inches,
     )
     for old in run.folder.glob(PANELS):
-        if old.name not in figures:  # of a figure that had more panels
+        if old.name not in figures:  # panels of an earlier figure
             old.unlink()
     for name, content in figures.items():
         files.write_aside(run.folder / name, content)
@@ -322,7 +322,7 @@ def draw_figure(run: RunFolder) -> None:
 
 def _drop_empty(folder: Path) -> None:
     """Deletes an empty folder, and the default parent if it becomes empty."""
-    with contextlib.suppress(OSError):  # one that holds something else stays
+    with contextlib.suppress(OSError):  # a folder with other files is kept
         folder.rmdir()
         if folder.parent == DEFAULT_PARENT:
             DEFAULT_PARENT.rmdir()

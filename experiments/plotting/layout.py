@@ -37,7 +37,7 @@ def arrange_panels(figure: Any) -> None:
         layout.execute(figure)  # sets the widths of axes
     _set_heads(figure.axes)
     layout.execute(figure)
-    figure.set_layout_engine("none")  # saving need not repeat it
+    figure.set_layout_engine("none")  # saving does not repeat the layout
 
 
 def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
@@ -48,8 +48,8 @@ def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]
       size_inches: width and height of a panel that spans one row and one column.
 
     Yields:
-      The figure with a single panel and the legends of the whole figure; nothing for a
-      figure with one panel.
+      The figure with a single panel and the legends of the whole figure; no figure
+      if there is only one panel.
     """
     axes = figure.axes
     if len(axes) < 2:

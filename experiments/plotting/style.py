@@ -24,7 +24,10 @@ LARGE_BYTES = 40_000
 """PNG size from which the number of colours is reduced."""
 
 STYLE: dict[str, Any] = {
-    "axes.formatter.limits": (-5, 7),  # a power above the axis would meet the legend
+    "axes.formatter.limits": (
+        -5,
+        7,
+    ),  # an exponent above the axis would overlap the legend
     "axes.formatter.useoffset": False,
     "axes.labelsize": POINTS,
     "axes.linewidth": 0.8,

@@ -39,7 +39,7 @@ class SystemStyle(NamedTuple):
 
 SYSTEMS: dict[str, tuple[int, str, str]] = {
     "published": (GREY, "D", ""),
-    # Programs that are timed against each other.
+    # Benchmarked programs.
     "jaxkv": (BLUE, "o", ""),
     "jaxkv, first call": (BLUE, "d", "//"),
     "one run": (BLUE, "d", "//"),
@@ -62,7 +62,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "static": (RED, "s", "\\\\"),
     "continuous": (GREEN, "^", "//"),
     "continuous, paged": (BLUE, "o", ""),
-    # Where the two phases of a request run.
+    # Placement of prefill and decode.
     "both phases": (RED, "s", "\\\\"),
     "split": (BLUE, "o", ""),
     "prompts alone": (ORANGE, "^", "//"),
@@ -77,7 +77,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "least computed": (BLUE, "o", ""),
     "fewest pages": (GREEN, "^", ".."),
     "cheapest": (ORANGE, "d", "//"),
-    # Orders in which a prefix cache is asked.
+    # Request orders for a prefix cache.
     "depth first": (GREEN, "^", ".."),
     "most cached first": (RED, "s", "\\\\"),
     "in order of arrival": (BLUE, "o", ""),
@@ -99,7 +99,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "temperature 1": (RED, "s", "\\\\"),
     "sampled": (RED, "s", "\\\\"),
     "mixed": (ORANGE, "^", "//"),
-    # Ways to divide a model.
+    # Kinds of parallelism.
     "one device": (BLACK, "v", "xx"),
     "data": (ORANGE, "^", "//"),
     "tensor": (SKY, "s", ".."),

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-MIN_STEPS = 4  # that are timed, however slow
+MIN_STEPS = 4  # smallest number of timed steps
 
 
 def measure_peer(peer, asked):
@@ -118,7 +118,7 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp: several sequences in one batch, greedy, float32 weights and cache."""
 
-    MAX_BATCH = 512  # rows that one call may feed, its default
+    MAX_BATCH = 512  # rows per call, the default of llama.cpp
 
     def __init__(self, folder, num_threads):
         llama_cpp = importlib.import_module("llama_cpp")

@@ -211,7 +211,7 @@ class _Measurement:
         took = run.measure() if run.measure else self.clock(run.call)
         plan_s = self.clock(run.plan).seconds if run.plan else run.plan_s
         per_layer_s = None if plan_s is None else plan_s / NUM_LAYERS
-        # A peer's plan is made outside of its times.
+        # The plan of a peer is not part of its time.
         seconds = took.seconds + (per_layer_s or 0.0 if run.plan else 0.0)
         floor_s = self.ceilings.floor_s(spec.bytes, spec.flops)
         num = took.num_kernels or 1

@@ -100,7 +100,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     start = time.perf_counter()
     alone = [_runner([all_members[len(all_members) // 2]], config)]
     at_once = [_runner(all_members, config)]
-    # All runs as `driver` divides them, in parts of one size.
+    # All runs, divided into equal parts like in `driver`.
     size = driver.part_size(len(all_members), config.max_slots)
     starts = (min(i, len(all_members) - size) for i in range(0, len(all_members), size))
     parts = [_runner(all_members[i : i + size], config) for i in starts]

@@ -67,7 +67,7 @@ class TorchModel(nn.Module):
         for name, parameter in self.named_parameters():
             array = arrays[name.replace("norm.weight", "norm.scale")]
             if ".qkv." in name:
-                # Head by head there; all queries, all keys, all values here.
+                # Grouped by head in the file; by queries, keys and values in PyTorch.
                 array = array.reshape(num_heads, 3, -1, *array.shape[3:])
                 array = array.swapaxes(0, 1)
             parameter.data.copy_(torch.tensor(array).reshape(parameter.shape))

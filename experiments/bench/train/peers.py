@@ -91,7 +91,7 @@ class JaxkvTrainer:
         kind = jax.local_devices()[0].device_kind
         try:
             device = devices.find(kind.removeprefix("NVIDIA "))
-        except ValueError:  # no data sheet of it
+        except ValueError:  # an unknown device
             return None
         return rate * self.flops_per_token / device.rate(self._dtype)
 

@@ -147,7 +147,9 @@ def _min_width(sheet: Sheet) -> int:
     needed = 0
     for i, head in enumerate(sheet.columns):
         lines = [line for row in sheet.rows for line in row[i].split("\n")]
-        cells = max(map(len, lines), default=0)  # one column turned has no rows
+        cells = max(
+            map(len, lines), default=0
+        )  # a transposed single column has no rows
         if _is_prose(sheet, i):
             cells = min(cells, MIN_TEXT_WIDTH)
         needed += GAP + max(cells, *map(len, head.split("\n")))

@@ -41,7 +41,7 @@ def guard_streams(*, is_shared: bool = False) -> None:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the next file opened would be taken for it
+        except OSError:  # otherwise the next opened file gets this number
             os.open(os.devnull, os.O_RDWR)
     sys.stderr = _guarded(sys.stderr, 2, lambda error: None)
     if is_closed:
@@ -51,7 +51,7 @@ def guard_streams(*, is_shared: bool = False) -> None:
         number = os.dup(1)
         os.dup2(2, 1)
     sys.stdout = _guarded(sys.stdout, number, _refuse)
-    hook: Any = _warn  # its type would be that of one function
+    hook: Any = _warn  # typeshed declares one specific function
     warnings.showwarning = hook
 
 

@@ -151,7 +151,7 @@ def _where(model: Description, case: CostCase) -> str:
         shared = model.attention.num_kv_heads
         if any(size % p for size in sizes) or (shared % p and p % shared):
             continue
-        # As many tokens in all: tensor parallelism works on p times a device's batch.
+        # Equal total tokens: tensor parallelism processes p times a device's batch.
         tensor, expert = (
             traffic.training(model, layout, batch=batch, sequence=case.sequence)
             for layout, batch in (

@@ -108,14 +108,14 @@ def _device(case: CostCase, found: dict[str, float]) -> Sheet:
     rows = [
         ("parameters of the fullest device", f"{found['num_params']:,.0f}"),
         ("operations of a training step", units.format_flops(found["flops"])),
-        ("their time at peak", units.format_seconds(found["compute_s"])),
+        ("time of these operations at peak", units.format_seconds(found["compute_s"])),
     ]
     if found["sent_bytes"]:
         rows += [
             ("bytes sent", units.format_bytes(found["sent_bytes"])),
-            ("their time on the link", units.format_seconds(found["link_s"])),
+            ("time of these bytes on the link", units.format_seconds(found["link_s"])),
         ]
-    rows.append(("K and V of a token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
+    rows.append(("K and V per token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
     measured = []
     if d.measured_products:
         measured.append(f"{d.measured_products / 1e12:.0f} TFLOP/s")

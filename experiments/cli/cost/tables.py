@@ -116,7 +116,7 @@ def _flops(case: CostCase) -> list[Sheet]:
         )
         rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
-    note = f"Attention is counted {case.attention}: {t}, in a window at most that."
+    note = f"Attention pairs: {case.attention}, {t}, at most the window."
     heads = ("product", "per token", "a token", "share", "grows with")
     compared = {"total": params.total, "matmul": params.matmul}
     if case.model.experts is not None:
@@ -211,8 +211,8 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
 def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
     size = {
         "weights": found["weight_bytes"],
-        "its input, kept at the boundary": found["boundary_bytes"],
-        "its activations while it is computed again": found["activation_bytes"],
+        "input, kept at the boundary": found["boundary_bytes"],
+        "activations during recomputation": found["activation_bytes"],
         "weights, input and activations": found["peak_bytes"],
     }
     rows = [

@@ -103,7 +103,9 @@ def _read_fit(path: Path, group: str | None) -> Belief:
     fit = from_json(document)
     found = believe(str(path), fit.find_law(), fit.coefficients)
     if not {"num_params", "num_tokens"} <= {*fit.inputs}:
-        raise ValueError(f"a fit to {', '.join(fit.inputs)}")
+        raise ValueError(
+            f"the fit has inputs {', '.join(fit.inputs)}; N and D are needed"
+        )
     count, shape = document.get("count"), document.get("shape", {})
     if not isinstance(shape, dict) or any(
         type(shape[name]) is not _SHAPE.get(name) for name in shape
@@ -177,7 +179,7 @@ def _flops(options: PlanOptions, offer: Offer | None) -> float:
     }
     names = [name for name, is_given in given.items() if is_given]
     if not names:
-        raise ValueError(f"which budget? One of: {', '.join(given)}")
+        raise ValueError(f"a budget is missing; one of: {', '.join(given)}")
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)}: give exactly one budget")
     if options.flops is not None or options.target_loss is not None:

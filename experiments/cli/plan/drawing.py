@@ -74,7 +74,7 @@ def _draw_plane(ax: Any, case: Case, document: dict[str, Any]) -> None:
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
     levels = [powers.floor + x * (document["loss"] - powers.floor) for x in _CONTOURS]
-    # Labels break the lines where the scale is known.
+    # Set the scales first, because the contour labels depend on them.
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=1)
     ax.clabel(lines, fmt="%.2f", fontsize=style.POINTS)

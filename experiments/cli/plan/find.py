@@ -38,7 +38,7 @@ def find_plan(options: PlanOptions, case: Case) -> dict[str, Any]:
                 way_out = f", that of the runs of {belief.name}"
         raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
-    try:  # all operations counted
+    try:  # with exact operation counts
         other, tokens, loss = designs.best(family, case.loss, case.flops, **how)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None

@@ -93,7 +93,7 @@ def _devices(case: Case, document: PlanDocument) -> Sheet:
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
     note = "Operations per dollar: TFLOP/s x MFU x 3600 s / price."
     if len(rows) > 1:
-        note += f" The MFU is the same for all, so {document['device']} wins at any."
+        note += f" All devices have the same MFU, so {document['device']} is best at every MFU."
     return Sheet("Which device?", heads, rows, note)
 
 
@@ -104,8 +104,8 @@ def _operations(options: PlanOptions, case: Case) -> str:
     if options.target_loss is not None:
         return (
             f"The loss is given: L = {options.target_loss:g}. The smallest budget "
-            f"whose best N and D reach it is C = {flops:.4g} FLOPs: that N and D "
-            "follow below, and the loss comes out as it was asked for."
+            f"whose best N and D reach it is C = {flops:.4g} FLOPs: these N and D "
+            "follow below."
         )
     assert offer is not None
     reached = f"{offer.flops_per_s:.4g} FLOP/s x {options.mfu:g} MFU"
@@ -139,7 +139,7 @@ def _division(case: Case, document: PlanDocument) -> str:
     )
     if not case.served and case.unique_tokens is None:
         text += (
-            " A search along 6 N D = C, which knows none of this, finds N = "
+            " A numerical search along 6 N D = C finds N = "
             f"{searched:.6g} (closed form {free['num_params']:.6g})."
         )
     return text
@@ -266,11 +266,10 @@ def _architecture(case: Case, document: PlanDocument) -> Sheet:
         size = units.format_bytes(case.offer.memory_bytes)
         held = f": at least {has['min_devices']} {case.offer.name} of {size}"
     note = (
-        "Of all designs of Llama's kind on the grid, the nearest in "
+        "The Llama-style design on the grid that is nearest in "
         f"{case.family.count} parameters: {100 * has['off']:+.3g} % from N."
-        f"{_as_fitted(case)} Memory is that of one sequence of "
-        f"{case.family.sequence:,} tokens, checkpoints at layer boundaries, 16 bytes "
-        f"a parameter{held}."
+        f"{_as_fitted(case)} Memory: one sequence of {case.family.sequence:,} tokens, "
+        f"checkpoints at layer boundaries, 16 bytes per parameter{held}."
     )
     return Sheet("Which architecture?", ("", ""), rows, note)
 
@@ -294,9 +293,9 @@ def _exact(case: Case, document: PlanDocument) -> str:
     )
     each = has["train_flops_per_token"]
     text = (
-        f"Counting every product, attention over {case.family.sequence:,} tokens "
-        f"({case.family.attention}) too, this design takes "
-        f"{each:.4g} FLOPs a token to train, "
+        "With all products counted, including attention over "
+        f"{case.family.sequence:,} tokens ({case.family.attention}), this design takes "
+        f"{each:.4g} FLOPs per token to train, "
         f"{each / (6 * _counted(document, 'architecture')):.3f} times 6 N. "
     )
     if has["loss"] is not None:
@@ -309,7 +308,7 @@ def _exact(case: Case, document: PlanDocument) -> str:
         text += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
         text += ". " if usd is None else f", {usd:,.0f} USD. "
     return text + (
-        f"The best of all designs when each pays for its own operations: "
+        "The best of all designs with exact counts: "
         f"{_short(other)}, {_counted(document, 'exact_optimum'):,} parameters on "
         f"{other['num_tokens']:.4g} tokens, loss {other['loss']:.4f}."
     )
@@ -325,10 +324,10 @@ def _time(document: PlanDocument) -> str:
         f"{device_s / HOUR_S:,.0f} device-hours"
     )
     if number is None or duration_s is None:
-        return f"{text}. --days or --devices gives the other of the two."
+        return f"{text}. --days determines --devices, and vice versa."
     return (
-        f"{text}; on {number:,} of them {duration_s / DAY_S:,.4g} days, if the "
-        "utilisation holds at that number."
+        f"{text}; on {number:,} of them {duration_s / DAY_S:,.4g} days, at the "
+        "same utilization."
     )
 
 

@@ -108,9 +108,9 @@ def test_list_names_every_experiment(jaxkv: Command) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which command?"),
+        ("", "command is missing; one of"),
         ("rum", "unknown command 'rum'; did you mean run?"),
-        ("run", "which experiment?"),
+        ("run", "experiment is missing; one of"),
         ("run made_upp", "unknown experiment 'made_upp'; did you mean made_up?"),
         ("run made_up papr", "unknown config 'papr'; did you mean paper?"),
         ("run made_up --load.rat 4", "did you mean --load.rate?"),

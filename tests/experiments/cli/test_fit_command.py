@@ -388,7 +388,7 @@ def test_a_doubtful_surface_gives_no_correction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which log?"),
+        ("", "LOG is missing"),
         ("no.csv", "no.csv: cannot be read"),
         ("log.csv --law chinchila", "no law 'chinchila'"),
         ("log.csv --law ,", "must name a law"),

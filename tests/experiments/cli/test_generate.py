@@ -206,11 +206,11 @@ def output(found: list[dict]) -> str:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which model? A folder, or one of: stdlib-bytes"),
-        ("--prompt x", "which model?"),
+        ("", "MODEL is missing: a folder, or one of: stdlib-bytes"),
+        ("--prompt x", "MODEL is missing"),
         ("stdlib-byte --prompt x", "did you mean stdlib-bytes?"),
         ("no/such/folder --prompt x", "unknown model 'no/such/folder'"),
-        ("stdlib-bytes", "give at least one --prompt"),
+        ("stdlib-bytes", "--prompt must be given at least once"),
         ("stdlib-bytes --promt x", "did you mean --prompt?"),
         ("stdlib-bytes --prompt x --temperature -1", "temperature=-1.0"),
         ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),

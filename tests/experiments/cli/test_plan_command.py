@@ -280,8 +280,11 @@ def test_the_folder(jaxkv: Command) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which budget? One of: --budget-usd, --flops, --days with --devices"),
-        ("--days 3", "which budget?"),
+        (
+            "",
+            "a budget is missing; one of: --budget-usd, --flops, --days with --devices",
+        ),
+        ("--days 3", "a budget is missing"),
         ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops: give exactly one"),
         (f"{LECTURE} --days 1 --devices 5", "give exactly one budget"),
         ("--budget-usd 5e6", "--budget-usd needs --gpu NAME:USD_PER_HOUR:TFLOPS"),

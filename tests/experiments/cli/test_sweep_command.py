@@ -111,7 +111,7 @@ def test_an_experiment_without_a_result_does_not_change_its_folder(
 def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
     Path("odd.json").write_text('{"modles": []}')
     for args, message in [
-        ("", "which config?"),
+        ("", "CONFIG is missing"),
         ("smok", "did you mean smoke"),
         ("missing.json", "missing.json: no such file"),
         ("odd.json", "unknown field"),

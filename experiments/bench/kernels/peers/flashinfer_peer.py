@@ -54,7 +54,7 @@ class FlashInfer(TorchPeer):
             plan_s, _ = time_work(
                 lambda: wrapper.plan(*lists, *sizes, **masks, **types), self.device
             )
-            # Its rows lie one after the other, all heads of each side by side.
+            # FlashInfer expects rows as [rows, heads, head_dim].
             rows = q.transpose(1, 2).flatten(0, 1).contiguous()
 
             def call():

@@ -79,7 +79,7 @@ class FlexPaged(TorchPeer):
 
 def _compiled():
     """Returns attention of queries, keys and values under a block mask."""
-    torch.compiler.reset()  # else shape after shape counts as a recompilation
+    torch.compiler.reset()  # otherwise every shape counts as a recompilation
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v, mask: flex(q, k, v, block_mask=mask, enable_gqa=True)
 

@@ -202,7 +202,7 @@ def _profile(turns):
     return {
         "seconds": sum(x.self_device_time_total for x in events) / 1e6 / len(turns),
         "num_kernels": round(sum(x.count for x in events) / len(turns)),
-        # Of a kernel that a call launches more than once this is one launch.
+        # For a kernel with several launches per call: the time of one launch.
         "longest_s": max(x.self_device_time_total / 1e6 / x.count for x in events),
         "clock": "cupti",
     }
