@@ -364,7 +364,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     claims_file,
     column,
@@ -405,7 +405,7 @@ def plot(ax, result: Result) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("mean", result.mean)
 
 '''

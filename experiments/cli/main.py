@@ -201,7 +201,7 @@ def _plan(args: list[str]) -> CommandOutput:
     from experiments.cli.plan import command, options
 
     description = "Chooses a device, N, D and an architecture for a budget."
-    return command.make_plan(
+    return command.plan_model(
         parsing.parse_options(options.PlanOptions, args, "jaxkv plan", description)
     )
 
@@ -390,7 +390,7 @@ def _value_of(args: list[str], flag: str) -> str | None:
 
 
 def _complain(what: object, status: int) -> int:
-    print("jaxkv:", user_errors.one_line(what), file=sys.stderr)
+    print("jaxkv:", user_errors.error_line(what), file=sys.stderr)
     return status
 
 

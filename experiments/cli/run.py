@@ -12,7 +12,7 @@ from experiments.framework import user_errors
 
 if TYPE_CHECKING:
     from experiments.cli.console import Terminal
-    from experiments.framework import Experiment, RunFolder
+    from experiments.framework import Experiment, SavedRun
 
 
 class CommandOutput(NamedTuple):
@@ -66,7 +66,7 @@ def run(
     from experiments.cli.console import terminal
     from experiments.framework import run_folder
 
-    with run_folder.reserve(out, experiment.name) as folder:
+    with run_folder.lock_folder(out, experiment.name) as folder:
 
         def last_words() -> str:
             return _give_up(folder, KeyboardInterrupt())
@@ -102,7 +102,7 @@ def _carry_out(
     folder: Path,
     bars: "Terminal",
     config_name: str,
-) -> "RunFolder":
+) -> "SavedRun":
     """Runs the experiment and writes its result."""
     from experiments.framework import run_folder
     from jaxkv import parallel

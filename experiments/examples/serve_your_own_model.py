@@ -14,7 +14,7 @@ from jaxkv.memory import kv_layout
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
 
 
-def forward(params, pages, rows):
+def one_layer_model(params, pages, rows):
     """Applies one layer; `rows` has the position, slot and page table of each token."""
     x = params["embed"][rows.token]
     q, k, v = (
@@ -26,7 +26,7 @@ def forward(params, pages, rows):
 
 
 @jax.jit
-def serve(params, requests, most):
+def serve_inside_jit(params, requests, most):
     """Runs 24 steps; returns the answers and the trace of all steps."""
     pages = kv_layout.make_pages(
         num_layers=1,
@@ -44,7 +44,7 @@ def serve(params, requests, most):
         state,
         start,
         config=config,
-        forward=forward,
+        forward=one_layer_model,
         policy=AtMost(most),
         num_steps=24,
     )
@@ -61,7 +61,7 @@ def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
     }
     asks = [jaxkv.Sampling.greedy(max_tokens=8)] * 3
     requests = jaxkv.make_requests([[1, 2, 3], [4, 5], [6]], asks, config=config)
-    done, trace = serve(params, requests, jnp.int32(1))
+    done, trace = serve_inside_jit(params, requests, jnp.int32(1))
     print(done.tokens[:3, :11], trace.num_emitted.sum(axis=1))
     return done, trace
 

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
         NOT_JUDGED,
         Claim,
         Direction,
-        Measurement,
+        MeasuredValue,
         claims_file,
         measured,
     )
     from experiments.framework.report import Excerpts, ReportPart, Sheet
-    from experiments.framework.run_folder import RunFolder
+    from experiments.framework.run_folder import SavedRun
     from experiments.framework.study import Experiment, Study
     from experiments.framework.table import (
         Floats,
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 # Names load on first use: `jaxkv --help` reads the registry, and no arrays.
 _HOMES = {
-    "claims": "NOT_JUDGED Claim Direction Measurement claims_file measured",
+    "claims": "NOT_JUDGED Claim Direction MeasuredValue claims_file measured",
     "report": "Excerpts ReportPart Sheet",
-    "run_folder": "RunFolder",
+    "run_folder": "SavedRun",
     "study": "Experiment Study",
     "table": "Floats Ints ResultRecord ResultTable Texts column",
 }
@@ -42,11 +42,11 @@ __all__ = [
     "Experiment",
     "Floats",
     "Ints",
-    "Measurement",
+    "MeasuredValue",
     "ReportPart",
     "ResultRecord",
     "ResultTable",
-    "RunFolder",
+    "SavedRun",
     "Sheet",
     "Study",
     "Texts",

@@ -162,7 +162,7 @@ def judge(
     )
 
 
-class Measurement(NamedTuple):
+class MeasuredValue(NamedTuple):
     """A measured number for a claim of a `claims.toml`; `measured` makes it."""
 
     id: str
@@ -185,7 +185,7 @@ def measured(
     direction: Direction | None = None,
     note: str | None = None,
     **words: Any,
-) -> Measurement:
+) -> MeasuredValue:
     """Returns the measured number of a claim.
 
     Args:
@@ -202,7 +202,9 @@ def measured(
       note: replacement for the file's note, used verbatim.
       words: values for the braces in the file's texts and for the keys in `by`.
     """
-    return Measurement(id, value, published, tolerance, differs, direction, note, words)
+    return MeasuredValue(
+        id, value, published, tolerance, differs, direction, note, words
+    )
 
 
 type PublishedNumbers = float | tuple[float, float] | dict[str, PublishedNumbers]
@@ -395,7 +397,7 @@ class ClaimsFile:
         return self._find(id).published
 
     def judge[R](
-        self, found: Callable[[R], Iterable[Measurement]]
+        self, found: Callable[[R], Iterable[MeasuredValue]]
     ) -> Callable[[R], list[Claim]]:
         """Decorates a function of a result that yields measured numbers.
 
@@ -415,7 +417,7 @@ class ClaimsFile:
             raise ValueError(f"{self.path}: has no claim {id}")
         return self._read[1][id]
 
-    def _judge(self, found: Measurement) -> Claim | None:
+    def _judge(self, found: MeasuredValue) -> Claim | None:
         spec, words = self._find(found.id), _Words(found.words)
         words.common = self._read[0]
         is_other = spec.kind == "cannot compare"

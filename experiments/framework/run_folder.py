@@ -63,7 +63,7 @@ DEFAULT_PARENT = Path("runs")
 Status = Literal["running", "done", "interrupted", "failed"]
 
 
-class RunFolder(NamedTuple):
+class SavedRun(NamedTuple):
     """A run folder that was read and validated.
 
     Attributes:
@@ -88,7 +88,7 @@ class RunFolder(NamedTuple):
 
 
 @contextlib.contextmanager
-def reserve(out: Path | None, name: str) -> Generator[Path]:
+def lock_folder(out: Path | None, name: str) -> Generator[Path]:
     """Locks the folder of a run; arguments are those of `new_folder`.
 
     Yields:
@@ -228,7 +228,7 @@ def finish_run(
     *,
     duration_s: float,
     interrupted: bool = False,
-) -> RunFolder:
+) -> SavedRun:
     """Writes the result, reads it back, and derives all other files from it.
 
     Args:
@@ -271,7 +271,7 @@ def discard_earlier(folder: Path) -> None:
     shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
-def read_run(folder: Path, experiment: Experiment) -> RunFolder:
+def read_run(folder: Path, experiment: Experiment) -> SavedRun:
     """Reads and validates a run folder; no file is unpickled.
 
     Raises:
@@ -294,7 +294,7 @@ def read_run(folder: Path, experiment: Experiment) -> RunFolder:
     if registry.SMOKE in (env.get("config"), study.name_of(config)):
         claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []
-    return RunFolder(
+    return SavedRun(
         folder=folder,
         study=study,
         config=config,
@@ -306,7 +306,7 @@ def read_run(folder: Path, experiment: Experiment) -> RunFolder:
     )
 
 
-def draw_figure(run: RunFolder) -> None:
+def draw_figure(run: SavedRun) -> None:
     """Draws the figure of a run and its panels into its folder."""
     figures = style.render_figure(
         lambda axes: run.study.plot(axes, run.result),

@@ -13,7 +13,7 @@ _OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
 `self.`, too."""
 
 
-def one_line(what: object) -> str:
+def error_line(what: object) -> str:
     """Returns an error as one line, with field names as the user knows them.
 
     The library formats fields as `f"{self.level=} must be ..."`; the prefix `self.` is

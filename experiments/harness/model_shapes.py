@@ -48,7 +48,9 @@ RANDOM_SHAPES = {
 """Shapes that are served with random weights: speed does not depend on the values."""
 
 
-def load_model(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.Loaded:
+def load_benchmark_model(
+    model: str, dtype: Literal["float32", "bfloat16"]
+) -> checkpoints.Loaded:
     """Loads a model, or initializes one with random weights.
 
     Args:

@@ -41,8 +41,8 @@ def measure_in_turns[C](
     measure: Callable[[C, Any], Any],
     *,
     progress: Progress,
-    doing: str,
-    what: str,
+    bar_label: str,
+    case_name: str,
 ) -> Iterator[tuple[C, list[Any], dict[str, list[Any]]]]:
     """Measures all systems on one case after another, in rotation.
 
@@ -52,8 +52,8 @@ def measure_in_turns[C](
       begin: prepares all systems for a case; each has a `name`.
       measure: measures one system on a case.
       progress: progress bar; if it stops early, the current case is left out.
-      doing: label of the bar.
-      what: noun for a case.
+      bar_label: label of the progress bar.
+      case_name: noun for a case.
 
     Yields:
       The case, the systems, and their measurements by name.
@@ -61,14 +61,14 @@ def measure_in_turns[C](
     turns = [(case, turn) for case in cases for turn in range(num_rounds + 1)]
     systems: list[Any] = []
     found: dict[str, list[Any]] = {}
-    for case, turn in progress.track(turns, doing, "turns"):
+    for case, turn in progress.track(turns, bar_label, "turns"):
         if turn == 0:
-            progress.show(f"{what} {case}, warming up")
+            progress.show(f"{case_name} {case}, warming up")
             systems = begin(case)
             found = {each.name: [] for each in systems}
             continue
         for each in systems:
-            progress.show(f"{what} {case}, {each.name}")
+            progress.show(f"{case_name} {case}, {each.name}")
             found[each.name].append(measure(case, each))
         if turn == num_rounds:
             yield case, systems, found

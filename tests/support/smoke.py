@@ -127,7 +127,7 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
 
 
 @functools.cache
-def run(name: str) -> run_folder.RunFolder:
+def run(name: str) -> run_folder.SavedRun:
     """The run folder of an experiment's smoke config, read back."""
     experiment = registry.load_experiment(name)
     config = experiment.configs["smoke"]

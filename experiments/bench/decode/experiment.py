@@ -171,7 +171,7 @@ class PeerEngine(peer_process.PeerProcess):
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Measures every case with every engine; a stopped run has complete cases only."""
-    model = model_shapes.load_model(config.model, config.dtype)
+    model = model_shapes.load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
@@ -233,8 +233,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             begin,
             measure,
             progress=progress,
-            doing="serving",
-            what="batch and context",
+            bar_label="serving",
+            case_name="batch and context",
         ):
             jaxkv_row, *peer_rows = _rows(config, case, engines, timings)
             jaxkv_row["absent"] = peer_process.format_absent(absent)

@@ -52,7 +52,7 @@ def profile_decode(size: str, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             engine.decode(prompts, num_tokens, 10.0)
-        ran, num_graphs = read_trace(Path(folder))
+        ran, num_graphs = read_profile(Path(folder))
     num_steps = num_tokens + bounds.steps_per_call
     return {
         "num_layers": shape.num_layers,
@@ -64,7 +64,7 @@ def profile_decode(size: str, name: str) -> dict[str, Any]:
     }
 
 
-def read_trace(folder: Path) -> tuple[list[KernelEvent], int]:
+def read_profile(folder: Path) -> tuple[list[KernelEvent], int]:
     """Returns the device operations in order, and the number of graph launches."""
     [path] = folder.rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     ResultTable,
     Sheet,
@@ -392,7 +392,7 @@ def plot(ax: Any, result: Launches) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: Launches) -> Iterator[Measurement]:
+def claims(result: Launches) -> Iterator[MeasuredValue]:
     """Compares the counts with the bars."""
     names = {"step": "cached"} if result.prefix_cache else {}
     for which in ("layer", "forward", "step"):

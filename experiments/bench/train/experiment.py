@@ -144,8 +144,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             begin,
             lambda width, one: one.rate(config.seconds),
             progress=progress,
-            doing="training",
-            what="width",
+            bar_label="training",
+            case_name="width",
         ):
             said = {"absent": peer_process.format_absent(absent)}
             rows += [row | said for row in _rows(config, width, systems, rates)]

@@ -83,7 +83,7 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
     case = resolve_case(name, options)
     answers = cost_answers.answer_questions(case)
     document = to_document(case)
-    sheets = tables.sheets(case, document)
+    sheets = tables.cost_sheets(case, document)
     document["answers"] = [{"question": x, "answer": y} for x, y in answers]
     lines = []
     if options.zero and case.layout.copies == 1:

@@ -8,7 +8,7 @@ from scaling.costs import flops, memory, serving, traffic
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
+def device_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Returns tables of serving, traffic, and the share of one device."""
     rows = [
         (

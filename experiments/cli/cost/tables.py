@@ -11,12 +11,12 @@ from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
+def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Returns all tables; `document` has the numbers that are also in the JSON."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case)]
     found.append(_one_layer(case, document["one_layer"]))
-    return [*found, *device_tables.sheets(case, document)]
+    return [*found, *device_tables.device_sheets(case, document)]
 
 
 def symbols(case: CostCase) -> list[tuple[str, int, str]]:

@@ -11,7 +11,7 @@ from experiments.cli.run import CommandOutput
 from experiments.framework import config_json, run_folder
 
 
-def make_plan(options: PlanOptions) -> CommandOutput:
+def plan_model(options: PlanOptions) -> CommandOutput:
     """Runs `jaxkv plan`.
 
     Raises:
@@ -36,4 +36,4 @@ def make_plan(options: PlanOptions) -> CommandOutput:
         folder = run_folder.write_files(options.out, "plan", contents)
         document["out"] = folder
         lines.append(f"folder: {folder}; next: jaxkv cost {folder}/architecture.json")
-    return CommandOutput(document, report.sheets(options, case, document), lines)
+    return CommandOutput(document, report.plan_sheets(options, case, document), lines)

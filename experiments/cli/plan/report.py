@@ -14,7 +14,9 @@ type PlanDocument = dict[str, Any]
 """Document of a plan, or a part of it."""
 
 
-def sheets(options: PlanOptions, case: Case, document: PlanDocument) -> list[Sheet]:
+def plan_sheets(
+    options: PlanOptions, case: Case, document: PlanDocument
+) -> list[Sheet]:
     """Returns the plan, followed by the steps of its derivation."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
@@ -93,7 +95,10 @@ def _devices(case: Case, document: PlanDocument) -> Sheet:
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
     note = "Operations per dollar: TFLOP/s x MFU x 3600 s / price."
     if len(rows) > 1:
-        note += f" All devices have the same MFU, so {document['device']} is best at every MFU."
+        note += (
+            " The MFU is equal for all devices, so "
+            f"{document['device']} is best at every MFU."
+        )
     return Sheet("Which device?", heads, rows, note)
 
 

@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Measurement, ReportPart, Sheet, claims_file, measured
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+)
 from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import transformer
@@ -149,7 +155,7 @@ def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
 
 
 @claims_file(__file__).judge
-def claims(result: list[dict[str, Any]]) -> Iterator[Measurement]:
+def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
     """Compares the formulas with the counts."""
     for row in result:
         yield measured("parameters", row["params"], published=row["params_jax"], **row)

@@ -14,7 +14,7 @@ from typing import Any
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -30,7 +30,7 @@ run, plot = bounds.run, drawing.plot
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares every quoted number with its bound."""
     latencies, requests, kept = result.latencies, result.requests, result.kept
     need, weights = latencies.num_devices.tolist(), latencies.weight_bytes.tolist()

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.framework import (
     Floats,
     Ints,
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     ResultTable,
     Texts,
@@ -144,7 +144,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {name: row[name] for name in ("layout", "sequence")}

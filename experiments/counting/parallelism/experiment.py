@@ -16,7 +16,7 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
@@ -209,7 +209,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {"layout": row["layout"]}

@@ -20,7 +20,7 @@ import numpy as np
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     claims_file,
@@ -303,7 +303,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens against plain decoding, and what is gained against CLLM's."""
     runs = result.runs
     if len(runs):

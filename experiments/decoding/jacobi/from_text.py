@@ -17,7 +17,13 @@ from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import Measurement, ReportPart, Sheet, claims_file, measured
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+)
 from experiments.framework.table import (
     Floats,
     Ints,
@@ -199,7 +205,7 @@ def drafter_sheet(runs: on_text.Runs, device: str, by: str, *, note: str) -> She
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds steps and tokens against the theorem, and speeds against others'."""
     found, runs = result.blocks, result.runs
     if len(found):

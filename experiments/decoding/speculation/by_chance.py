@@ -19,7 +19,7 @@ from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN
 from experiments.decoding.speculation.theory import Tossed
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     claims_file,
@@ -147,7 +147,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: there is no such model, or it has no room for so many tokens.
     """
-    model = model_shapes.load_model(config.shape, "float32")
+    model = model_shapes.load_benchmark_model(config.shape, "float32")
     longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
     turns = collections.Counter[Server]()
 
@@ -203,7 +203,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens a step against the formula."""
     priced = result.priced
     if len(priced):

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import Tossed
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     Sheet,
@@ -289,7 +289,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens, formulas and speeds against what was said of them."""
     runs, coins = result.runs, result.coins
     few = result.output_tokens < FEW_TOKENS

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     Sheet,
@@ -212,7 +212,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens, acceptance and speeds against what was said of them."""
     ways, adaptive = result.ways, result.adaptive
     few = result.output_tokens < FEW_TOKENS

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -108,7 +108,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges them all; what was not swept has none."""
     for name, times, drawn in (
         ("static", result.static_sequences, lectures.STATIC),

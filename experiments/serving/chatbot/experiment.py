@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Measurement, ReportPart, claims_file, measured, report
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    claims_file,
+    measured,
+    report,
+)
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
@@ -133,7 +139,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: list[Row]) -> Iterator[Measurement]:
+def claims(result: list[Row]) -> Iterator[MeasuredValue]:
     """Holds what is printed against ours."""
     found = runs.sustained(result)
     if len(found) < len(SYSTEMS):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     Sheet,
@@ -164,7 +164,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Finds everything; parts that were not simulated are left out."""
     for data in CLAIMS.published("ttft"):
         rows = result.ways.where(data=data)

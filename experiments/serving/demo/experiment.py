@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.framework import (
     Excerpts,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     claims_file,
     measured,
@@ -224,7 +224,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds published numbers against ours, where both policies came to an end."""
     if (result.static.is_done & result.continuous.is_done).all():
         static, continuous = map(numbers, result.both.values())

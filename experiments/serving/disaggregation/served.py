@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -400,7 +400,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the ways against each other, and the simulator against both."""
     yield measured("served_same", result.different, num=f"{result.answers:,}")
     yield measured("served_bytes", result.page_bytes, published=result.formula_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     claims_file,
     measured,
@@ -102,7 +102,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Finds everything; parts that were not simulated are left out."""
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Measurement, claims_file, measured, table
+from experiments.framework import MeasuredValue, claims_file, measured, table
 from experiments.framework.table import Floats, Ints, ResultRecord, ResultTable, column
 from experiments.harness import timing
 from experiments.plotting import style
@@ -234,7 +234,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the published scaling against ours."""
     flash, plain = result.flash, result.plain
     ratio = plain.gradient_s / flash.gradient_s

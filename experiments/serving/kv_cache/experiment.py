@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -173,7 +173,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds what lectures say of the growth, and a published speed, against ours."""
     other, timed = result.other, result.timed
     attention = counting.exponents(other.attention_flops, other.length)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Measurement, claims_file, measured
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
 from jaxkv.workloads import Curve, load_curves
@@ -123,7 +123,7 @@ def ends(rows: list[Row]) -> list[Row]:
 
 
 @CLAIMS.judge
-def claims(rows: list[Row]) -> Iterator[Measurement]:
+def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
     """Finds what was served; panels that were not are left out."""
     if not rows:
         return
@@ -175,7 +175,7 @@ def _ratios(panels: Panels, other: str) -> list[float]:
     ]
 
 
-def _figure_12(curves: Panels) -> Iterator[Measurement]:
+def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
     shared = {name: curves[name] for name in curves if name in ("12a", "12b", "12c")}
     for panel, systems in shared.items():
         for other in (ORACLE, "Orca (Max)"):
@@ -211,7 +211,7 @@ def by(system: str) -> str:
     return "the paged system" if system == "paged" else system
 
 
-def _figure_14(curves: Panels) -> Iterator[Measurement]:
+def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
     for panel in ("12d", "14f"):
         if panel in curves:
             yield measured(

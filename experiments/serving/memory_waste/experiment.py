@@ -15,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import Measurement, ReportPart, Sheet, measured, table, units
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    measured,
+    table,
+    units,
+)
 from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
@@ -203,7 +210,7 @@ def _growth(
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds memory, waste and batches against the published ones."""
     yield measured("weights", 100 * result.weight_bytes / result.memory_bytes)
     yield measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)

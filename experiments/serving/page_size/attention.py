@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from experiments.framework import (
     Ints,
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     ResultTable,
     claims_file,
@@ -233,7 +233,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the published price of pages against ours."""
     found, column = result.latency, _paper_column(result)
     ratios = found.ratio[:, column]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Measurement, claims_file, measured
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
@@ -116,7 +116,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds latencies, and what is left of a full memory, against ours."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):

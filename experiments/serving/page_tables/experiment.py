@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     claims_file,
     column,
@@ -203,7 +203,7 @@ and beams, how often each is referred to."""
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the tables behind the frames against those of the published figures."""
     samples, beams = result.samples, result.beams
     found = {

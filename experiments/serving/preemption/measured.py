@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     claims_file,
@@ -213,7 +213,7 @@ def workload(
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges everything that was served; parts that were not are left out."""
     ways = result.ways
     served = [x for x in table.field_values(result).values() if isinstance(x, Servings)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     claims_file,
@@ -218,7 +218,7 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges watermarks, victims, and moving against recomputing."""
     found = result.simulated
     latest = found.where(study="victims", victim="latest")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     Sheet,
@@ -262,7 +262,7 @@ def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds what must be so, and what was published, against ours; if it was served."""
     loads, rated = result.loads.rows(), result.rated
     found = [claim for load in loads for claim in _of_load(load, rated)]
@@ -278,7 +278,7 @@ def claims(result: Result) -> Iterator[Measurement]:
         yield measured("highest", 100 * float(rates.max()))
 
 
-def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Measurement]:
+def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[MeasuredValue]:
     name, best = load["name"], 100 * load["best_share"]
     whole = rated.where(workload=name, is_whole=True)
     if len(whole):

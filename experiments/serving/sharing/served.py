@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     claims_file,
     column,
@@ -213,7 +213,7 @@ def metrics(result: Result) -> dict[str, Any]:
 summary = table.sheets
 
 
-def lengths_claims(savings: Any, **words: Any) -> Iterator[Measurement]:
+def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
     """Holds savings by answers against what lengths alone say."""
     for name in savings.distinct("lengths"):
         here = savings.where(lengths=name)
@@ -222,7 +222,7 @@ def lengths_claims(savings: Any, **words: Any) -> Iterator[Measurement]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds closed forms and published numbers against ours."""
     yield from lengths_claims(result.samples, how="", reading="")
     readings, beams = result.readings, result.beams
@@ -246,7 +246,7 @@ def claims(result: Result) -> Iterator[Measurement]:
         yield measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
 
 
-def figure_claim(id: str, row: dict[str, Any]) -> Iterator[Measurement]:
+def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
     """Holds a saving against figure 15, if that has one."""
     ours_, published = 100 * row["saved_share"], 100 * row["published_share"]
     if np.isfinite(published):

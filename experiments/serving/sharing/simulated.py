@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import Measurement, ResultRecord, measured, table
+from experiments.framework import MeasuredValue, ResultRecord, measured, table
 from experiments.framework.table import (
     Floats,
     Ints,
@@ -304,7 +304,7 @@ summary = table.sheets
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the counts against closed forms, and figures 15a and 16 against ours."""
     yield from lengths_claims(result.counted)
     for row in result.counted.rows():

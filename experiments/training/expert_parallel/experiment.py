@@ -26,7 +26,7 @@ from jaxtyping import Array
 from experiments.framework import (
     Floats,
     Ints,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
@@ -360,7 +360,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds formulas against programs, gradients against one device's."""
     for row in result.ways.rows():
         words: dict[str, Any] = {"layout": row["layout"]}

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from experiments.framework import (
     Floats,
     Ints,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
@@ -246,7 +246,7 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds routing, gain and balance against what was said of them."""
     yield measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -177,7 +177,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: list[dict[str, Any]]) -> Iterator[Measurement]:
+def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
     """Holds coverage against what the intervals promise."""
     sound, ill = _kinds(result)
     for row in sound:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
@@ -22,7 +22,7 @@ PUBLISHED: float = CLAIMS.published("exponent")
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the minima, the exponent and the prediction against what they should be."""
     found = metrics(result)
     ends = [found[f"exponent_{x}"] for x in ("low", "high")]

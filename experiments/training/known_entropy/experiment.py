@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     claims_file,
     column,
@@ -226,7 +226,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds every loss against the floor, and the fits against the truth."""
     runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
     if not np.isfinite(runs.loss).any():

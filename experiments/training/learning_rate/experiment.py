@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.framework import (
     Floats,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
@@ -209,7 +209,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the exponents against what published rules say."""
     powers = result.powers
     if not np.isfinite(powers.of_width):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    Measurement,
+    MeasuredValue,
     ResultRecord,
     claims_file,
     column,
@@ -103,7 +103,7 @@ def plot(ax: Any, result: Result) -> None:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the slope and the size of the error against the formula."""
     width = result.slope_high - result.slope_low
     yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.framework import (
     Floats,
-    Measurement,
+    MeasuredValue,
     ReportPart,
     ResultTable,
     Sheet,
@@ -110,7 +110,7 @@ def readings(result: Result) -> Readings:
 
 
 @claims_file(__file__).judge
-def claims(result: Result) -> Iterator[Measurement]:
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds each direction against ours, see `Readings` for where it is read."""
     told = readings(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")

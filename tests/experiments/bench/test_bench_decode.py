@@ -188,7 +188,7 @@ def test_only_calls_with_full_decode_batches_are_counted() -> None:
 def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
     """Checks lengths after skipped prefill, and that pages are unchanged."""
     config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)
-    model = model_shapes.load_model(config.model, config.dtype)
+    model = model_shapes.load_benchmark_model(config.model, config.dtype)
     bounds = experiment._bounds(config, 2, 8)
     one = jaxkv_engine.JaxkvEngine(model, bounds, "float32")
     engine = one._engine

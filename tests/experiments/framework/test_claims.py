@@ -115,7 +115,7 @@ def test_errors_of_a_claims_file_are_reported(
     ],
 )
 def test_measurements_that_contradict_the_file_are_rejected(
-    found: claims.Measurement, message: str, tmp_path: Path
+    found: claims.MeasuredValue, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         book(tmp_path, TEXT).judge(lambda result: [found])(None)
@@ -193,7 +193,7 @@ unit = "1"
 """
 
 
-def judged(folder: Path, *found: claims.Measurement) -> list[claims.Claim]:
+def judged(folder: Path, *found: claims.MeasuredValue) -> list[claims.Claim]:
     return book(folder, KINDS).judge(lambda result: found)(None)
 
 

@@ -23,7 +23,7 @@ FILES = {
 
 def make_run(
     folder: Path, experiment: Experiment, **changes: object
-) -> run_folder.RunFolder:
+) -> run_folder.SavedRun:
     config = dataclasses.replace(experiment.configs["smoke"], **changes)
     run_folder.begin_run(folder, experiment, config)
     result = experiment.study_of(config).run(config)
