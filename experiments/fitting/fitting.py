@@ -33,7 +33,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     chosen = [published.find(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
-    log = _read(config, chosen)
+    log = _read_log(config, chosen)
     is_fitted = np.ones(len(log.runs), bool)
     if config.where:
         is_fitted = log.select(config.where)
@@ -76,7 +76,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _read(config: Config, chosen: list[Law]) -> Log:
+def _read_log(config: Config, chosen: list[Law]) -> Log:
     """Reads the columns of the log that the laws need."""
     needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
     columns = _columns(config)

@@ -75,7 +75,9 @@ def fit_groups(
         if label:
             progress.show(f"{config.by} {label}")
         try:
-            parts.append(_part(config, chosen, log, label, rows, is_fitted, progress))
+            parts.append(
+                _fit_group(config, chosen, log, label, rows, is_fitted, progress)
+            )
         except ValueError as error:
             if not config.by:
                 raise
@@ -85,7 +87,7 @@ def fit_groups(
     return parts, doubts
 
 
-def _part(
+def _fit_group(
     config: Config,
     chosen: list[Law],
     log: Log,
@@ -102,7 +104,7 @@ def _part(
         selected = {log.runs[i] for i in np.flatnonzero(rows)}
         curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))
         seen = seen._replace(curves=curves if curves.runs else None)
-    fits = [_fit(config, law, seen, held_out_log, progress) for law in chosen]
+    fits = [_fit_law(config, law, seen, held_out_log, progress) for law in chosen]
     found = find(
         seen,
         tolerance=config.tolerance,
@@ -115,7 +117,7 @@ def _part(
     return FitGroup(label, rows, fits, found)
 
 
-def _fit(
+def _fit_law(
     config: Config, law: Law, seen: Log, held_out_log: Log, progress: Progress
 ) -> FitResult:
     """Fits a law to the given rows, and scores it on the held-out ones.

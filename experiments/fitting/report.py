@@ -244,10 +244,12 @@ def frontier_json(each: Frontier) -> dict[str, Any]:
 
 
 def expected_shift(found: find.Found) -> str:
-    """Returns the bias of parabola vertices against minima of the fitted surface.
+    """Returns a sentence about the bias of parabola vertices.
+
+    The bias is relative to the minima of the fitted surface.
 
     Returns:
-      A sentence; empty without a parabola or a correction.
+      The sentence; empty without a parabola or a correction.
     """
     by_name = {each.method: each.minima for each in found.frontiers}
     if found.exponents is None:

@@ -34,7 +34,7 @@ def numbered_list(title: str, lines: Sequence[str]) -> Sheet:
 
 
 class Excerpts(NamedTuple):
-    """Prompts of a model with its continuations, both of several lines.
+    """Prompts given to a model, and the continuations that it wrote.
 
     Attributes:
       title: title.
@@ -227,7 +227,7 @@ def render_report(
 
 
 def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Returns a metric's label and its cell for each of the dicts."""
+    """Returns the label of a metric, and its cell for each dict."""
     pairs = [
         units.format_named(name, item[name]) if name in item else None for item in items
     ]

@@ -167,7 +167,7 @@ def shade_band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -
 
 
 def annotate(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
-    """Writes a text at an offset in points from a point."""
+    """Writes a text near a point, at an offset in points (1/72 inch)."""
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 

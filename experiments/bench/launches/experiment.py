@@ -108,7 +108,7 @@ class Config:
         self.engine()
 
     def model(self, num_layers: int) -> ModelConfig:
-        """Returns the model with a number of layers."""
+        """Returns the model config with `num_layers` layers."""
         names = ("vocab_size", "hidden_size", "mlp_size", "head_dim")
         names += ("num_q_heads", "num_kv_heads")
         return ModelConfig(

@@ -1,4 +1,4 @@
-"""Ctrl-C during work that blocks the main thread: compilation, imports, collection.
+"""Ctrl-C while the main thread is blocked: compilation, imports, garbage collection.
 
 Python runs a signal handler between two bytecode instructions of the main thread. A
 compilation is one such instruction of many seconds; and the `KeyboardInterrupt` of a

@@ -27,8 +27,8 @@ class Terminal:
     In the context, the first Ctrl-C sets `stopped`, and the second one interrupts at
     once; the same holds for all `interrupts.SIGNALS`. Signals that the process ignores
     since its start remain ignored. `stopped` is also set when it is read after
-    `max_seconds`. On a terminal, bars move above a text that disappears at the end;
-    otherwise a bar prints a line at intervals.
+    `max_seconds`. On a terminal, a text below the bars is removed at the end; without a
+    terminal, a bar prints a line at intervals.
 
     Args:
       last_words: returns the message after a second Ctrl-C if the main thread does not

@@ -69,7 +69,7 @@ class Config:
 
     @property
     def mesh_devices(self) -> int:
-        """Largest number of devices of a layout: the virtual CPU devices."""
+        """Number of virtual CPU devices: the largest number that a layout needs."""
         return max(parallelism.parse(words).num_devices for words in self.layouts)
 
     @property

@@ -106,7 +106,7 @@ def triton(problem: Problem) -> KernelRun:
 def run_grouped_matmul(
     function: Callable[..., Any], problem: GroupedProblem
 ) -> KernelRun:
-    """Makes a run of a function of rows, weights and group sizes."""
+    """Prepares a grouped matrix product, `function(rows, weights, group_sizes)`."""
     turns = [(problem.x, problem.w, sizes) for sizes in problem.group_sizes]
     return calls.make_run(problem, function, turns)
 
@@ -163,7 +163,7 @@ def _limit_scores(spec: Spec, length: int) -> None:
 def _sum(
     spec: Spec, order: str, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array
 ) -> jax.Array:
-    """Computes attention for keys and values in an order of axes, as in `einsum`."""
+    """Computes attention for keys and values whose axes are in `einsum` order `order`."""
     heads = spec.heads
     q = q.reshape(spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
     scores = jnp.einsum(f"bthgd,{order}->bhgts", q, k).astype(jnp.float32)
