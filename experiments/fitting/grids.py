@@ -70,8 +70,7 @@ def loss_curves(
 
 
 def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
-    """Returns the loss at the first law's compute optimum, up to a decade beyond the
-    runs.
+    """Returns the loss at the first law's compute optimum, to a decade beyond the runs.
 
     For a log with only one of N, D and C it is the law against that input. Curves of
     groups follow one another, separated by NaN.

@@ -163,7 +163,7 @@ def _limit_scores(spec: Spec, length: int) -> None:
 def _sum(
     spec: Spec, order: str, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array
 ) -> jax.Array:
-    """Computes attention for keys and values whose axes are in `einsum` order `order`."""
+    """Computes attention for keys and values with axes in the order `order`."""
     heads = spec.heads
     q = q.reshape(spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
     scores = jnp.einsum(f"bthgd,{order}->bhgts", q, k).astype(jnp.float32)
