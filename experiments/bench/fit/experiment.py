@@ -40,7 +40,7 @@ from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, observe
 from scaling.laws import evaluation, published, synthetic
 
-OURS, FIRST = "jaxkv", "jaxkv, first call"
+JAXKV, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 DELTA = 1e-3
@@ -160,7 +160,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     shape = (config.num_resamples, config.num_points)
     drawn = np.random.default_rng(config.seed).integers(0, config.num_points, shape)
 
-    def ours(rows: np.ndarray) -> np.ndarray:
+    def fit_with_jaxkv(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
         ends = levenberg_marquardt.solve(problem, np.array(counts, float), starts)
@@ -174,7 +174,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
         return lambda rows: np.array([*map(end, rows)])
 
-    methods = {OURS: ours}
+    methods = {JAXKV: fit_with_jaxkv}
     methods["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
     if config.slow and importlib.util.find_spec("autograd") is not None:
         autograd: Any = importlib.import_module("autograd")
@@ -185,18 +185,18 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         methods["finite differences + SciPy BFGS"] = bfgs(objective, None)
     levenberg_marquardt.multistart.compiled.cache_clear()
     with _compiling_anew():
-        first_s, _ = time_call(ours, drawn)
+        first_s, _ = time_call(fit_with_jaxkv, drawn)
     ends = {name: np.zeros((0, len(start))) for name in methods}
     seconds = dict.fromkeys(methods, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
         for name, method in methods.items():
             progress.show(name)
-            repeats = _REPEATS if name == OURS else 1
+            repeats = _REPEATS if name == JAXKV else 1
             times = [time_call(method, piece) for _ in range(repeats)]
             seconds[name] += statistics.median(taken for taken, _ in times)
             ends[name] = np.concatenate([ends[name], times[0][1]])
-    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[OURS]) else []
+    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[JAXKV]) else []
 
 
 def _rows(
@@ -206,14 +206,14 @@ def _rows(
     seconds: dict[str, float],
     first_s: float,
 ) -> list[dict[str, Any]]:
-    num = len(ends[OURS])
+    num = len(ends[JAXKV])
     samples = [runs.drawn(row) for row in drawn[:num]]
     objectives = {
         name: np.array([*map(objective, xs, samples)]) for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
     done = {name: (name, seconds[name], num) for name in ends}
-    done = {OURS: done.pop(OURS), FIRST: (OURS, first_s, len(drawn))} | done
+    done = {JAXKV: done.pop(JAXKV), FIRST: (JAXKV, first_s, len(drawn))} | done
     rows = []
     for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest
@@ -221,7 +221,7 @@ def _rows(
             "method": method,
             "seconds": taken_s,
             "worst_excess": float(excess.max()),
-            "ratio": taken_s / resamples / (seconds[OURS] / num),
+            "ratio": taken_s / resamples / (seconds[JAXKV] / num),
             "resamples": resamples,
             "points": len(runs.loss),
             "above_1e-9": int(np.sum(excess > 1e-9)),

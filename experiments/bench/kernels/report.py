@@ -145,11 +145,11 @@ type Fastest = list[dict[str, Any] | None]
 """Fastest row of every shape, of this project or of peers."""
 
 
-def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
+def _draw_speeds(ax: Any, own: Fastest, peers: Fastest) -> None:
     """Draws the time of the best peer over that of jaxkv, for shapes that have both."""
     both = [
         (i, peer["seconds"] / selected["seconds"])
-        for i, (selected, peer) in enumerate(zip(ours, peers, strict=True))
+        for i, (selected, peer) in enumerate(zip(own, peers, strict=True))
         if selected and peer
     ]
     for i, ratio in both:
@@ -169,12 +169,12 @@ def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
     ax.legend()
 
 
-def _draw_floors(ax: Any, ours: Fastest, peers: Fastest) -> None:
+def _draw_floors(ax: Any, own: Fastest, peers: Fastest) -> None:
     """Draws the least possible time as a share of the time, by side."""
     medians = []
     for rows, name, label in (
         (peers, "published", "best peer"),
-        (ours, "jaxkv", "jaxkv"),
+        (own, "jaxkv", "jaxkv"),
     ):
         known = [(i, 100 * x["fraction"]) for i, x in enumerate(rows) if x]
         if known:
@@ -229,24 +229,24 @@ def kernel_table(folder: Path) -> str:
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Returns the line of a shape."""
     found = timed_rows(rows)
-    ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
+    own, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
     theirs = (
         f"{units.format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
     )
     size = units.format_bytes(rows[0]["bytes"])
-    if ours is None:
+    if own is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    selected = units.format_seconds(ours["seconds"])
-    if peer and peer["seconds"] < ours["seconds"]:
+    selected = units.format_seconds(own["seconds"])
+    if peer and peer["seconds"] < own["seconds"]:
         theirs = f"**{theirs}**"
     else:
         selected = f"**{selected}**"
-    if ours["implementation"] != "mosaic_gpu":
-        selected += f" ({ours['implementation']})"
-    ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
+    if own["implementation"] != "mosaic_gpu":
+        selected += f" ({own['implementation']})"
+    ratio = f"{peer['seconds'] / own['seconds']:.2f}" if peer else "-"
     share, target = (
-        units.format_percent(ours["fraction"]),
-        units.format_seconds(ours["target_s"]),
+        units.format_percent(own["fraction"]),
+        units.format_seconds(own["target_s"]),
     )
     return name, size, selected, theirs, ratio, share, target

@@ -133,10 +133,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         )
 
         def begin(width: int) -> list[JaxkvTrainer | PyTorchTrainer]:
-            ours = _make_trainer(config, width)
+            trainer = _make_trainer(config, width)
             for other in rivals:
-                other.prepare(ours, config.seconds)
-            return [ours, *rivals]
+                other.prepare(trainer, config.seconds)
+            return [trainer, *rivals]
 
         for width, systems, rates in measure_in_turns(
             config.width,
@@ -179,7 +179,7 @@ def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
 def _rows(
     config: Config, width: int, systems: list[Any], rates: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    ours, *rivals = systems
+    trainer, *rivals = systems
     ceiling = peers.product_rate(config.dtype)
     # Ratios are to eager PyTorch, the first peer.
     peer = statistics.median(rates[rivals[0].name]) if rivals else None
@@ -189,14 +189,14 @@ def _rows(
             "implementation": one.name,
             "width": width,
             "tokens_per_s": rate,
-            "flops_per_s": rate * ours.flops_per_token,
+            "flops_per_s": rate * trainer.flops_per_token,
             "compile_s": one.compile_s,
             "ratio": rate / peer if peer else None,
             "spread": spread,
-            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, ours.losses)))),
+            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, trainer.losses)))),
             "optimizer": one.optimizer,
             "ceiling_flops_per_s": ceiling,
-            "mfu": ours.utilisation(rate),
+            "mfu": trainer.utilisation(rate),
             "version": one.version,
         }
 
@@ -209,11 +209,12 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         style.draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
     style.use_powers_of_two(ax)
     title = "Rate of training by width"
-    ours = [x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]]
-    if ours:
-        title = (
-            f"jaxkv trains {min(ours):.2f} to {max(ours):.2f} times as fast as PyTorch"
-        )
+    ratios = [
+        x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]
+    ]
+    if ratios:
+        low, high = min(ratios), max(ratios)
+        title = f"jaxkv trains {low:.2f} to {high:.2f} times as fast as PyTorch"
     rate = "training [thousand tokens/s]"
     style.set_labels(ax, title, "width [features]", rate, yscale="log")
     style.label_log_axis(ax.yaxis)

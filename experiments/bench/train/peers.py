@@ -106,10 +106,10 @@ class JaxkvTrainer:
 class PyTorchTrainer(PeerProcess):
     """PyTorch in a separate process, as a context; leaving it ends the process."""
 
-    def prepare(self, ours: JaxkvTrainer, seconds: float) -> None:
+    def prepare(self, trainer: JaxkvTrainer, seconds: float) -> None:
         """Makes the peer build the same model, and train the first steps."""
-        arrays: dict[str, Any] = {"windows": ours.windows()}
-        for path, leaf in jax.tree.leaves_with_path(ours.params):
+        arrays: dict[str, Any] = {"windows": trainer.windows()}
+        for path, leaf in jax.tree.leaves_with_path(trainer.params):
             name = ".".join(str(getattr(x, "key", getattr(x, "idx", ""))) for x in path)
             arrays[name] = np.asarray(leaf)
         with tempfile.TemporaryDirectory() as folder:
@@ -118,8 +118,8 @@ class PyTorchTrainer(PeerProcess):
             reply = self.ask(
                 {
                     "file": str(file),
-                    "num_heads": ours.model.num_q_heads,
-                    "eps": ours.model.norm_eps,
+                    "num_heads": trainer.model.num_q_heads,
+                    "eps": trainer.model.norm_eps,
                     "learning_rate": RATE,
                     "betas": [OPTIMIZER.beta1, OPTIMIZER.beta2],
                     "weight_decay": OPTIMIZER.weight_decay,
