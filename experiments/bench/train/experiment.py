@@ -147,8 +147,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             bar_label="training",
             case_name="width",
         ):
-            said = {"absent": peer_process.format_absent(absent)}
-            rows += [row | said for row in _rows(config, width, systems, rates)]
+            reason = {"absent": peer_process.format_absent(absent)}
+            rows += [row | reason for row in _rows(config, width, systems, rates)]
     return rows
 
 
