@@ -175,7 +175,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return *serving.given(server, num), step_s
 
     rows: list[tuple[Any, ...]] = []
-    words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
+    words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
     for num, servers, found in timing.measure_in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):

@@ -144,7 +144,10 @@ def decode(
             [x.call_s / x.call_steps if x.call_steps else math.nan for _, x in rounds]
         )
 
-    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
+    words: dict[str, Any] = {
+        "bar_label": "decoding",
+        "case_name": "batch and temperature",
+    }
     for setting, everyone, found in timing.measure_in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
