@@ -270,7 +270,7 @@ def experiment() -> study.Experiment:
         PANELS=(1, 1),
     )
     question = "Does a made-up experiment leave a whole folder?"
-    return study.Experiment("made_up", question, study.of_module(module))
+    return study.Experiment("made_up", question, study.studies_of(module))
 
 
 @pytest.fixture
@@ -311,12 +311,14 @@ def here(
 ) -> Path:
     """An empty folder to be in, with that experiment in the catalogue as made_up."""
     configs = tuple(experiment.configs)
-    entry = registry.Entry("made_up", experiment.question, configs, "")
+    entry = registry.RegistryEntry("made_up", experiment.question, configs, "")
     known = [*registry.entries(), entry]
-    load = registry.load
+    load = registry.load_experiment
     monkeypatch.setattr(registry, "entries", lambda: known)
     monkeypatch.setattr(
-        registry, "load", lambda name: experiment if name == "made_up" else load(name)
+        registry,
+        "load_experiment",
+        lambda name: experiment if name == "made_up" else load(name),
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -467,7 +467,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import Ours, Record, beside, column, ours
+from experiments.framework import (
+    MeasuredValue,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+)
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
@@ -486,7 +492,7 @@ class Config:
 CONFIGS = {"smoke": Config()}
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What they showed."""
 
     faces: np.ndarray = column("each")
@@ -502,9 +508,9 @@ def plot(ax, result: Result) -> None:
     ax.hist(result.faces)
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
-    yield ours("mean", result.mean)
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
+    yield measured("mean", result.mean)
 
 '''
 CLAIMS = """
@@ -527,7 +533,7 @@ def test_an_experiment_is_a_module_and_a_line(
     (home / "experiment.py").write_text(textwrap.dedent(EXPERIMENT))
     (home / "claims.toml").write_text(CLAIMS)
     monkeypatch.syspath_prepend(tmp_path)
-    line = registry.Entry(
+    line = registry.RegistryEntry(
         "dice",
         "Do dice show 3.5 on average?",
         ("smoke",),
@@ -540,7 +546,7 @@ def test_an_experiment_is_a_module_and_a_line(
     assert main.main(["list"]) == 0
     assert "dice" in capsys.readouterr().out
     assert main.main(["run", "dice", "--num", "900", "--out", "here"]) == 0
-    kept = run_folder.read(tmp_path / "here", registry.load("dice"))
+    kept = run_folder.read_run(tmp_path / "here", registry.load_experiment("dice"))
     assert kept.config.num == 900
     [claim] = kept.claims
     assert claim.verdict == "holds"

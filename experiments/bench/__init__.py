@@ -1,4 +1,4 @@
-"""Benchmarks against what a user would run instead."""
+"""Benchmarks against other systems."""
 
 __all__ = [
     "decode",

@@ -1,13 +1,14 @@
-"""Runs a benchmark's peer in the interpreter that has its libraries.
+"""Runs a benchmark peer in the interpreter that has its libraries.
 
-    python peer_main.py FILE CLASS WORD...
+    python peer_main.py FILE CLASS ARGUMENT...
 
-makes a peer, CLASS(WORD...) of FILE. On standard output it says `{"version"}` when the
-peer is ready, or `{"absent": why}`; then it answers every line, a JSON document, with
-what the peer's `answer` makes of it and `peak_bytes`, the peak memory of the process.
+makes a peer, CLASS(ARGUMENT...) of FILE. It prints `{"version"}` on standard output
+when the peer is ready, or `{"absent": reason}`. Then it answers every input line, a
+JSON document, with the result of the peer's `answer` and `peak_bytes`, the peak memory
+of the process.
 
-It stands on the standard library, and FILE on the peer's own libraries and the modules
-beside it: nothing else of the project is imported. Older Pythons run them, too.
+This file imports only the standard library, and FILE only the peer's libraries and
+modules of its own folder. Both also run in older Python versions.
 """
 
 import importlib
@@ -22,32 +23,32 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(file, kind, *words):
-    """Answers until the input ends."""
-    # What libraries print goes to standard error: the answers stand alone.
+    """Answers questions until the input ends."""
+    # Prints of libraries go to standard error, so standard output has only answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer):
+    def send(answer):
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     try:
-        peer = getattr(reach(Path(file).resolve()), kind)(*words)
-    except (ImportError, OSError, ValueError) as error:  # OSError: a library of its own
-        say({"absent": " ".join(str(error).split())})
+        peer = getattr(import_peer(Path(file).resolve()), kind)(*words)
+    except (ImportError, OSError, ValueError) as error:  # OSError: a shared library
+        send({"absent": " ".join(str(error).split())})
         return
-    say({"version": peer.version})
+    send({"version": peer.version})
     for line in sys.stdin:
         reset_peak()
         answer = peer.answer(json.loads(line))
-        say({**answer, "peak_bytes": peak_bytes()})
+        send({**answer, "peak_bytes": peak_bytes()})
 
 
-def reach(file):
-    """Imports a file under its name in the project, and lets it find its neighbours.
+def import_peer(file):
+    """Imports a file under its module name, with access to its own folder only.
 
-    The folders of the project hold modules with common names, and their parent may be a
-    folder of libraries for another Python: neither may be searched for anything else.
+    Folders of the project contain modules with common names, and their parent may be a
+    site-packages folder of another Python, so neither is searched for libraries.
     """
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]
     name = ".".join(file.parent.relative_to(HERE.parent.parent).parts)
@@ -58,7 +59,7 @@ def reach(file):
 
 
 def reset_peak():
-    """Lets `peak_bytes` forget the past, where the system can."""
+    """Resets the peak memory of the process, if the system supports it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -66,7 +67,7 @@ def reset_peak():
 
 
 def peak_bytes():
-    """Peak resident memory of this process."""
+    """Returns the peak resident memory of this process."""
     try:
         lines = Path("/proc/self/status").read_text("utf-8").splitlines()
         return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM"))

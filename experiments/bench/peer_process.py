@@ -1,4 +1,4 @@
-"""Peers of a benchmark in processes of their own: `peer_main` seen from our side."""
+"""Client side of `peer_main`: benchmark peers in separate processes."""
 
 import contextlib
 import json
@@ -17,22 +17,22 @@ MAIN = Path(__file__).with_name("peer_main.py")
 
 
 class PeerProcess:
-    """A peer in a process of its own, as a context; leaving it ends the process.
+    """A peer in a separate process, as a context; leaving it ends the process.
 
     Args:
-      name: what it is called.
-      python: the interpreter that has its libraries.
-      words: the file it lies in, its class, and what that is made of, before the number
-        of threads that it may use: as many as we.
-      limit_s: seconds after which it is ended if it is not ready.
-      environ: variables that its environment has in addition to ours.
+      name: name of the peer.
+      python: interpreter that has its libraries.
+      words: file, class, and arguments of the class; the number of threads, that of
+        this process, is appended.
+      limit_s: time limit until it is ready, in s.
+      environ: additional environment variables.
 
     Raises:
       ValueError: the interpreter cannot be started.
     """
 
     version: str
-    """Of its libraries, known when it is ready."""
+    """Version of its libraries, known when it is ready."""
 
     def __init__(
         self,
@@ -52,27 +52,27 @@ class PeerProcess:
                 stderr=self._errors,
                 env={**os.environ, **environ},
                 text=True,
-                start_new_session=True,  # a Ctrl-C is for us to hear
+                start_new_session=True,  # Ctrl-C goes to this process only
             )
         except OSError as error:
             self._errors.close()
             raise ValueError(f"{python}: cannot be started: {error.strerror}") from None
 
     def __enter__(self) -> Self:
-        """Waits until it is ready.
+        """Waits until the peer is ready.
 
         Raises:
-          ValueError: what it needs is not installed there, or cannot be loaded.
+          ValueError: its libraries are missing, or cannot be loaded.
         """
         try:
             with self._limit(self._start_limit_s):
-                said = self._hear()
-            if "absent" in said:
-                raise ValueError(f"{self.name}: {said['absent']}")
+                reply = self._hear()
+            if "absent" in reply:
+                raise ValueError(f"{self.name}: {reply['absent']}")
         except BaseException:
             self.__exit__()
             raise
-        self.version = said["version"]
+        self.version = reply["version"]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,25 +84,26 @@ class PeerProcess:
     def ask(
         self, asked: dict[str, Any], limit_s: float = threading.TIMEOUT_MAX
     ) -> dict[str, Any]:
-        """Asks, and waits for the answer.
+        """Sends a question, and waits for the answer.
 
         Args:
-          asked: a JSON document.
-          limit_s: seconds after which the process is ended.
+          asked: JSON document.
+          limit_s: time limit in s, after which the process is ended.
 
         Raises:
-          ValueError: it broke down, and the line says what it said last; or was ended.
+          ValueError: the peer failed, with its last error line; or the time limit was
+            reached.
         """
         assert self._process.stdin is not None
         with self._limit(limit_s):
-            with contextlib.suppress(BrokenPipeError):  # then there is nothing to hear
+            with contextlib.suppress(BrokenPipeError):  # reported by the next read
                 self._process.stdin.write(json.dumps(asked) + "\n")
                 self._process.stdin.flush()
             return self._hear()
 
     @contextlib.contextmanager
     def _limit(self, limit_s: float) -> Generator[None]:
-        """Ends the process if the work in the context takes longer."""
+        """Ends the process if the work in the context exceeds a time limit."""
         timer = threading.Timer(limit_s, self._kill)
         timer.start()
         try:
@@ -115,7 +116,7 @@ class PeerProcess:
             timer.cancel()
 
     def _kill(self) -> None:
-        """Ends the process with all that it started, its session."""
+        """Ends the process and its children, by their session."""
         # macOS permits no signal to a process that has ended.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -126,10 +127,10 @@ class PeerProcess:
             return json.loads(line)
         self._errors.seek(0)
         last = self._errors.read().strip().split("\n")[-1].strip()
-        raise ValueError(f"{self.name}: ended early: {last or 'it said nothing'}")
+        raise ValueError(f"{self.name}: ended early: {last or 'no error message'}")
 
 
-def start[P: PeerProcess](
+def start_peers[P: PeerProcess](
     stack: contextlib.ExitStack,
     kind: type[P],
     python: Path | None,
@@ -137,33 +138,33 @@ def start[P: PeerProcess](
     *,
     needed: bool = False,
 ) -> tuple[list[P], dict[str, str]]:
-    """Starts those that are installed, and says by name why the others are not there.
+    """Starts the installed peers, and returns the reasons for the absent ones.
 
     Args:
-      stack: which ends them.
-      kind: of process.
-      python: the interpreter that runs them; None starts nothing.
-      peers: the words of each, by name.
-      needed: whether one at least must be there.
+      stack: exit stack that ends the peers.
+      kind: class of the processes.
+      python: interpreter that runs them; None starts no peer.
+      peers: arguments of each peer, by name.
+      needed: True if at least one peer is required.
 
     Raises:
-      ValueError: the interpreter cannot be started, or none is there that must.
+      ValueError: the interpreter cannot be started, or a required peer is absent.
     """
     found: list[P] = []
     absent: dict[str, str] = {}
     if python is None:
         return found, absent
-    # All begin to load their libraries before the first is waited for.
+    # All peers load their libraries concurrently.
     for peer in [kind(name, python, *words) for name, words in peers.items()]:
         try:
             found.append(stack.enter_context(peer))
         except ValueError as error:
             absent[peer.name] = str(error).removeprefix(f"{peer.name}: ")
     if needed and not found:
-        raise ValueError(f"{python}: no peer: {in_a_line(absent)}")
+        raise ValueError(f"{python}: no peer: {format_absent(absent)}")
     return found, absent
 
 
-def in_a_line(absent: Mapping[str, str]) -> str:
-    """Why those by name are not there."""
+def format_absent(absent: Mapping[str, str]) -> str:
+    """Returns the absent peers with their reasons, as text."""
     return "; ".join(f"{name}: {why}" for name, why in absent.items())

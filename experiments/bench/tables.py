@@ -1,4 +1,4 @@
-"""Rows and bars that the results of several benchmarks share."""
+"""Rows and bars that several benchmarks share."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from experiments.plotting import systems
 
 
-def split(
+def split_details(
     rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
 ) -> dict[str, Any]:
-    """Rows for JSON: what to compare, and apart from it what to know of everyone.
+    """Splits rows for JSON into compared numbers and details.
 
     Args:
-      rows: of a result.
-      names: keys of both, which identify a row.
-      details: names of what to know.
+      rows: rows of a result.
+      names: keys that identify a row; part of both.
+      details: keys of details.
     """
     return {
         "rows": [{k: v for k, v in row.items() if k not in details} for row in rows],
@@ -25,9 +25,9 @@ def split(
 def draw_bars(
     ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
-    """Draws a bar for each name from the top down, in the colour of that system."""
+    """Draws a bar for each name from top to bottom, in the colour of its system."""
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        look = systems.look(name if name in systems.SYSTEMS else "plain Python")
+        look = systems.system_style(name if name in systems.SYSTEMS else "plain Python")
         bar = ax.barh(place, value, 0.7, **look.bar)
         ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)

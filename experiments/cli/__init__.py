@@ -1,4 +1,4 @@
-"""The command line."""
+"""Command line."""
 
 __all__ = [
     "cost",

@@ -1,4 +1,4 @@
-"""Compiled programs, kept from one command to the next, and how they are compiled."""
+"""Persistent cache of compiled programs, and fast compilation of smoke runs."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from jaxkv import files
 
 MIN_COMPILE_TIME_S = 0.2
-"""Programs that compile faster are not worth a file."""
+"""Compile time below which a program is not cached, in s."""
 COMPILE_BOUND = frozenset(
     {
         *("bench_decode", "bench_device", "bundled_heads", "demo", "experts"),
@@ -17,9 +17,9 @@ COMPILE_BOUND = frozenset(
         *("speculation", "speculation_zoo"),
     }
 )
-"""Experiments whose smoke run takes 40 to 90 s of processor time, most of it to compile
-programs for a CPU; without optimisation it takes about half. Simulations are not among
-them: their steps take longer than their compilation."""
+"""Experiments whose smoke run takes 40 to 90 s of processor time, most of it
+compilation for a CPU; without optimization it takes about half. Simulations are not
+included: their steps take longer than their compilation."""
 _FAST = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     # XLA's newer emitters set up a compiler for each kernel.
@@ -27,15 +27,15 @@ _FAST = {
 }
 
 
-def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Makes JAX keep what it compiles, so that a second start takes a fraction.
+def enable_program_cache(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Makes JAX cache compiled programs on disk, so that a second start is faster.
 
-    To be called before jax is imported; whoever has set a folder, or imported jax by
-    then, is not overruled. The folder is `jaxkv` under `$XDG_CACHE_HOME` or `~/.cache`
-    and may be deleted at any time.
+    Must be called before jax is imported. Has no effect if a cache folder is already
+    set. The folder is `jaxkv` under `$XDG_CACHE_HOME` or `~/.cache` and may be deleted
+    at any time.
 
     Args:
-      environ: the environment to change.
+      environ: environment to change.
     """
     if "JAX_COMPILATION_CACHE_DIR" in environ:
         return
@@ -45,15 +45,17 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     )
 
 
-def compile_fast(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Makes JAX compile the smoke run of an experiment without optimisation.
+def disable_optimization(
+    name: str, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Makes JAX compile the smoke run of an experiment without optimization.
 
-    Such a run asks whether everything works, not how fast it is. Programs for a GPU,
-    and flags that a user has set, are left as they are.
+    A smoke run tests function and not speed. Programs for a GPU, and flags set by the
+    user, are not changed.
 
     Args:
-      name: of the experiment.
-      environ: the environment to change, before jax is imported.
+      name: name of the experiment.
+      environ: environment to change, before jax is imported.
     """
     has_gpu = any(map(importlib.util.find_spec, _GPU_PLUGINS))
     if name in COMPILE_BOUND and not has_gpu and "jax" not in sys.modules:
@@ -64,22 +66,24 @@ def compile_fast(name: str, environ: MutableMapping[str, str] = os.environ) -> N
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin")
 
 
-def explain(warning: str, environ: MutableMapping[str, str] = os.environ) -> str:
-    """Says what is to be done where JAX cannot keep programs, or read those kept.
+def explain_cache_warning(
+    warning: str, environ: MutableMapping[str, str] = os.environ
+) -> str:
+    """Returns a remedy for a warning that JAX cannot read or write its cache.
 
     Args:
-      warning: any warning; another one is given back.
-      environ: the environment that names the folder.
+      warning: any warning; a warning about another subject is returned unchanged.
+      environ: environment with the cache folder.
 
     Returns:
-      A line that is the same for all programs.
+      One line, equal for all programs.
     """
     if not re.match("Error (reading|writing) persistent compilation cache", warning):
         return warning
     folder = environ.get("JAX_COMPILATION_CACHE_DIR", "the cache of compiled programs")
     system = re.search(r"\[Errno \d+\] ([^:]*)", warning)
-    reason = system[1] if system else "what is there is broken"
+    reason = system[1] if system else "its files are damaged"
     return (
-        f"{folder}: no place for compiled programs: {reason}; every start compiles "
-        "anew, until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder"
+        f"{folder}: cannot cache compiled programs: {reason}; every start compiles "
+        "again until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder"
     )

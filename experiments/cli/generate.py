@@ -1,6 +1,6 @@
 """Answers prompts with a model on disk, live on the terminal: `jaxkv generate`.
 
-Only the standard library is imported up here: `--help` needs the options alone.
+The module imports only the standard library at the top, so that `--help` is fast.
 """
 
 import contextlib
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.cli import parsing
-from experiments.cli.console import interrupts, writing
-from experiments.cli.run import Output
+from experiments.cli.console import answer_writer, interrupts
+from experiments.cli.run import CommandOutput
 from experiments.harness import bundled
 
 STEPS_PER_CALL = 4
-"""Text comes this many tokens at a time; a benchmark would take more."""
+"""Tokens per update of the text; a benchmark would use more."""
 PAGE_SIZE = 16
 MAX_ANSWERS = 64
-"""To one prompt: each has a slot, and a slot has its pages."""
+"""Largest number of answers to one prompt; each has a slot with its own pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How the model is loaded and drafted for, in every command that serves one."""
+    """Loading and speculation of the model, in every command that serves one."""
 
     speculate: Annotated[
         Literal[
@@ -38,76 +38,81 @@ class ModelOptions:
             "eagle",
         ]
         | None,
-        parsing.without("one token a step"),
+        parsing.describe_default("one token per step"),
     ] = None
-    """Guesses tokens and has the model check several in a step: from the text so far,
-    from its own last guesses or what it wrote looking ahead, by its first layers, by
-    --draft-model, or by --heads. The answers are the same, mostly sooner."""
-    drafts: Annotated[int | None, parsing.without("3, or where it adapts 7")] = None
-    """Tokens guessed in a step at most, at least 1."""
+    """Speculative decoding: drafts tokens and verifies several in one step. Drafts come
+    from n-grams of the text so far, from Jacobi iterations or lookahead, from the
+    model's first layers, from --draft-model, or from --heads. The answers are the same,
+    and usually faster."""
+    drafts: Annotated[
+        int | None, parsing.describe_default("3, or 7 with --adaptive")
+    ] = None
+    """Largest number of draft tokens per step, at least 1."""
     adaptive: bool = False
-    """Whether no more is guessed than pays, which is measured first."""
-    draft_model: Annotated[str | None, parsing.without("none")] = None
-    """A smaller model of the same vocabulary, a folder or the name of a bundled one."""
-    heads: Annotated[str | None, parsing.without("a bundled model's own")] = None
-    """A folder of heads that were trained for the model, for medusa and eagle."""
+    """Adapt the draft length to the measured acceptance rate and costs."""
+    draft_model: Annotated[str | None, parsing.describe_default("none")] = None
+    """Smaller model with the same vocabulary: a folder or the name of a bundled
+    model."""
+    heads: Annotated[str | None, parsing.describe_default("a bundled model's own")] = (
+        None
+    )
+    """Folder of draft heads trained for the model, for medusa and eagle."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and pages."""
+    """Type of weights and pages."""
     parallel: str = ""
-    """How the model is divided, as `jaxkv cost` has it: tp=4 divides heads, MLP and
-    vocabulary over four devices. A CPU counts as many as are asked for."""
+    """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
+    vocabulary over four devices. A CPU provides as many virtual devices as needed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to answer, and how tokens are drawn."""
+class GenerateOptions:
+    """Prompts and sampling parameters."""
 
     prompt: tuple[str, ...]
-    """Text to go on from; may be given several times."""
+    """Text to continue; may be given several times."""
     max_tokens: int = 128
-    """Tokens after which an answer ends."""
+    """Largest number of tokens of an answer."""
     temperature: float = 0.8
-    """0 takes the most likely token."""
+    """Sampling temperature; 0 takes the most likely token."""
     top_k: int = 0
-    """Most likely tokens kept; 0 keeps all."""
+    """Number of most likely tokens kept; 0 keeps all."""
     top_p: float = 0.95
-    """Probability that the kept tokens reach, in (0, 1]."""
+    """Probability mass of the kept tokens, in (0, 1]."""
     min_p: float = 0.0
-    """Smallest probability kept, as a share of the largest, in [0, 1]."""
+    """Smallest probability kept, relative to the largest, in [0, 1]."""
     seed: int = 0
-    """Of the draws; the second prompt's is one more, and so on."""
+    """Seed of the first prompt; each further prompt has the next integer."""
     stop: tuple[str, ...] = ()
     """Text that ends an answer; may be given several times."""
     n: int = 1
-    """Answers to each prompt."""
-    best_of: Annotated[int | None, parsing.without("n")] = None
-    """Answers drawn for each prompt, of which the n most likely ones are kept, the best
-    first."""
-    beam_width: Annotated[int | None, parsing.without("no search")] = None
-    """Searches with so many beams for the most likely answers, instead of drawing; the
-    n best are shown, each with its score, once the search has ended."""
+    """Answers per prompt."""
+    best_of: Annotated[int | None, parsing.describe_default("n")] = None
+    """Answers drawn per prompt; the n most likely ones are kept, best first."""
+    beam_width: Annotated[int | None, parsing.describe_default("no search")] = None
+    """Number of beams of a beam search, instead of sampling; the n best answers are
+    printed with their scores after the search."""
     length_penalty: float = 1.0
-    """Of beams: an answer scores its log-probability / its tokens to this power, so a
-    larger one favours long answers."""
+    """Exponent of the length in the score of a beam, log-probability / tokens^penalty;
+    larger values favour long answers."""
     early_stopping: Literal["false", "true", "never"] = "false"
-    """Whether beams end as soon as there are beam_width answers; false goes on while
-    better ones are likely, never while they are possible."""
+    """End of a beam search: true stops at beam_width answers; false continues while
+    better answers are likely, never while they are possible."""
     chat: bool = False
-    """Whether a prompt is a message to a chat model, in its own format."""
+    """Treat the prompt as a message to a chat model, with its chat template."""
     loading: Annotated[ModelOptions, parsing.GROUP] = ModelOptions()
 
 
-def generate(model: str, options: Options) -> Output:
-    """Answers the prompts, all at once, and streams the texts in their order.
+def generate(model: str, options: GenerateOptions) -> CommandOutput:
+    """Answers all prompts concurrently, and streams the texts in their order.
 
-    Ctrl-C ends the answers with what they have.
+    After Ctrl-C, answers end with the text so far.
 
     Args:
-      model: a folder, or the name of a bundled model.
-      options: what to answer.
+      model: folder, or name of a bundled model.
+      options: prompts and sampling parameters.
 
     Returns:
-      The completions, with status 130 if they were ended early, 143 if by SIGTERM.
+      The completions; status 130 if they were ended early, 143 after SIGTERM.
 
     Raises:
       ValueError: the model, a prompt or an option cannot be used.
@@ -115,7 +120,7 @@ def generate(model: str, options: Options) -> Output:
     asks = _asks(options)
     num_drawn, num_kept = asks[0].num_sequences, options.n
     is_search = options.beam_width is not None
-    # Answers stream as they grow, unless it is known only later which are kept.
+    # Answers stream as they grow, unless they are ranked at the end.
     is_ranked = is_search or num_drawn > num_kept
     begun: Any = {"text": "", "tokens": [], "reason": "cancelled"}
     drawn = [begun | {"sample": x, "score": None} for x in range(num_drawn)]
@@ -127,10 +132,13 @@ def generate(model: str, options: Options) -> Output:
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
-    write, start_s = writing.Writer(headings, whole=is_ranked), time.perf_counter()
+    write, start_s = (
+        answer_writer.AnswerWriter(headings, whole=is_ranked),
+        time.perf_counter(),
+    )
     tuned_s = engine.compile_s  # before the answers
     if is_search:
-        print("[searching: no text before the end]", file=sys.stderr)
+        print("[beam search: text appears at the end]", file=sys.stderr)
 
     def write_all(request: int) -> None:
         for place, each in enumerate(found[request][:num_kept]):
@@ -139,15 +147,17 @@ def generate(model: str, options: Options) -> Output:
     with contextlib.ExitStack() as stack:
         try:
             for event in engine.stream():
-                if not keeps:  # all is compiled; from here on there is something
-                    keeps = interrupts.handling(interrupts.stop, lambda number: None)
+                if not keeps:  # compiled: from here on there are partial answers
+                    keeps = interrupts.handle_signals(
+                        interrupts.raise_stopped, lambda number: None
+                    )
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
-                if not is_search:  # beams are no answers yet
-                    mine = found[i][sample]
-                    mine["text"] += event.text
-                    mine["tokens"] += event.tokens
-                    mine["reason"] = event.reason or mine["reason"]
+                if not is_search:  # beams are not final answers
+                    answer = found[i][sample]
+                    answer["text"] += event.text
+                    answer["tokens"] += event.tokens
+                    answer["reason"] = event.reason or answer["reason"]
                 if not is_ranked:
                     is_over = event.reason is not None
                     write(i * num_kept + sample, event.text, is_over)
@@ -161,7 +171,7 @@ def generate(model: str, options: Options) -> Output:
                         write_all(i)
         except KeyboardInterrupt as error:
             status = getattr(error, "status", interrupts.STATUS)
-            if is_ranked:  # of those under way none is known to be the best
+            if is_ranked:  # unfinished requests have no ranking
                 for i in sorted(under_way):
                     write_all(i)
     write.finish()
@@ -170,31 +180,31 @@ def generate(model: str, options: Options) -> Output:
     duration_s = time.perf_counter() - start_s - (compile_s - tuned_s)
     print(_summary(completions, duration_s, compile_s), file=sys.stderr)
     document = {"completions": completions, "compile_s": compile_s}
-    return Output(document, [], [], status)
+    return CommandOutput(document, [], [], status)
 
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
-"""Fields of an answer that the document has, beside the number of its prompt."""
+"""Fields of an answer in the document, in addition to the index of its prompt."""
 
 
-def _asks(options: Options) -> list[Any]:
-    """What is asked for each prompt.
+def _asks(options: GenerateOptions) -> list[Any]:
+    """Returns the sampling parameters of each prompt.
 
     Raises:
-      ValueError: an option is out of its range, or means nothing beside another.
+      ValueError: an option is out of range, or contradicts another option.
     """
     from jaxkv.sampling import Sampling
 
     if not options.prompt:
-        raise ValueError("give at least one --prompt")
+        raise ValueError("--prompt must be given at least once")
     is_search = options.beam_width is not None
-    for name, nothing in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
+    for name, off_value in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
         value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if value not in (nothing, getattr(Options, name)):
-            why = "beam search draws nothing" if is_search else "needs --beam-width"
+        if value not in (off_value, getattr(GenerateOptions, name)):
+            why = "not used by beam search" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
-    # Options of draws have the names that `Sampling` has for them.
+    # Sampling options have the names of the fields of `Sampling`.
     given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {name: given[name] for name in given if name in known}
     how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
@@ -211,7 +221,7 @@ def _asks(options: Options) -> list[Any]:
 
 _EARLY_STOPPING = {"false": False, "true": True, "never": "never"}
 _ONLY_DRAWS = (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0))
-"""Options of draws, and the values by which they are off."""
+"""Sampling options, and the values that disable them."""
 _ONLY_SEARCHES = (("length_penalty", 1), ("early_stopping", "false"))
 _ONLY_DRAFTS = (
     ("drafts", ()),
@@ -219,27 +229,27 @@ _ONLY_DRAFTS = (
     ("draft_model", ("draft-model",)),
     ("heads", ("medusa", "eagle")),
 )
-"""Options of speculation, and the methods that they go with; () means any."""
+"""Options of speculation, and the methods that support them; () means all methods."""
 
 
 def _summary(
     completions: list[dict[str, Any]], duration_s: float, compile_s: float = 0.0
 ) -> str:
-    """Formats why the answers ended, the time without compilation, and a score."""
+    """Returns finish reasons, tokens, time without compilation, and a score."""
     num = sum(len(each["tokens"]) for each in completions)
     reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
-    said = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
+    text = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
     if len(completions) == 1 and completions[0]["score"] is not None:
-        said += f"; score {completions[0]['score']:.3f}"
-    said += f"; compiled in {compile_s:.1f} s" if compile_s else ""
-    return f"[{said}]"
+        text += f"; score {completions[0]['score']:.3f}"
+    text += f"; compiled in {compile_s:.1f} s" if compile_s else ""
+    return f"[{text}]"
 
 
 def check_drafting(options: ModelOptions) -> None:
-    """Refuses what says how to guess where nothing is guessed, and no draft at all.
+    """Validates the options of speculation.
 
     Raises:
-      ValueError: an option means nothing beside another.
+      ValueError: an option needs a method of speculation, or there is no draft token.
     """
     if options.drafts is not None and options.drafts < 1:
         raise ValueError(f"--drafts {options.drafts}: must be at least 1")
@@ -253,7 +263,7 @@ def check_drafting(options: ModelOptions) -> None:
         raise ValueError(f"{given}: needs --speculate {needed}")
 
 
-def _engine(model: str, options: Options) -> tuple[Any, list[list[int]]]:
+def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     read = read_model(model, options.loading)
     loaded, page_size = read.loaded, read.page_size
@@ -289,30 +299,30 @@ class ReadModel(NamedTuple):
     """Path of the folder, or name of a bundled model."""
     folder: Path
     mesh: Any
-    """Devices that it is divided over; None for one."""
+    """Device mesh; None for one device."""
     page_size: int
     loaded: Any
-    """`checkpoints.LoadedModel`; has a tokenizer."""
+    """`checkpoints.LoadedModel` with a tokenizer."""
 
 
 def read_model(model: str, options: ModelOptions) -> ReadModel:
-    """Reads a model as `--dtype` and `--parallel` ask.
+    """Reads a model with the type and layout of `--dtype` and `--parallel`.
 
     Raises:
-      ValueError: it cannot be used, or has no tokenizer; or `--parallel` is no layout
-        of an engine, or there are fewer devices, or processes without one.
+      ValueError: the model cannot be used, or has no tokenizer; `--parallel` is not
+        supported by an engine; or there are too few devices.
     """
     from jaxkv.parallel import make_mesh, processes, set_cpu_devices
     from jaxkv.serving import loading
 
-    folder, mesh = bundled.folder_of(model), None
+    folder, mesh = bundled.find_model_folder(model), None
     degrees = mesh_degrees(options.parallel)
     if (num := math.prod(degrees.values())) == 1:
         processes.check_all_used(1)
     else:
         set_cpu_devices(num)
         mesh = make_mesh(**degrees)
-    # As long a part of every page as a whole one on one device.
+    # The part of a page on each device has the size of a whole page on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
     loaded = loading.read_model_folder(folder, dtype=options.dtype, mesh=mesh)
     if loaded.tokenizer is None:
@@ -321,12 +331,12 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
 
 
 def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
-    """Makes an engine of a model, with the speculation that the options ask for.
+    """Makes an engine of a model, with the requested speculation.
 
     Args:
-      read: the model.
-      options: how it is drafted for.
-      **bounds: fields of `EngineConfig`, `page_size` apart.
+      read: model.
+      options: options of speculation.
+      **bounds: fields of `EngineConfig`, except `page_size`.
     """
     from jaxkv.serving.engine import Engine
 
@@ -342,7 +352,7 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
-    """Returns arguments of `Engine.load`: dtype, and the speculation asked for."""
+    """Returns arguments of `Engine.load`: dtype and speculation."""
     from jaxkv.speculation import SpeculationConfig, head_folders
 
     fields: dict[str, Any] = {"dtype": options.dtype}
@@ -352,9 +362,9 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
         return fields
     draft = heads = None
     if options.draft_model is not None:
-        draft = bundled.folder_of(options.draft_model)
+        draft = bundled.find_model_folder(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.heads_of(model, options.speculate)
+        heads = options.heads or bundled.find_heads_folder(model, options.speculate)
     return fields | {
         "speculate": SpeculationConfig(
             options.speculate,
@@ -366,10 +376,10 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
 
 
 def mesh_degrees(parallel: str) -> dict[str, int]:
-    """Returns the arguments of `make_mesh` that `--parallel` asks for.
+    """Returns the arguments of `make_mesh` for `--parallel`.
 
     Raises:
-      ValueError: it is no layout of an engine.
+      ValueError: the layout is not supported by an engine.
     """
     from scaling.costs import parallelism
 
@@ -379,7 +389,7 @@ def mesh_degrees(parallel: str) -> dict[str, int]:
         served |= {"expert": layout.expert, "data": layout.expert, "gather": True}
     if layout != parallelism.Layout(**served):
         raise ValueError(
-            f"--parallel {parallel}: an engine is divided by tp, cp and ep=N,gather"
+            f"--parallel {parallel}: an engine supports tp, cp and ep=N,gather"
         )
     return {"tensor": layout.tensor, "context": layout.pages, "expert": layout.expert}
 

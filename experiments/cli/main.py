@@ -1,12 +1,12 @@
-"""The only command line: `jaxkv`.
+"""The command line `jaxkv`.
 
-Every command is a function from its arguments to an `Output`; `main` prints that as
-one JSON document (`--json`) or as tables, and turns errors into exit statuses. Only
-the standard library is imported up here, so that `--help` answers at once: an
-experiment, and with it jax, is imported when its name has been read.
+Each command is a function from its arguments to a `CommandOutput`; `main` prints it as
+one JSON document (`--json`) or as tables, and converts errors to exit statuses. The
+module imports only the standard library at the top, so that `--help` answers at once:
+an experiment, and with it jax, is imported after its name was read.
 
-To add a command, write such a function and give it a line in `_COMMANDS`. To add an
-experiment there is nothing to do here, and a module `bench_NAME` is `bench NAME` too.
+A new command needs a function and a line in `_COMMANDS`. A new experiment needs no
+change here, and an experiment `bench_NAME` is also `bench NAME`.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from experiments.cli import compilation_cache, joining, run
-from experiments.cli.console import interrupts, outputs
-from experiments.cli.run import Output
-from experiments.framework import config_json, refused, registry
+from experiments.cli import compilation_cache, multiprocess, run
+from experiments.cli.console import interrupts, streams
+from experiments.cli.run import CommandOutput
+from experiments.framework import config_json, registry, user_errors
 from jaxkv import files
 
 
@@ -29,45 +29,48 @@ def main(args: list[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      args: the words after `jaxkv`; those of the process by default.
+      args: arguments after `jaxkv`; by default those of the process.
 
     Returns:
-      0 when done, 2 on bad input, 1 on failure, 130 after Ctrl-C, 75 where the time
-      given was up and the same command goes on.
+      Exit status: 0 when done, 2 on invalid input, 1 on failure, 130 after Ctrl-C, 75
+      if the time limit was reached and the same command continues the work.
     """
-    if args is None:  # the process is ours
+    if args is None:  # called as the main program
         try:
-            outputs.prepare(is_shared=joining.is_asked(sys.argv))
+            streams.guard_streams(is_shared=multiprocess.is_requested(sys.argv))
         except ValueError as error:
             return _complain(error, 1)
-        if joining.is_asked(sys.argv) and (status := joining.watch()) is not None:
+        if (
+            multiprocess.is_requested(sys.argv)
+            and (status := multiprocess.fork_worker()) is not None
+        ):
             return status
-        with interrupts.leaving_at_once():
-            return joining.leave(main(sys.argv[1:]))
+        with interrupts.exit_on_interrupt():
+            return multiprocess.exit_unjoined(main(sys.argv[1:]))
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
-    # No text fails for the encoding of where it goes; JSON is always UTF-8.
+    # Unencodable characters are replaced; JSON is always UTF-8.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if as_json and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     try:
-        # Whatever else a library prints must not stand beside the document.
+        # Standard output must contain only the document, so prints are redirected.
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-            compilation_cache.keep_programs()
-            args = joining.join(args)
+            compilation_cache.enable_program_cache()
+            args = multiprocess.join_processes(args)
             answer = None
-            with contextlib.suppress(SystemExit):  # help that has been printed
+            with contextlib.suppress(SystemExit):  # help was printed
                 helps = {name: known.help for name, known in _COMMANDS.items()}
                 name = _word(args, "command", helps, _USAGE)
-                joining.check(name)
-                if name == "serve":  # reports before it ends
+                multiprocess.check_command(name)
+                if name == "serve":  # prints its address before it ends
                     answer = _serve(args[1:], documents)
                 else:
                     answer = _COMMANDS[name].call(args[1:])
-        if answer is not None and joining.speaks():
+        if answer is not None and multiprocess.is_first_process():
             if not as_json:
                 from experiments.cli.console import printing
 
@@ -76,82 +79,84 @@ def main(args: list[str] | None = None) -> int:
                     print()
                 for line in answer.lines:
                     print(line)
-            elif answer.document:  # else it was printed before
+            elif answer.document:  # otherwise it is already printed
                 print(config_json.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
-    except outputs.Unwritable as error:  # who reads no more is not told so
+    except streams.OutputError as error:  # no message if the reader closed the pipe
         return 1 if error.is_left else _complain(error, 1)
     except KeyboardInterrupt as error:
         status = getattr(error, "status", interrupts.STATUS)
         _complain(str(error) or "interrupted", status)
-        return joining.leave(status, at_once=True)
+        return multiprocess.exit_unjoined(status, at_once=True)
     except Exception as error:
-        if joining.is_loss(error):
+        if multiprocess.is_peer_loss(error):
             reason = str(error).partition("\n")[0]
             return _complain(f"another process has ended: {reason}", 1)
-        if refused.is_refusal(error):
+        if user_errors.is_user_error(error):
             return _complain(error, 2)
         traceback.print_exc()
         return 1
 
 
-def _bench(args: list[str]) -> Output:
+def _bench(args: list[str]) -> CommandOutput:
     known = [x for x in registry.entries() if x.name.startswith("bench_")]
     questions = {x.name.removeprefix("bench_"): x.question for x in known}
     name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
     return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
 
 
-def _run(args: list[str]) -> Output:
+def _run(args: list[str]) -> CommandOutput:
     args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
     questions = {x.name: x.question for x in registry.entries()}
     name = _word(args, "experiment", questions, _RUN_USAGE)
     return _experiment(name, args[1:], f"jaxkv run {name}")
 
 
-def _generate(args: list[str]) -> Output:
+def _generate(args: list[str]) -> CommandOutput:
     from experiments.cli import generate
 
-    return generate.generate(*_served(args, generate.Options, "jaxkv generate MODEL"))
+    return generate.generate(
+        *_served(args, generate.GenerateOptions, "jaxkv generate MODEL")
+    )
 
 
-def _serve(args: list[str], documents: TextIO | None = None) -> Output:
+def _serve(args: list[str], documents: TextIO | None = None) -> CommandOutput:
     from experiments.cli import serve
 
     file = _value_of(args, "--config")
     base = None if file is None else serve.read_options(file)
-    asked = _served(args, serve.Options, "jaxkv serve MODEL", base)
-    return serve.serve(*asked, documents)
+    asked = _served(args, serve.ServeOptions, "jaxkv serve MODEL", base)
+    return serve.serve_model(*asked, documents)
 
 
 def _served[T](
     args: list[str], options: type[T], prog: str, base: T | None = None
 ) -> tuple[str, T]:
-    """Reads `COMMAND MODEL [OPTIONS]`, the model a folder or a bundled one."""
+    """Parses `COMMAND MODEL [OPTIONS]`; the model is a folder or a bundled one."""
     from experiments.harness import bundled
 
-    known = ", ".join(bundled.names())
-    asks = f"which model? A folder, or one of: {known}"
+    known = ", ".join(bundled.bundled_names())
+    asks = f"MODEL is missing: a folder, or one of: {known}"
     description = f"MODEL is a folder, or the name of a bundled model: {known}."
     return _subject(args, options, prog, asks, description, base)
 
 
-def _cost(args: list[str]) -> Output:
+def _cost(args: list[str]) -> CommandOutput:
     from experiments.cli.cost import command
 
-    known = command.names()
+    known = command.list_models()
     model, options = _subject(
         args,
-        command.Options,
+        command.CostOptions,
         "jaxkv cost MODEL",
-        f"which model? A config.json, a folder, or {known}",
+        f"MODEL is missing: a config.json, a folder, or {known}",
         f"MODEL is a config.json, a folder with one, or {known}.",
     )
-    return command.cost(model, options)
+    return command.count_costs(model, options)
 
 
-def _fit(args: list[str]) -> Output:
+def _fit(args: list[str]) -> CommandOutput:
     from experiments.fitting import Config as FitConfig
     from experiments.fitting import experiment as fit_experiment
 
@@ -167,7 +172,7 @@ def _fit(args: list[str]) -> Output:
         base, flags, "jaxkv fit LOG", description, where
     )
     if not config.log:
-        raise ValueError("which log? A CSV, JSON, or the folder of a sweep")
+        raise ValueError("LOG is missing: a CSV, JSON, or the folder of a sweep")
     is_sweep = out is None and Path(config.log).is_dir()
     out = Path(config.log) / "fit" if is_sweep else out
     experiment = fit_experiment.experiment(config.log)
@@ -178,63 +183,67 @@ def _fit(args: list[str]) -> Output:
     return answer
 
 
-def _train(args: list[str], name: str = "train") -> Output:
-    """Runs `COMMAND CONFIG [OPTIONS]`, CONFIG a shipped name or a JSON file."""
+def _train(args: list[str], name: str = "train") -> CommandOutput:
+    """Runs `COMMAND CONFIG [OPTIONS]`; CONFIG is a shipped name or a JSON file."""
     from experiments.cli.train import command
 
     is_sweep = name == "sweep"
-    call: Any = command.sweep if is_sweep else command.train
+    call: Any = command.run_model_sweep if is_sweep else command.train_model
     options: Any = command.SweepOptions if is_sweep else command.TrainOptions
     shipped = command.SWEEPS if is_sweep else command.TRAININGS
     known = f"JSON file, or one of: {', '.join(shipped)}"
-    asks, description = f"which config? A {known}", f"CONFIG is a {known}."
+    asks, description = f"CONFIG is missing: a {known}", f"CONFIG is a {known}."
     return call(*_subject(args, options, f"jaxkv {name} CONFIG", asks, description))
 
 
-def _plan(args: list[str]) -> Output:
+def _plan(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing
     from experiments.cli.plan import command, options
 
-    description = "A budget becomes a device, N, D, a loss and an architecture."
-    return command.plan(parsing.parse(options.Options, args, "jaxkv plan", description))
+    description = "Chooses a device, N, D and an architecture for a budget."
+    return command.plan_model(
+        parsing.parse_options(options.PlanOptions, args, "jaxkv plan", description)
+    )
 
 
-def _list(args: list[str]) -> Output:
+def _list(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing
     from experiments.framework import Sheet
 
     description = "The experiments and their configs."
-    parsing.parse(parsing.Nothing, args, "jaxkv list", description)
+    parsing.parse_options(parsing.NoOptions, args, "jaxkv list", description)
     known = registry.entries()
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
     sheet = Sheet("", ("experiment", "configs", "question"), rows)
-    line = "jaxkv run EXPERIMENT [CONFIG] runs one; its first config is the default."
+    line = "jaxkv run EXPERIMENT [CONFIG] runs one; the first config is the default."
     names = ("name", "question", "configs")
-    told = [{name: getattr(x, name) for name in names} for x in known]
-    return Output({"experiments": told}, [sheet], [line])
+    listed = [{name: getattr(x, name) for name in names} for x in known]
+    return CommandOutput({"experiments": listed}, [sheet], [line])
 
 
-def _claims(args: list[str]) -> Output:
+def _claims(args: list[str]) -> CommandOutput:
     from experiments.cli import parsing, results_page
 
-    description = "Claims of run folders: what was published, ours, and the verdict."
-    options = parsing.parse(results_page.Options, args, "jaxkv claims", description)
-    return results_page.claims(options.folder, options.write)
+    description = "Claims of run folders: published and measured numbers, verdicts."
+    options = parsing.parse_options(
+        results_page.ClaimsOptions, args, "jaxkv claims", description
+    )
+    return results_page.list_claims(options.folder, options.write)
 
 
 class Command(NamedTuple):
-    """A command: what its line of help says, and what carries it out."""
+    """A command: its line of help, and its function."""
 
     help: str
-    call: Callable[[list[str]], Output]
+    call: Callable[[list[str]], CommandOutput]
 
 
 _COMMANDS = {
     "demo": Command(
-        "serve the bundled model: static batching against ours",
+        "serve the bundled model with static and continuous batching",
         lambda args: _lift_metrics(_experiment("demo", args, "jaxkv demo")),
     ),
-    "list": Command("the experiments and their configs", _list),
+    "list": Command("list the experiments and their configs", _list),
     "run": Command("run an experiment and keep its folder", _run),
     "generate": Command("continue text with a model", _generate),
     "serve": Command("serve a model over HTTP, by OpenAI's API", _serve),
@@ -242,30 +251,30 @@ _COMMANDS = {
     "cost": Command("count a model's parameters, operations and bytes", _cost),
     "train": Command("train one model", _train),
     "sweep": Command(
-        "train many, for a law to be fitted to", lambda args: _train(args, "sweep")
+        "train many models for a scaling law", lambda args: _train(args, "sweep")
     ),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
     "plan": Command("choose the best model for a budget", _plan),
-    "claims": Command("what was published, ours, and the verdict", _claims),
+    "claims": Command("list published and measured numbers with verdicts", _claims),
 }
 
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
 Every command takes --help, and --json for one JSON document on standard output.
 
-{joining.HELP}"""
+{multiprocess.HELP}"""
 
 _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
-def _experiment(name: str, args: list[str], prog: str) -> Output:
+def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
-    is_named, entry = _is_word(args), registry.find(name)
+    is_named, entry = _is_word(args), registry.find_entry(name)
     is_default = not is_named and _value_of(args, "--config") is None
     if (args[0] if is_named else is_default and entry.configs[0]) == registry.SMOKE:
-        compilation_cache.compile_fast(name)
-    experiment = registry.load(name)
+        compilation_cache.disable_optimization(name)
+    experiment = registry.load_experiment(name)
     configs = experiment.configs
     name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
     if name not in configs:
@@ -274,7 +283,7 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
     base = configs[name]
     if (file := _value_of(flags, "--config")) is not None:
         if is_named:
-            raise ValueError(f"{prog}: both {name} and --config {file}; which?")
+            raise ValueError(f"{prog}: {name} and --config {file} exclude each other")
         base, name = experiment.config_loads(files.read_text(file), file), ""
     description = f"{experiment.question} Configs: {', '.join(configs)}."
     asked = _changed(base, flags, f"{prog} [CONFIG]", description)
@@ -282,11 +291,11 @@ def _experiment(name: str, args: list[str], prog: str) -> Output:
 
 
 type _Asked = tuple[Any, Path | None, float]
-"""What an experiment is run with: its config, and where and how long."""
+"""Config, folder and time limit of a run."""
 
 
 _PLAIN = ("--out", "--config", "--max-seconds")
-"""Flags that are read without tyro, where no other one is given."""
+"""Flags that are parsed without tyro if there is no other flag."""
 
 
 def _changed(
@@ -296,7 +305,7 @@ def _changed(
     description: str,
     out: str = "a new one under runs/",
 ) -> _Asked:
-    """Reads changes to a config, and the rest; `--config` has been seen to."""
+    """Parses changes to a config, and the flags of a run, except `--config`."""
     rest, found = list(args), {}
     while rest:
         flag, joined, value = rest.pop(0).partition("=")
@@ -306,14 +315,16 @@ def _changed(
             break
         found[flag] = value
     else:
-        with contextlib.suppress(ValueError):  # of what is no number
+        with contextlib.suppress(ValueError):  # not a number
             max_seconds = float(found.get("--max-seconds", "inf"))
             return base, Path(found["--out"]) if "--out" in found else None, max_seconds
 
-    # Only here: a machine that is lent for a benchmark may not have tyro.
+    # Imported here, because a benchmark machine may not have tyro.
     from experiments.cli import parsing
 
-    parsed = parsing.parse(parsing.changes(base, out), args, prog, description, ())
+    parsed = parsing.parse_options(
+        parsing.config_options(base, out), args, prog, description, ()
+    )
     return parsed.settings, parsed.out, parsed.max_seconds
 
 
@@ -325,27 +336,27 @@ def _subject[T](
     description: str,
     default: T | None = None,
 ) -> tuple[str, T]:
-    """Reads `COMMAND SUBJECT [OPTIONS]`.
+    """Parses `COMMAND SUBJECT [OPTIONS]`.
 
     Args:
-      args: the words after the command.
-      options: what may follow the subject.
-      prog: the command, and what its subject is called.
-      asks: what to say where there is no subject.
-      description: for `--help`.
-      default: the options that the words change; None takes those of the dataclass.
+      args: arguments after the command.
+      options: dataclass of the options.
+      prog: command, with the name of its subject.
+      asks: error message if there is no subject.
+      description: text for `--help`.
+      default: options that the flags change; None takes the defaults of the dataclass.
     """
     from experiments.cli import parsing
 
     if not _is_word(args) and not {"-h", "--help"} & {*args}:
         raise ValueError(asks)
     flags = args[1:] if _is_word(args) else args
-    parsed = parsing.parse(options, flags, prog, description, default=default)
+    parsed = parsing.parse_options(options, flags, prog, description, default=default)
     return args[0], parsed
 
 
-def _lift_metrics(answer: Output) -> Output:
-    """Puts metrics beside the document's other keys, as a command of its own has."""
+def _lift_metrics(answer: CommandOutput) -> CommandOutput:
+    """Moves metrics to the top level of the document."""
     document = {k: v for k, v in answer.document.items() if k != "metrics"}
     return answer._replace(document=document | answer.document["metrics"])
 
@@ -355,21 +366,21 @@ def _is_word(args: list[str]) -> bool:
 
 
 def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> str:
-    """Reads the first word as one of the choices, or prints help that lists them."""
+    """Parses the first argument as one of the choices, or prints help."""
     if args[:1] in (["-h"], ["--help"]):
         width = max(map(len, choices), default=0)
         lines = [f"  {name:{width}}  {help}" for name, help in choices.items()]
         print("\n".join([usage, "", *lines]))
         raise SystemExit(0)
     if not _is_word(args):
-        raise ValueError(f"which {kind}? One of: {', '.join(choices)}")
+        raise ValueError(f"{kind} is missing; one of: {', '.join(choices)}")
     if args[0] not in choices:
         raise ValueError(config_json.format_unknown_name(kind, args[0], choices))
     return args[0]
 
 
 def _value_of(args: list[str], flag: str) -> str | None:
-    """Looks ahead for the value of a flag, `--flag value` or `--flag=value`."""
+    """Returns the value of `--flag value` or `--flag=value`, without a full parse."""
     for arg, following in zip(args, [*args, None][1:], strict=True):
         if arg == flag:
             return following
@@ -379,7 +390,7 @@ def _value_of(args: list[str], flag: str) -> str | None:
 
 
 def _complain(what: object, status: int) -> int:
-    print("jaxkv:", refused.line(what), file=sys.stderr)
+    print("jaxkv:", user_errors.error_line(what), file=sys.stderr)
     return status
 
 

@@ -1,4 +1,4 @@
-"""Flags, by tyro: a command's options are a dataclass, its errors one line."""
+"""Flags of commands, by tyro: options are a dataclass, and errors are one line."""
 
 import contextlib
 import dataclasses
@@ -11,42 +11,42 @@ from typing import Annotated, Any
 import tyro
 
 
-def without(said: str, help: str | None = None) -> object:
-    """Annotates a flag that need not be given, and whose default would tell nothing.
+def describe_default(text: str, help: str | None = None) -> object:
+    """Annotates an optional flag whose default value needs an explanation.
 
     Args:
-      said: what holds without it.
-      help: its text; that under the field by default.
+      text: description of the behaviour without the flag.
+      help: help text; by default the docstring of the field.
     """
-    return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {said})")
+    return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {text})")
 
 
 GROUP = tyro.conf.arg(name="")
 """Annotates a field whose own fields are flags without a prefix."""
 MAX_SECONDS = (
-    "Seconds of work after which it stops as after Ctrl-C; status 75 says that the "
-    "same command goes on from there."
+    "Time limit in seconds, after which the run stops as after Ctrl-C; status 75 means "
+    "that the same command continues it."
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Nothing:
-    """A command that takes nothing but --help and --json."""
+class NoOptions:
+    """Options of a command that has only --help and --json."""
 
 
-def changes(base: Any, folder: str) -> Any:
-    """Options of a run: the fields of a config as flags without a prefix, and the rest.
+def config_options(base: Any, folder: str) -> Any:
+    """Returns the options of a run: fields of a config as flags, and the general flags.
 
     Args:
-      base: the config that the flags change.
-      folder: where the results go without `--out`.
+      base: config that the flags change.
+      folder: description of the folder without `--out`.
     """
     config_type: Any = type(base)
-    no_none: Any = tyro.conf.DisallowNone  # a config's field may be changed to it
-    in_folder = without(folder, "Folder for the results.")
-    no_end = without("no end", MAX_SECONDS)
-    named = without(
-        "the config named", "A config.json to start from, in place of a named config."
+    no_none: Any = tyro.conf.DisallowNone  # a field of a config may be set to None
+    in_folder = describe_default(folder, "Folder for the results.")
+    no_end = describe_default("no limit", MAX_SECONDS)
+    named = describe_default(
+        "the named config", "A config.json to start from, instead of a named config."
     )
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def changes(base: Any, folder: str) -> Any:
     return Options
 
 
-def parse[T](
+def parse_options[T](
     options: type[T],
     args: list[str],
     prog: str,
@@ -67,23 +67,23 @@ def parse[T](
     markers: tuple[Any, ...] = (tyro.conf.DisallowNone, tyro.conf.UseAppendAction),
     default: T | None = None,
 ) -> T:
-    """Parses flags into a dataclass; tyro's framed errors become one line.
+    """Parses flags into a dataclass; framed errors of tyro become one line.
 
     Args:
-      options: the dataclass.
-      args: the flags.
-      prog: the command, as its help and errors call it.
-      description: for its help.
-      markers: of tyro. By default what is not given is None, and nobody gives it; and
-        a flag of several values is repeated.
-      default: the options that the flags change; None takes those of the dataclass.
+      options: dataclass.
+      args: flags.
+      prog: command, for help and errors.
+      description: text for help.
+      markers: markers of tyro. By default None cannot be given as a value, and a flag
+        of several values is repeated.
+      default: options that the flags change; None takes the defaults of the dataclass.
 
     Raises:
-      ValueError: a flag or its value is wrong.
-      SystemExit: help was asked for, and has been printed.
+      ValueError: a flag or its value is invalid.
+      SystemExit: help was requested, and has been printed.
     """
     errors = io.StringIO()
-    # A field of several types keeps the one that its default has.
+    # A field of several types keeps the type of its default.
     config = (tyro.conf.AvoidSubcommands, *markers)
     try:
         with contextlib.redirect_stderr(errors):
@@ -103,7 +103,7 @@ def parse[T](
 
 
 def _one_line(framed: str) -> str:
-    """Takes what is wrong, and the nearest flags, out of a framed error of tyro's."""
+    """Extracts the message and similar flags from a framed error of tyro."""
     # A title, then sections between rules; the frame is drawn only on a UTF-8 terminal.
     lines = [line.strip("│ ") for line in framed.splitlines()]
     sections: list[list[str]] = [[]]
@@ -112,13 +112,13 @@ def _one_line(framed: str) -> str:
             sections[-1].append(line)
         elif sections[-1]:
             sections.append([])
-    said = re.sub(
+    text = re.sub(
         r"^Error parsing ((settings|loading)(\.|: )?|[A-Z]\w*: )?",
         "",
         " ".join(sections[0]),
     )
-    said = re.sub("'None', |, 'None'", "", said)  # which no flag takes
+    text = re.sub("'None', |, 'None'", "", text)  # no flag accepts None
     near = [x.split()[0] for part in sections[1:] for x in part if x[:2] == "--"]
     if near and "Perhaps you meant" in framed:
-        said += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
-    return said or " ".join(framed.split())
+        text += f"; did you mean {' or '.join(dict.fromkeys(near))}?"
+    return text or " ".join(framed.split())

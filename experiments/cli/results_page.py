@@ -1,7 +1,7 @@
-"""Every claim that records of experiments judge, on one page.
+"""Claims of all records, on one page.
 
-A record is a run folder that ships with the project, or any other one. The page is made
-from their `claims.json` alone, so that it cannot say what no run found.
+A record is any run folder, by default those that ship with the project. The page is
+generated from the files `claims.json`.
 """
 
 import dataclasses
@@ -10,58 +10,60 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from experiments.cli import parsing
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import NOT_JUDGED, Claim, config_json, registry, report
 from jaxkv import files
 
 RECORDS = Path(__file__).parents[1] / "records"
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
 _APART = {"calibrated": ", calibrated", "checks": ", check"}
-"""Behind the verdict of claims that reproduce nothing."""
+"""Suffix of the verdict of claims that are not reproductions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `claims` takes."""
+class ClaimsOptions:
+    """Options of `jaxkv claims`."""
 
     folder: Annotated[
-        Path | None, parsing.without("the records that ship with the project")
+        Path | None, parsing.describe_default("the records that ship with the project")
     ] = None
-    """Where run folders lie."""
-    write: Annotated[Path | None, parsing.without("none")] = None
-    """File to write a page of all claims to."""
+    """Folder that contains run folders."""
+    write: Annotated[Path | None, parsing.describe_default("none")] = None
+    """File for a page of all claims."""
 
 
-class Record(NamedTuple):
-    """What a run folder says of itself."""
+class ClaimsRecord(NamedTuple):
+    """Claims of a run folder, with its environment."""
 
     experiment: str
     question: str
     config: str
-    """Name of its config; "own" if it has none of the shipped ones."""
+    """Name of its config; "own" if it differs from all shipped ones."""
     folder: str
-    """Its path, relative to the folder that was asked for."""
+    """Path relative to the given folder."""
     env: dict[str, Any]
     claims: list[Claim]
 
 
-def find(folder: Path) -> list[Record]:
+def find_records(folder: Path) -> list[ClaimsRecord]:
     """Reads all run folders in a folder, in order of their paths.
 
     Raises:
-      ValueError: there is none, or a file in one cannot be read as what it should be.
+      ValueError: there is no run folder, or a file in one is invalid.
     """
-    found = [read(path.parent, folder) for path in sorted(folder.rglob("claims.json"))]
+    found = [
+        read_record(path.parent, folder) for path in sorted(folder.rglob("claims.json"))
+    ]
     if not found:
         raise ValueError(f"{folder}: holds no run folder with a claims.json")
     return found
 
 
 _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
-"""What the page says of where a record was made."""
+"""Fields of `env.json` on the page."""
 
 
-def read(run: Path, root: Path) -> Record:
+def read_record(run: Path, root: Path) -> ClaimsRecord:
     """Reads one run folder."""
     try:
         env, claimed = (
@@ -69,25 +71,27 @@ def read(run: Path, root: Path) -> Record:
             for name in ("env", "claims")
         )
         for name, kind in _OF_ENV.items():
-            config_json.restore(kind, env[name], name)
+            config_json.from_plain(kind, env[name], name)
         claims = []
         for row in claimed:
-            # Folders of earlier versions do not say its kind.
+            # Folders of earlier versions lack the kind.
             other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
             row = {"kind": other} | row
             for name, hint in get_type_hints(Claim).items():
                 is_unset = name not in row and name in Claim._field_defaults
-                # A number that was none is null.
+                # A number that is not finite is null.
                 if not is_unset and (row[name] is not None or hint is not float):
-                    config_json.restore(hint, row[name], name)
+                    config_json.from_plain(hint, row[name], name)
             claims.append(Claim(**row))
-        experiment = registry.load(str(env["experiment"]))
+        experiment = registry.load_experiment(str(env["experiment"]))
         where = run / "config.json"
-        ours = experiment.config_loads(files.read_text(where), str(where))
+        own_config = experiment.config_loads(files.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
-    names = (name for name, config in experiment.configs.items() if config == ours)
-    return Record(
+    names = (
+        name for name, config in experiment.configs.items() if config == own_config
+    )
+    return ClaimsRecord(
         experiment=experiment.name,
         question=experiment.question,
         config=next(names, "own"),
@@ -97,14 +101,14 @@ def read(run: Path, root: Path) -> Record:
     )
 
 
-def page(records: list[Record]) -> str:
-    """Writes the page in Markdown."""
-    said = ["# Claims, and what we found", _first_line(records), _WORDS]
+def render_page(records: list[ClaimsRecord]) -> str:
+    """Renders the page in Markdown."""
+    sections = ["# Claims and measured numbers", _first_line(records), _WORDS]
     for record in records:
         if not record.claims:
             continue
         env, rows = record.env, ["| | claim | numbers | |", "|---|---|---|---|"]
-        said.append(
+        sections.append(
             f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
             f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"
             f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
@@ -113,24 +117,26 @@ def page(records: list[Record]) -> str:
             verdict = f"**{x.verdict}**{_APART.get(x.kind, '')}"
             cells = (verdict, x.claim, report.claim_numbers(x), x.note)
             rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
-        said.append("\n".join(rows))
-    return "\n\n".join(said) + "\n"
+        sections.append("\n".join(rows))
+    return "\n\n".join(sections) + "\n"
 
 
 _WORDS = (
-    "*Holds*: ours lies within the tolerance. *Fails*: it does not, under the same"
-    " conditions. *Differs*: the conditions differ, so the numbers cannot be compared;"
-    " the note gives the reason, and a direction that the source states is judged"
-    " nevertheless. *Calibrated*: the published number was used to fit something here."
-    " *Check*: an oracle, an identity or our own bar; its number is expected, not"
-    " published. `jaxkv claims --write` makes this page from the run folders in"
-    " `experiments/records`."
+    "*Holds*: our number is within the tolerance of the published one. *Fails*: it is"
+    " outside, under the same conditions. *Differs*: the conditions differ, so the"
+    " numbers cannot be compared; the note gives the reason, and a direction that the"
+    " source states is judged separately. *Calibrated*: a fit of this project used the"
+    " published number. *Check*: an oracle, an identity or a bar of this project; its"
+    " number is expected, not published. `jaxkv claims --write` generates this page"
+    " from the run folders in `experiments/records`."
 )
 
 
-def _first_line(records: list[Record]) -> str:
+def _first_line(records: list[ClaimsRecord]) -> str:
     """Counts verdicts by kind."""
-    found = report.tally(claim for record in records for claim in record.claims)
+    found = report.count_verdicts(
+        claim for record in records for claim in record.claims
+    )
     shown, fits, checks, ways = (
         found[x] for x in ("reproductions", "calibrated", "checks", "directions")
     )
@@ -140,7 +146,7 @@ def _first_line(records: list[Record]) -> str:
     parts = [
         f"Reproductions ({sum(shown.values())}): {shown['holds']} hold,"
         f" {shown['fails']} fail, {shown['differs']} cannot compare"
-        f" (of the directions that their sources state {directions})",
+        f" (directions that their sources state: {directions})",
         f"Calibrated ({sum(fits.values())}): {_plain_counts(fits)}",
         f"Own checks ({sum(checks.values())}): {_plain_counts(checks)}",
     ]
@@ -156,22 +162,24 @@ def _plain_counts(counts: dict[str, int]) -> str:
     )
 
 
-def claims(folder: Path | None, write: Path | None) -> Output:
-    """Carries out the command.
+def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
+    """Runs `jaxkv claims`.
 
     Args:
-      folder: where run folders lie; None means the records that ship.
-      write: file to write the page to.
+      folder: folder with run folders; None means the shipped records.
+      write: file for the page.
     """
-    records = find(RECORDS if folder is None else folder)
+    records = find_records(RECORDS if folder is None else folder)
     lines = []
     if write is not None:
-        files.write_atomically(write, page(records))
+        files.write_atomically(write, render_page(records))
         lines.append(f"page: {write}")
-    told = ("experiment", "config", "folder", "claims")
-    document = [{name: getattr(x, name) for name in told} for x in records]
-    counts = report.tally(claim for record in records for claim in record.claims)
-    sheets: list[report.Part] = [report.paragraph("", _first_line(records))]
+    keys = ("experiment", "config", "folder", "claims")
+    document = [{name: getattr(x, name) for name in keys} for x in records]
+    counts = report.count_verdicts(
+        claim for record in records for claim in record.claims
+    )
+    sheets: list[report.ReportPart] = [report.paragraph("", _first_line(records))]
     sheets += [
         report.Sheet(
             f"{x.experiment} {x.config}",
@@ -181,4 +189,4 @@ def claims(folder: Path | None, write: Path | None) -> Output:
         for x in records
         if x.claims
     ]
-    return Output({"counts": counts, "records": document}, sheets, lines)
+    return CommandOutput({"counts": counts, "records": document}, sheets, lines)

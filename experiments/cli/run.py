@@ -1,4 +1,4 @@
-"""Carries out one run: folder, progress, result, and what the command line says."""
+"""One run of an experiment: folder, progress, result, and output."""
 
 import contextlib
 import dataclasses
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.cli.console import interrupts
-from experiments.framework import refused
+from experiments.framework import user_errors
 
 if TYPE_CHECKING:
     from experiments.cli.console import Terminal
-    from experiments.framework import Experiment, Run
+    from experiments.framework import Experiment, SavedRun
 
 
-class Output(NamedTuple):
-    """The output of a command.
+class CommandOutput(NamedTuple):
+    """Output of a command.
 
     Attributes:
-      document: the JSON document.
-      parts: tables, texts and claims of `report` for a person.
-      lines: what else a person should read, below them.
-      status: the exit status.
+      document: JSON document.
+      parts: tables, texts and claims of `report`.
+      lines: lines below the parts.
+      status: exit status.
     """
 
     document: dict[str, Any]
@@ -37,49 +37,49 @@ def run(
     out: Path | None,
     max_seconds: float = math.inf,
     config_name: str = "",
-) -> Output:
+) -> CommandOutput:
     """Runs an experiment into a run folder.
 
-    Ctrl-C asks the run to end early, as does the clock; what it had by then is kept
-    like a whole result.
-    An earlier run in the same folder is replaced by a result alone: whatever else comes
-    of this one, the earlier one is still there.
+    Ctrl-C or the time limit asks the run to end early; a partial result is kept like a
+    complete one. An earlier run in the same folder is replaced only if this run has a
+    result.
 
     Args:
-      experiment: what to run.
-      config: the config to run it with.
-      out: the folder for the results, as `run_folder.new_folder` takes it.
-      max_seconds: after which it is asked.
-      config_name: the shipped config that `config` was made from, if any.
+      experiment: experiment to run.
+      config: config.
+      out: folder for the results, as for `run_folder.new_folder`.
+      max_seconds: time limit in s.
+      config_name: name of the shipped config that `config` was made from, if any.
 
     Returns:
-      The folder, claims and metrics, with status 130 if it was ended early, 143 if by
-      SIGTERM, or `interrupts.AGAIN` if by the clock and another call goes on from
-      there.
+      Folder, claims and metrics. The status is 130 if the run was ended early, 143
+      after SIGTERM, or `interrupts.RESUMABLE` if the time limit was reached and another
+      call continues the work.
 
     Raises:
-      interrupts.Stopped: a second Ctrl-C; a new folder holds the config only. Or the
-        experiment had nothing to show when it was stopped; nothing is left in it.
-      ValueError: the folder or something the config names cannot be used; nothing is
-        left in it. Or another process is writing there.
+      interrupts.WorkStopped: a second Ctrl-C, after which a new folder contains only
+        the config; or the experiment had no result when it was stopped, and the folder
+        is removed.
+      ValueError: the folder or an input named in the config cannot be used, and the
+        folder is removed; or another process is writing there.
     """
     from experiments.cli.console import terminal
     from experiments.framework import run_folder
 
-    with run_folder.claimed(out, experiment.name) as folder:
+    with run_folder.lock_folder(out, experiment.name) as folder:
 
         def last_words() -> str:
             return _give_up(folder, KeyboardInterrupt())
 
         with terminal.Terminal(last_words, max_seconds=max_seconds) as bars:
-            goes_on = bool(getattr(config, "folder", ""))  # where it keeps what it has
+            goes_on = bool(getattr(config, "folder", ""))  # has resumable results
             try:
                 kept = _carry_out(experiment, config, folder, bars, config_name)
             except BaseException as error:
                 line = _give_up(folder, error)
                 if isinstance(error, KeyboardInterrupt):
                     status = _status(bars, goes_on) or interrupts.STATUS
-                    raise interrupts.Stopped(line, status) from None
+                    raise interrupts.WorkStopped(line, status) from None
                 raise
     was_stopped = kept.env["status"] == "interrupted"
     document = {
@@ -89,11 +89,11 @@ def run(
         "metrics": kept.metrics,
     }
     status = _status(bars, goes_on)
-    lines = ["interrupted; this is what it had"] if was_stopped else []
-    if status == interrupts.AGAIN:
-        lines = ["time is up; this is what it had, and the same command goes on"]
+    lines = ["interrupted; the result is partial"] if was_stopped else []
+    if status == interrupts.RESUMABLE:
+        lines = ["time limit reached; run the same command to continue"]
     lines.append(f"report: {folder / 'report.md'}")
-    return Output(document, kept.parts, lines, status)
+    return CommandOutput(document, kept.parts, lines, status)
 
 
 def _carry_out(
@@ -102,24 +102,24 @@ def _carry_out(
     folder: Path,
     bars: "Terminal",
     config_name: str,
-) -> "Run":
-    """Runs it and writes what came of it."""
+) -> "SavedRun":
+    """Runs the experiment and writes its result."""
     from experiments.framework import run_folder
     from jaxkv import parallel
 
     if (num := getattr(config, "mesh_devices", 1)) > 1:
-        parallel.set_cpu_devices(num)  # before anybody asks how many there are
+        parallel.set_cpu_devices(num)  # before JAX lists its devices
     experiment.study_of(config).prepare()
-    run_folder.begin(folder, experiment, config, config_name)
+    run_folder.begin_run(folder, experiment, config, config_name)
     started = time.monotonic()
     if getattr(config, "folder", "") == run_folder.OUT:
         config = dataclasses.replace(config, folder=str(folder))
     result = experiment.study_of(config).run(config, bars)
     duration_s = time.monotonic() - started
     bars.show("drawing")
-    was_stopped = bars.has_stopped  # from here on all is done
+    was_stopped = bars.has_stopped  # a stop from here on has no effect
     try:
-        return run_folder.finish(
+        return run_folder.finish_run(
             folder, experiment, result, duration_s=duration_s, interrupted=was_stopped
         )
     except OSError as error:
@@ -128,27 +128,29 @@ def _carry_out(
 
 
 def _status(bars: "Terminal", goes_on: bool) -> int:
-    """The exit status: to be told that a command goes on, it must."""
-    is_over = bars.status == interrupts.AGAIN and not goes_on
+    """Returns the exit status; "resumable" only for commands that can be resumed."""
+    is_over = bars.status == interrupts.RESUMABLE and not goes_on
     return interrupts.STATUS if is_over else bars.status
 
 
 def _give_up(folder: Path, error: BaseException) -> str:
-    """Leaves a folder as it should be found; says what is in it."""
+    """Cleans up the folder of a failed run; returns a message about its content."""
     from experiments.framework import run_folder
 
     if not folder.is_dir():
         return "interrupted at once"
     has_result = run_folder.has_result(folder)
-    said = str(error) if isinstance(error, KeyboardInterrupt) else ""
-    is_empty = bool(said) or refused.is_refusal(error)
+    reason = str(error) if isinstance(error, KeyboardInterrupt) else ""
+    is_empty = bool(reason) or user_errors.is_user_error(error)
     if (is_empty or (folder / run_folder.EARLIER).is_dir()) and not has_result:
-        run_folder.abandon(folder)
-        return said or f"interrupted at once; {folder} is as it was"
+        run_folder.abandon_run(folder)
+        return reason or f"interrupted at once; {folder} is unchanged"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(OSError, ValueError):  # where the disk is full
-            run_folder.mark(folder, "interrupted" if was_interrupted else "failed")
+        with contextlib.suppress(OSError, ValueError):  # the disk may be full
+            run_folder.mark_status(
+                folder, "interrupted" if was_interrupted else "failed"
+            )
     run_folder.discard_earlier(folder)
-    what = "result" if has_result else "config"
-    return f"interrupted at once; only the {what} is in {folder}"
+    content = "result" if has_result else "config"
+    return f"interrupted at once; only the {content} is in {folder}"

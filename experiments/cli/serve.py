@@ -1,6 +1,6 @@
-"""Serves a model over HTTP, by OpenAI's API: `jaxkv serve`.
+"""Serves a model over HTTP with OpenAI's API: `jaxkv serve`.
 
-Only the standard library is imported up here: `--help` needs the options alone.
+The module imports only the standard library at the top, so that `--help` is fast.
 """
 
 import asyncio
@@ -17,76 +17,88 @@ from typing import Annotated, Any, TextIO
 
 from experiments.cli import generate, parsing
 from experiments.cli.console import interrupts
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json
 from experiments.harness import bundled
 from jaxkv import files, validation
 
 API_KEY = "JAXKV_API_KEY"
-"""The environment variable with the key, where `--api-key` is not given."""
+"""Environment variable with the key, used without `--api-key`."""
 _DEFAULT_LENGTH = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Where to listen, and the bounds of the engine."""
+class ServeOptions:
+    """Address, and bounds of the engine."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; beyond loopback, put a proxy with TLS in front."""
+    """Address to listen on; beyond loopback, use a proxy with TLS."""
     port: int = 8000
-    """0 takes a free one, which is printed."""
-    api_key: Annotated[str | None, parsing.without(f"${API_KEY}, or generated")] = None
-    """Token that clients send; at least 8 visible ASCII characters. Other users of the
-    machine see the command line: the environment variable is the better place."""
-    name: Annotated[str | None, parsing.without("that of MODEL")] = None
-    """Name of the model for clients."""
+    """Port; 0 takes a free one, which is printed."""
+    api_key: Annotated[
+        str | None, parsing.describe_default(f"${API_KEY}, or generated")
+    ] = None
+    """Key that clients send; at least 8 visible ASCII characters. Other users of the
+    machine can see the command line, so the environment variable is safer."""
+    name: Annotated[str | None, parsing.describe_default("that of MODEL")] = None
+    """Model name for clients."""
     max_requests: int = 256
-    """Prompts in progress, queued ones included; more are refused with status 503."""
+    """Largest number of prompts in progress, including queued ones; further requests
+    get status 503."""
     deadline_s: float = 600.0
-    """Seconds that a request may take, unless it has a deadline of its own."""
+    """Time limit of a request without its own deadline, in s."""
     grace_s: float = 10.0
-    """Seconds that requests in progress have to end when the server is stopped."""
-    max_length: Annotated[int | None, parsing.without("1024, or the model's")] = None
-    """Tokens of a prompt and its answer."""
+    """Seconds for requests in progress to end when the server is stopped."""
+    max_length: Annotated[
+        int | None, parsing.describe_default("1024, or the model's")
+    ] = None
+    """Largest number of tokens of a prompt and its answer."""
     max_slots: int = 8
-    """Sequences that run at once."""
-    num_pages: Annotated[int | None, parsing.without("enough for all slots")] = None
+    """Sequences that run concurrently."""
+    num_pages: Annotated[
+        int | None, parsing.describe_default("enough for all slots")
+    ] = None
     """Pages of K and V, of 16 tokens each."""
     token_budget: int = 64
-    """Tokens that a step reads at most, at least --max-slots."""
+    """Largest number of tokens in a step, at least --max-slots."""
     steps_per_call: int = generate.STEPS_PER_CALL
-    """Tokens that a stream gets at a time; more of them are served faster."""
+    """Tokens per event of a stream; larger values increase throughput."""
     max_logprobs: int = 5
-    """Alternatives that a request may ask for with each token; 0 leaves them out, and
-    the log-probabilities of prompts."""
+    """Largest number of alternatives per token with log-probabilities; 0 disables them,
+    and the log-probabilities of prompts."""
     max_beams: int = 0
-    """Widest beam search; 0 leaves it out."""
+    """Widest beam search; 0 disables beam search."""
     max_stop_tokens: int = 16
-    """Token ids that can end an answer, the model's own included."""
+    """Token ids that can end an answer, including those of the model."""
     prefix_cache: bool = True
-    """Whether requests share the K and V of the tokens that they begin with."""
+    """Share the K and V of common prefixes between requests."""
     seed: int = 0
-    """Of the draws of requests that bring no seed."""
-    decode: Annotated[int | None, parsing.without("one engine, without Ray")] = None
-    """Ray workers that answer; needs the extra `ray`, like the next three."""
-    prefill: Annotated[int | None, parsing.without("decode workers read")] = None
-    """Ray workers that read prompts for those that answer."""
-    address: Annotated[str | None, parsing.without("a cluster of its own")] = None
+    """Seed for requests without one."""
+    decode: Annotated[
+        int | None, parsing.describe_default("one engine, without Ray")
+    ] = None
+    """Number of Ray decode workers; needs the extra `ray`, like the next three
+    options."""
+    prefill: Annotated[int | None, parsing.describe_default("decode workers read")] = (
+        None
+    )
+    """Number of Ray prefill workers."""
+    address: Annotated[str | None, parsing.describe_default("a new cluster")] = None
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
-    service: Annotated[str | None, parsing.without("drawn")] = None
+    service: Annotated[str | None, parsing.describe_default("drawn")] = None
     """Name under which routers of one cluster share workers."""
-    config: Annotated[Path | None, parsing.without("none")] = None
-    """A JSON object of these options to start from, such as {"decode": 2}."""
+    config: Annotated[Path | None, parsing.describe_default("none")] = None
+    """JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
         default_factory=generate.ModelOptions
     )
 
 
-def read_options(path: Path | str) -> Options:
-    """Reads the options of a `--config` file; those left out keep their defaults.
+def read_options(path: Path | str) -> ServeOptions:
+    """Reads the options of a `--config` file; missing ones keep their defaults.
 
     Raises:
-      ValueError: the file cannot be read, or an option or its value is wrong.
+      ValueError: the file cannot be read, or an option or its value is invalid.
     """
     given = files.parse_object(files.read_text(path), path)
     names = {field.name for field in dataclasses.fields(generate.ModelOptions)}
@@ -94,19 +106,21 @@ def read_options(path: Path | str) -> Options:
     own = {name: value for name, value in given.items() if name not in names}
     if "loading" in own or "config" in own:
         name = "loading" if "loading" in own else "config"
-        raise ValueError(f"{path}: {name!r} is no option of a file")
+        raise ValueError(f"{path}: {name!r} is not an option of a config file")
     document = own | {"loading": loading}
-    return config_json.restore(Options, document, str(path))
+    return config_json.from_plain(ServeOptions, document, str(path))
 
 
-def serve(model: str, options: Options, documents: TextIO | None = None) -> Output:
+def serve_model(
+    model: str, options: ServeOptions, documents: TextIO | None = None
+) -> CommandOutput:
     """Serves a model until Ctrl-C or SIGTERM.
 
     Args:
-      model: a folder, or the name of a bundled model.
-      options: where to listen, and the bounds of the engine.
-      documents: receives a line of JSON once requests are answered; None prints the
-        same for a person.
+      model: folder, or name of a bundled model.
+      options: address, and bounds of the engine.
+      documents: stream for a line of JSON as soon as requests are accepted; None prints
+        text to standard output.
 
     Returns:
       An output without a document; the status is 130 after Ctrl-C, 143 after SIGTERM.
@@ -136,34 +150,34 @@ def serve(model: str, options: Options, documents: TextIO | None = None) -> Outp
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
-    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
         engine = generate.load_engine(read, options.loading, **bounds)
-        # Compiles all programs, before anyone waits.
+        # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
-        # From here on the event loop and the engine take turns.
+        # From here on the event loop and the engine share the interpreter.
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
         with AsyncEngine(engine, model_name=name) as backend:
-            return run(backend, taken, options, shown_key, key, documents)
+            return serve_backend(backend, listener, options, shown_key, key, documents)
 
 
 def _serve_workers(
     model: str,
-    options: Options,
+    options: ServeOptions,
     key: str,
     shown_key: str | None,
     documents: TextIO | None,
-) -> Output:
-    """Serves a model by workers of a Ray cluster, see `serve`."""
+) -> CommandOutput:
+    """Serves a model by workers of a Ray cluster, see `serve_model`."""
     from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
     from jaxkv.models import checkpoints
     from jaxkv.server import http_server
 
-    folder = bundled.folder_of(model).resolve()
+    folder = bundled.find_model_folder(model).resolve()
     longest = checkpoints.read_config(folder).max_positions
     _check(options, longest)
-    # Alone, `--address` adds a router to the workers of `--service`.
+    # Without --decode and --prefill, a router is added to the workers of --service.
     is_second = options.decode is None and options.prefill is None
     counts = {"prefill": options.prefill or 0, "decode": options.decode or 0}
     if not is_second and counts["decode"] < 1:
@@ -172,8 +186,8 @@ def _serve_workers(
         raise ValueError(f"--prefill {options.prefill}: must be at least 0")
     if is_second and (options.address is None or options.service is None):
         raise ValueError(
-            "without --decode, workers of another process are shared: give --address "
-            "and --service"
+            "without --decode, --address and --service must name the workers of "
+            "another process"
         )
     degrees = generate.mesh_degrees(options.loading.parallel)
     page_size = generate.PAGE_SIZE * degrees["context"]
@@ -191,15 +205,15 @@ def _serve_workers(
         for _ in range(num)
     ]
     name = options.name or Path(model).name
-    with contextlib.closing(http_server.listen(options.host, options.port)) as taken:
+    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
         front = HttpFront(
-            descriptor=taken.fileno(),
+            descriptor=listener.fileno(),
             api_key=key,
             max_requests=options.max_requests,
             deadline_s=options.deadline_s,
             grace_s=options.grace_s,
         )
-        taken.set_inheritable(True)
+        listener.set_inheritable(True)
         with _signals() as signals:
             with Service(
                 folder,
@@ -216,13 +230,13 @@ def _serve_workers(
                 if documents is not None:
                     workers = service.status()["workers"]
                     fields |= {"router_pid": service.pid, "workers": workers}
-                url = http_server.url_of(taken)
+                url = http_server.url_of(listener)
                 _announce(url, fields, lines, shown_key, documents)
                 while not signals and not service.wait(0.2):
                     pass
                 if not signals:
                     raise ConnectionError(service.end_reason())
-    return Output({}, [], [], interrupts.status_of(signals[0]))
+    return CommandOutput({}, [], [], interrupts.status_of(signals[0]))
 
 
 def _announce(
@@ -232,7 +246,7 @@ def _announce(
     shown_key: str | None,
     documents: TextIO | None,
 ) -> None:
-    """Prints where a model is served: fields as JSON, or lines for a person."""
+    """Prints the address of the server, as JSON or as text."""
     if documents is not None:
         fields = {"url": url, "model": fields["model"], "pid": os.getpid()} | fields
         shown = {} if shown_key is None else {"api_key": shown_key}
@@ -245,40 +259,40 @@ def _announce(
 
 @contextlib.contextmanager
 def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
-    """Collects the numbers of signals; a second one ends the process at once.
+    """Collects signal numbers; a second signal ends the process at once.
 
     Args:
-      call: called after the first, in another thread.
+      call: called after the first signal, in another thread.
     """
     heard: list[int] = []
 
     def hear(number: int) -> None:
         if heard:
-            interrupts.leave(status=interrupts.status_of(number))
+            interrupts.exit_now(status=interrupts.status_of(number))
         heard.append(number)
         call()
 
-    with interrupts.handling(lambda number, frame: None, hear):
+    with interrupts.handle_signals(lambda number, frame: None, hear):
         yield heard
 
 
-def run(
+def serve_backend(
     backend: Any,
-    taken: Any,
+    listener: Any,
     options: Any,
     shown_key: str | None,
     key: str,
     documents: TextIO | None,
-) -> Output:
-    """Serves a backend on a socket until a signal; closes neither before it.
+) -> CommandOutput:
+    """Serves a backend on a socket until a signal; closes both afterwards.
 
     Args:
-      backend: a `jaxkv.server.Backend` with a `close`.
-      taken: the socket.
-      options: with `max_requests`, `deadline_s` and `grace_s`.
-      shown_key: the key, if it is to be printed.
-      key: the token that clients send.
-      documents: as in `serve`.
+      backend: `jaxkv.server.Backend` with a `close`.
+      listener: listening socket.
+      options: options with `max_requests`, `deadline_s` and `grace_s`.
+      shown_key: key to print, if any.
+      key: key that clients send.
+      documents: as in `serve_model`.
 
     Returns:
       An output without a document, with the status of the signal.
@@ -291,23 +305,23 @@ def run(
         max_requests=options.max_requests,
         deadline_s=options.deadline_s,
     )
-    url = http_server.url_of(taken)
+    url = http_server.url_of(listener)
 
     async def serve_app() -> list[int]:
-        loop, wished = asyncio.get_running_loop(), asyncio.Event()
+        loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
 
         async def stop() -> None:
-            await wished.wait()
+            await stop_requested.wait()
             await service.stop(options.grace_s)
-            # What is left gets one clear error.
+            # Remaining requests end with an error.
             await asyncio.to_thread(backend.close)
 
         def on_ready() -> None:
             fields = {"model": backend.model_name}
             _announce(url, fields, [], shown_key, documents)
 
-        with _signals(lambda: loop.call_soon_threadsafe(wished.set)) as signals:
-            await http_server.serve(app.make_app(service), taken, stop, on_ready)
+        with _signals(lambda: loop.call_soon_threadsafe(stop_requested.set)) as signals:
+            await http_server.serve(app.make_app(service), listener, stop, on_ready)
         return signals
 
     signals = asyncio.run(serve_app())
@@ -316,11 +330,11 @@ def run(
     tokens = counts.get("completion_tokens_total", 0)
     print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
     status = interrupts.status_of(signals[0]) if signals else 1
-    return Output({}, [], [], status)
+    return CommandOutput({}, [], [], status)
 
 
-def _check(options: Options, longest: int) -> None:
-    """Refuses options that are out of their ranges; the engine checks its own."""
+def _check(options: ServeOptions, longest: int) -> None:
+    """Validates ranges of options; the engine validates its own fields."""
     for name, low, high in (
         ("port", 0, 65535),
         ("grace_s", 0, 86400),
@@ -335,8 +349,8 @@ def _check(options: Options, longest: int) -> None:
             raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
 
-def _bounds(options: Options, longest: int, page_size: int) -> dict[str, Any]:
-    """The engine's bounds."""
+def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, Any]:
+    """Returns the bounds of the engine."""
     max_length = options.max_length
     if max_length is None:
         max_length = min(_DEFAULT_LENGTH, longest)

@@ -1,1 +1,1 @@
-"""What formulas count, held against what others count or say."""
+"""Counts of formulas, compared with programs and published numbers."""

@@ -1,1 +1,1 @@
-"""Programs to copy from: each runs as it is, `python -m experiments.examples.NAME`."""
+"""Example programs to copy; each runs as `python -m experiments.examples.NAME`."""

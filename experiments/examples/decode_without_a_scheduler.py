@@ -1,4 +1,4 @@
-"""A jitted decode loop over paged K and V, for research on decoding itself."""
+"""A jitted decode loop with a paged KV cache, for research on decoding itself."""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ def main(model: str = MODEL, prompt: str = "def main(", num_tokens: int = 24) ->
     """Continues a prompt greedily, in one compiled program.
 
     Args:
-      model: a Hugging Face folder whose tokens are bytes.
-      prompt: what is continued.
-      num_tokens: how long the answer is.
+      model: Hugging Face folder of a byte-level model.
+      prompt: text to continue.
+      num_tokens: tokens to generate.
 
     Returns:
-      The answer.
+      The generated text.
     """
     loaded = checkpoints.load_model(model)
     step = paged.PagedForward(loaded.config)

@@ -1,4 +1,4 @@
-"""A model of one attention layer, served inside one's own `jit`.
+"""A custom model of one attention layer, served inside a custom `jit`.
 
 The engine is a pure function, so it runs inside `jit`, `vmap` and `scan`; the policy's
 parameter is an argument of the compiled program.
@@ -14,8 +14,8 @@ from jaxkv.memory import kv_layout
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
 
 
-def forward(params, pages, rows):
-    """One layer; `rows` says which token stands where."""
+def one_layer_model(params, pages, rows):
+    """Applies one layer; `rows` has the position, slot and page table of each token."""
     x = params["embed"][rows.token]
     q, k, v = (
         (x @ params[name]).reshape(-1, 2, 8) for name in ("query", "key", "value")
@@ -26,8 +26,8 @@ def forward(params, pages, rows):
 
 
 @jax.jit
-def serve(params, requests, most):
-    """Takes 24 steps, and gives answers and what happened in each step."""
+def serve_inside_jit(params, requests, most):
+    """Runs 24 steps; returns the answers and the trace of all steps."""
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=32,
@@ -44,7 +44,7 @@ def serve(params, requests, most):
         state,
         start,
         config=config,
-        forward=forward,
+        forward=one_layer_model,
         policy=AtMost(most),
         num_steps=24,
     )
@@ -52,7 +52,7 @@ def serve(params, requests, most):
 
 
 def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
-    """Serves three requests, one at a time."""
+    """Serves three requests, at most one at a time."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"embed": (50, 16), "query": (16, 16), "key": (16, 16), "value": (16, 16)}
     params = {
@@ -61,7 +61,7 @@ def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
     }
     asks = [jaxkv.Sampling.greedy(max_tokens=8)] * 3
     requests = jaxkv.make_requests([[1, 2, 3], [4, 5], [6]], asks, config=config)
-    done, trace = serve(params, requests, jnp.int32(1))
+    done, trace = serve_inside_jit(params, requests, jnp.int32(1))
     print(done.tokens[:3, :11], trace.num_emitted.sum(axis=1))
     return done, trace
 

@@ -1,9 +1,9 @@
-"""Shortest job first, as a policy of one's own, against first come, first served.
+"""Shortest job first as a custom policy, compared with first come, first served.
 
-A policy wraps `jaxkv.fcfs()` and changes what it sees of the queue: here the order. The
-length of an answer is not known, so the job with the fewest tokens to feed counts as
-the shortest. A long job waits as long as shorter ones keep coming. Prints the mean
-seconds per token of both policies in the simulator, and the longest wait.
+The policy wraps `jaxkv.fcfs()` and changes the order of the queue. The length of an
+answer is unknown, so the job with the fewest tokens to feed counts as the shortest. A
+long job can wait for as long as shorter ones arrive. Prints the mean seconds per token
+and the longest wait of both policies in the simulator.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from experiments.examples.simulate_a_policy import machine, seconds
+from experiments.examples.simulate_a_policy import machine, step_seconds
 from jaxkv.simulation import Members, driver
 from jaxkv.workloads import arrivals, metrics
 
@@ -25,25 +25,25 @@ class ShortestJobFirst(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
-        """Sorts the queue by tokens to feed, requests that were preempted first."""
+        """Sorts the queue by tokens to feed, with preempted requests first."""
         tokens = counts.waiting_tokens - counts.waiting_cached
         key = jnp.where(counts.waiting_preempted, -1, tokens)
         order = jnp.argsort(key, stable=True).astype(jnp.int32)
         return jaxkv.plan_in_order(self.inner, counts, order)
 
 
-class Cost(NamedTuple):
-    """What a step takes, on a device of some speed."""
+class DeviceCost(NamedTuple):
+    """Cost model of a step on a device with a given speed."""
 
     speed: jax.Array
 
     def __call__(self, work) -> jax.Array:
-        """Seconds of a step that does this work."""
-        return seconds(work) / self.speed
+        """Returns the seconds of a step."""
+        return step_seconds(work) / self.speed
 
 
 def main() -> dict[str, float]:
-    """Serves a burst of long and short jobs by both policies, in simulated time."""
+    """Serves a burst of long and short jobs with both policies, in simulated time."""
     rng, num = np.random.default_rng(0), 64
     is_long = rng.random(num) < 0.25
     load = arrivals.make(
@@ -51,7 +51,7 @@ def main() -> dict[str, float]:
         np.where(is_long, 400, 20),
         np.where(is_long, 200, 10),
     )
-    latency, cost = {}, Cost(jnp.float32(1.0))
+    latency, cost = {}, DeviceCost(jnp.float32(1.0))
     for name, policy in (
         ("first come", jaxkv.fcfs()),
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),

@@ -1,7 +1,7 @@
-"""Fits of scaling laws to a log, as a run folder: `jaxkv fit` and the sweeps."""
+"""Fits of scaling laws to a log, as a run folder: `jaxkv fit` and sweeps."""
 
 from experiments.fitting.config import Config as Config
-from experiments.fitting.outcomes import Result as Result
+from experiments.fitting.result import Result as Result
 
 __all__ = [
     "Config",

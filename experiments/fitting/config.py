@@ -1,4 +1,4 @@
-"""The options of `jaxkv fit`: a log, its columns, the laws, and the rows to fit."""
+"""Options of `jaxkv fit`: a log, its columns, the laws, and the rows to fit."""
 
 import dataclasses
 import math
@@ -9,68 +9,69 @@ from jaxkv import validation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A log, what its columns mean, and what to fit to which rows."""
+    """A log, the meaning of its columns, and the laws to fit to its rows."""
 
     log: str
-    """CSV with a header, JSON lines, a JSON array, Parquet, Arrow or .npz, packed or
-    not, or the folder of a sweep."""
+    """CSV with a header, JSON lines, a JSON array, Parquet, Arrow or .npz, compressed
+    or not, or the folder of a sweep."""
     law: str = "chinchilla"
-    """Laws to fit, with commas between them; the first one is what `plan` reads."""
+    """Laws to fit, separated by commas; `jaxkv plan` reads the first one."""
     where: str = ""
-    """Rule for the rows to fit, such as 'N <= 4e8 and seed == 0', in the units that
-    --n-unit and others declare; the other rows are held out and scored."""
+    """Rule for the rows to fit, such as 'N <= 4e8 and seed == 0', in the units of
+    --n-unit and so on; all other rows are held out and scored."""
     hold_out: str = ""
     """Rule for the rows to hold out and score."""
     ignore: str = ""
-    """Rule for rows to leave out of everything, unread."""
+    """Rule for rows to ignore completely."""
     last_of: str = ""
-    """Columns, with commas between them: of rows that agree in them only the one with
+    """Columns, separated by commas: of rows that agree in them, only the one with the
     most tokens is read, such as the last checkpoint of each run."""
     best_of: str = ""
-    """Columns: of the rows that are left and agree in them only the one with the lowest
+    """Columns: of the remaining rows that agree in them, only the one with the lowest
     loss is read, such as the best learning rate of each N,D."""
     by: str = ""
-    """Columns: rows that agree in them are a group, and each is fitted by itself."""
+    """Columns: rows that agree in them form a group, and each group is fitted
+    separately."""
     n: str = ""
-    """Column of the parameters; found by its name if not given, like those below."""
+    """Column of the parameters; found by name if not given, like the columns below."""
     d: str = ""
     """Column of the tokens."""
     c: str = ""
-    """Column of the FLOPs; of N, D and C two are enough, C = 6ND."""
+    """Column of the FLOPs; two of N, D and C are enough, since C = 6ND."""
     loss: str = ""
     """Column of the loss."""
     run: str = ""
-    """Column that tells runs apart, where one has several rows."""
+    """Column that identifies runs with several rows."""
     columns: tuple[str, ...] = ()
     """Columns of other inputs of a law, as INPUT=COLUMN or INPUT=COLUMN*UNIT."""
     n_unit: float = 1.0
-    """Parameters that a 1 in the column means, such as 1e6."""
+    """Parameters per unit of the column, such as 1e6."""
     d_unit: float = 1.0
-    """Tokens that a 1 means."""
+    """Tokens per unit."""
     c_unit: float = 1.0
-    """FLOPs that a 1 means."""
+    """FLOPs per unit."""
     loss_unit: float = 1.0
-    """Nats per token that a 1 means: 0.693147 for bits."""
+    """Nats per token per unit: 0.693147 for bits."""
     count: Literal["total", "non-embedding", "matmul", "active"] = "total"
-    """Which parameters the column counts; of a sweep's counts, which one to read."""
+    """Parameters that the column counts; for a sweep, the count to read."""
     loss_kind: Literal["huber", "lad", "mse"] = "huber"
-    """Of a residual: Huber's, its size, or its square."""
+    """Loss of a residual: Huber, absolute value, or square."""
     delta: float = 1e-3
-    """Residual above which Huber's loss is linear."""
+    """Residual above which the Huber loss is linear."""
     space: Literal["log", "linear"] = "log"
-    """Whether residuals are of the logarithm of the loss or of the loss."""
+    """Residuals of the logarithm of the loss, or of the loss."""
     fix: tuple[str, ...] = ()
-    """Coefficients that are given, as NAME=VALUE, and not fitted."""
+    """Coefficients with given values, as NAME=VALUE, which are not fitted."""
     bound: tuple[str, ...] = ()
-    """Coefficients to keep in a range, as NAME=LOW:HIGH; either may be left out."""
+    """Bounds of coefficients, as NAME=LOW:HIGH; LOW or HIGH may be empty."""
     bootstrap: int = 4000
-    """Resamples behind the intervals; 0 takes them from the curvature."""
+    """Bootstrap resamples for the intervals; 0 uses the curvature instead."""
     level: float = 0.9
     """Probability of the intervals."""
     seed: int = 0
-    """Of the resamples."""
+    """Seed of the resamples."""
     tolerance: float = 0.1
-    """By how much budgets in one isoFLOP group may differ."""
+    """Largest relative difference of budgets within one isoFLOP group."""
     smoothing: float = 0.0
     """Decades of FLOPs over which training curves are averaged for their envelope."""
 
@@ -82,7 +83,7 @@ class Config:
         validation.within(self, "tolerance", low=0, high=1, ends="[)")
         validation.at_least(self, "smoothing", low=0)
         if self.where and self.hold_out:
-            raise ValueError("both --where and --hold-out; which?")
+            raise ValueError("--where and --hold-out must not be given together")
         for pair in self.columns:
             if not all(pair.partition("=")):
                 raise ValueError(f"--columns {pair}: must be INPUT=COLUMN")
@@ -91,21 +92,21 @@ class Config:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} {getattr(self, name)}: must name a column")
         if len(self.fixed) < len(self.fix) or len(self.bounds) < len(self.bound):
-            raise ValueError("--fix and --bound: each coefficient once")
+            raise ValueError("--fix and --bound must name each coefficient once")
 
     @property
     def laws(self) -> tuple[str, ...]:
-        """Names of the laws, each once."""
+        """Names of the laws, without duplicates."""
         return self.names("law")
 
     def names(self, field: str) -> tuple[str, ...]:
-        """The names in a field that has commas between them, each once."""
+        """Returns the comma-separated names in a field, without duplicates."""
         names = (name.strip() for name in getattr(self, field).split(","))
         return tuple(dict.fromkeys(name for name in names if name))
 
     @property
     def fixed(self) -> dict[str, float]:
-        """Values of the coefficients that are given."""
+        """Values of the given coefficients."""
         pairs = [(pair, *pair.partition("=")) for pair in self.fix]
         return {
             name: _number(value, f"--fix {pair}", "NAME=VALUE")
@@ -114,7 +115,7 @@ class Config:
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
-        """Ranges of the coefficients that have one."""
+        """Bounds of coefficients."""
         found = {}
         for pair in self.bound:
             name, _, text = pair.partition("=")
@@ -135,5 +136,5 @@ def _number(text: str, flag: str, form: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{flag}: must be {form}, and {text!r} is no finite number")
+        raise ValueError(f"{flag}: must be {form} with a finite number, not {text!r}")
     return value

@@ -1,4 +1,4 @@
-"""The figure of a fit: losses and curves, residuals, isoFLOP curves, the objective."""
+"""Figure of a fit: losses and curves, residuals, isoFLOP curves, objective."""
 
 import dataclasses
 import itertools
@@ -6,21 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting.outcomes import Contour, Result
+from experiments.fitting.result import Contour, Result
 from experiments.framework import units
-from experiments.plotting import colors, plain_log, shades, style, systems
+from experiments.plotting import (
+    colors,
+    label_log_axis,
+    sequential_colors,
+    style,
+    systems,
+)
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
-"""Of the objective, over its least value."""
+"""Contour levels of the objective, relative to its minimum."""
 MAX_DOTS = 4096
-"""Rows drawn as dots; of more, some drawn at random, always the same ones."""
+"""Largest number of rows drawn as dots; of more rows, a fixed random sample is
+drawn."""
 _GREY = "0.6"
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws a result on two rows of two axes."""
     num = len(result.row)
-    if num > MAX_DOTS:  # as many as can be told apart
+    if num > MAX_DOTS:
         rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
         names = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted")
         kept = {name: getattr(result, name)[rows] for name in (*names, "group")}
@@ -33,18 +40,23 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
-    """The runs, and the first law for some of their sizes."""
+    """Draws the runs, and the first law for some of their sizes."""
     name, x = _axis(result)
     has_sizes = bool(np.isfinite(result.num_params).all())
-    shade = shades(np.log(result.num_params) if has_sizes else np.zeros(x.size))
+    shade = sequential_colors(
+        np.log(result.num_params) if has_sizes else np.zeros(x.size)
+    )
     held = ~result.is_fitted
     _scatter(ax, x, result.loss, shade, held, held_out="held out" if held.any() else "")
     known = np.log(np.concatenate([result.num_params, result.sizes]))
     lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
     styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
-        color, look = shades(known)[i], {"linestyle": next(styles), "linewidth": 1}
-        ax.plot(flops, loss, color=color, label=units.count(size), **look)
+        color, look = (
+            sequential_colors(known)[i],
+            {"linestyle": next(styles), "linewidth": 1},
+        )
+        ax.plot(flops, loss, color=color, label=units.format_count(size), **look)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
@@ -56,12 +68,12 @@ def _draw_losses(ax: Any, result: Result) -> None:
     title = f"{result.laws[0]} fits {off.size:,} runs"
     if off.size:
         title += f" to {100 * np.median(off):.2g} % (median)"
-    style.titled(ax, title, name, _label(result), xscale="log", yscale="log")
-    plain_log(ax.yaxis)
+    style.set_labels(ax, title, name, _label(result), xscale="log", yscale="log")
+    label_log_axis(ax.yaxis)
 
 
 def _draw_residuals(ax: Any, result: Result) -> None:
-    """What each law is off by, by compute; hollow for runs it has not seen."""
+    """Draws the residuals of each law by compute; held-out runs are hollow."""
     held = ~result.is_fitted
     name, x = _axis(result)
     worst = 0.0
@@ -72,16 +84,16 @@ def _draw_residuals(ax: Any, result: Result) -> None:
         _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law, mark=mark)
         known = np.abs(off[np.isfinite(off)])
         worst = max(worst, float(known.max(initial=0.0)))
-    style.reference(ax, 0)
+    style.draw_reference_line(ax, 0)
     title = f"Residuals: at most {worst:.2g} %"
     title += " (hollow: held out)" if held.any() else ""
-    style.titled(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
+    style.set_labels(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
     if len(result.laws) > 1:
         ax.legend()
 
 
 LAW_COLORS = (systems.BLUE, systems.RED, systems.GREEN, systems.ORANGE, systems.PURPLE)
-"""Of the laws, in their order."""
+"""Colours of the laws, in order."""
 
 
 def _scatter(
@@ -95,7 +107,7 @@ def _scatter(
     held_out: str = "",
     mark: str = "o",
 ) -> None:
-    """Runs as dots, those held out hollow."""
+    """Draws runs as dots; held-out runs are hollow."""
     at = {"c": color[~held], "s": 14, "linewidths": 0, "label": fitted or None}
     ax.scatter(x[~held], y[~held], marker=mark, **at)
     rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.9}
@@ -103,35 +115,35 @@ def _scatter(
 
 
 def _draw_groups(ax: Any, result: Result) -> None:
-    """Runs of one budget, the parabolas through them, and their minima."""
-    style.titled(ax, "isoFLOP curves", "parameters [1]", _label(result))
+    """Draws the runs of each budget, the parabolas through them, and their minima."""
+    style.set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
-        _say(ax, "no two budgets\nwith three sizes")
+        _write_notice(ax, "no two budgets\nwith three sizes")
         return
-    draw_groups(ax, result)
+    draw_isoflop_groups(ax, result)
     ax.plot(*result.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(result.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(result.parabolas.x)} budgets have a minimum"
-    style.titled(ax, title, "parameters [1]", _label(result))
+    style.set_labels(ax, title, "parameters [1]", _label(result))
     ax.legend()
     high = result.loss.max()
     low = result.loss[result.group >= 0].min(initial=high)
     margin = 0.05 * (high - low)
-    # A parabola that misses its runs must not shrink the others.
+    # A parabola that misses its runs must not compress the other curves.
     ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
 
 
-def draw_groups(ax: Any, result: Result) -> None:
-    """Draws the runs of every budget and the parabola through them."""
+def draw_isoflop_groups(ax: Any, result: Result) -> None:
+    """Draws the runs of each budget and the parabola through them."""
     marks = itertools.cycle("os^dvP")
-    for i, color in enumerate(shades(np.arange(len(result.parabolas.x)))):
-        mine = result.group == i
-        if not mine.any():  # none of its runs is drawn
+    for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
+        selected = result.group == i
+        if not selected.any():  # no run of this group is drawn
             continue
-        flops = float(np.exp(np.log(result.flops[mine]).mean()))
+        flops = float(np.exp(np.log(result.flops[selected]).mean()))
         dots = {"linestyle": "", "marker": next(marks), "color": color}
         dots["markersize"] = 4
-        x, y = result.num_params[mine], result.loss[mine]
+        x, y = result.num_params[selected], result.loss[selected]
         ax.plot(x, y, label=f"{flops:.2g} FLOP", **dots)
         x, y = result.parabolas.x[i], result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=1)
@@ -139,11 +151,11 @@ def draw_groups(ax: Any, result: Result) -> None:
 
 
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
-    """The objective with the other coefficients fitted, and where resamples ended."""
+    """Draws the objective with all other coefficients fitted, and the resamples."""
     title = f"{law}: objective over its least value (points: resamples)"
-    style.titled(ax, title, "", "")
+    style.set_labels(ax, title, "", "")
     if not contour.x_name:
-        _say(ax, "fewer than two exponents,\nor coefficients are given")
+        _write_notice(ax, "fewer than two exponents,\nor fixed coefficients")
         return
     log_levels = np.log10(LEVELS)
     height = np.log10(contour.objective)
@@ -164,7 +176,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
 
 
 def _axis(result: Result) -> tuple[str, np.ndarray]:
-    """What runs are drawn against: compute, unless the log has none."""
+    """Returns the x axis of runs: compute, or else another quantity of the log."""
     axes = {
         "compute [FLOP]": result.flops,
         "parameters [1]": result.num_params,
@@ -175,14 +187,14 @@ def _axis(result: Result) -> tuple[str, np.ndarray]:
 
 
 def _label(result: Result) -> str:
-    """Names what the laws predict, with its unit where it has one."""
+    """Returns the label of the predicted quantity, with its unit if known."""
     if result.target == "loss":
         return "loss [nats/token]"
     return f"{result.target.replace('_', ' ')} [as logged]"
 
 
-def _say(ax: Any, text: str) -> None:
-    """Says why there is nothing to draw."""
+def _write_notice(ax: Any, text: str) -> None:
+    """Writes the reason for an empty panel."""
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)

@@ -1,7 +1,7 @@
-"""What do the losses of these runs say about larger ones? `jaxkv fit LOG`.
+"""Which loss do these runs predict for larger ones? `jaxkv fit LOG`.
 
-Fits laws to a log side by side, scores each on runs that it has not seen, and sets the
-optimum that each implies beside what isoFLOP curves and training curves say themselves.
+Fits laws to a log, scores each on held-out runs, and compares the optimum that each law
+implies with the optima of isoFLOP curves and training curves.
 """
 
 from experiments.fitting import drawing, fitting, report
@@ -10,10 +10,10 @@ from experiments.framework import Experiment, Study
 
 
 def experiment(log: str) -> Experiment:
-    """Describes fits to logs as an experiment, so that they leave a run folder.
+    """Returns fits to logs as an experiment, so that they write a run folder.
 
     Args:
-      log: the log of its config.
+      log: log of the config.
     """
     fits = Study(
         configs={"fit": Config(log=log)},
@@ -25,5 +25,5 @@ def experiment(log: str) -> Experiment:
         panels=(2, 2),
         files=lambda result: {"fit.json": result.document},
     )
-    question = "What do the losses of these runs say about larger ones?"
+    question = "Which loss do these runs predict for larger ones?"
     return Experiment("fit", question, (fits,))

@@ -1,4 +1,4 @@
-"""Reads a log, fits the laws to it, and writes down what was found."""
+"""Reads a log, fits the laws to it, and assembles the result."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +8,8 @@ import numpy as np
 
 from experiments.fitting import drawing, grids, report
 from experiments.fitting.config import Config
-from experiments.fitting.outcomes import Result
-from experiments.fitting.parts import ROLLOUT, Part, fit_parts
+from experiments.fitting.groups import ROLLOUT, FitGroup, fit_groups
+from experiments.fitting.result import Result
 from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import goodness
@@ -24,8 +24,8 @@ from scaling.sweeps import folder
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Reads the log, fits the laws, and finds the frontiers.
 
-    Once it is stopped it bootstraps no more: fits that have no resamples yet keep the
-    intervals of their curvature, and say so.
+    A stopped run starts no more bootstraps: fits without resamples keep the intervals
+    of their curvature, with a warning.
 
     Raises:
       ValueError: the log, a rule or a law cannot be used.
@@ -33,27 +33,27 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     chosen = [published.find_law(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
-    log = _read(config, chosen)
+    log = _read_log(config, chosen)
     is_fitted = np.ones(len(log.runs), bool)
     if config.where:
         is_fitted = log.select(config.where)
     elif config.hold_out:
         is_fitted = ~log.select(config.hold_out)
     if not is_fitted.any():
-        raise ValueError(f"{config.log}: the rule leaves no row to fit")
-    parts, unfitted = fit_parts(config, chosen, log, is_fitted, progress)
-    if config.by:  # what cannot be fitted is told of, and not drawn
+        raise ValueError(f"{config.log}: the rule selects no row to fit")
+    parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
+    if config.by:  # groups without a fit are listed, and not drawn
         there = np.any([part.rows for part in parts], axis=0)
         log, is_fitted = log.take(there), is_fitted[there]
         parts = [part._replace(rows=part.rows[there]) for part in parts]
-    progress.show("the objective over the plane")
+    progress.show("contour of the objective")
     num_runs = len(log.runs)
     predicted = np.full((len(chosen), num_runs), np.nan)
     for part in parts:
-        mine = {name: column[part.rows] for name, column in log.columns.items()}
-        predicted[:, part.rows] = [predict(x, mine).loss for x in part.fits]
-    sizes, curves = grids.curves(parts, log.columns)
-    grouped = grids.parabolas_of(parts, is_fitted)
+        selected = {name: column[part.rows] for name, column in log.columns.items()}
+        predicted[:, part.rows] = [predict(x, selected).loss for x in part.fits]
+    sizes, curves = grids.loss_curves(parts, log.columns)
+    grouped = grids.find_parabolas(parts, is_fitted)
     first = parts[0]
     seen = log.take(first.rows & is_fitted)
     unknown = np.full(num_runs, np.nan)
@@ -68,22 +68,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         laws=np.array(config.laws),
         sizes=sizes,
         curves=curves,
-        frontier=grids.frontier(parts, log.columns),
+        frontier=grids.optimum_curve(parts, log.columns),
         group=grouped.group,
         parabolas=grouped.curves,
         minima=grouped.minima,
-        contour=grids.contour(first.fits[0], seen.columns),
+        contour=grids.objective_contour(first.fits[0], seen.columns),
     )
 
 
-def _read(config: Config, chosen: list[Law]) -> Log:
-    """Reads what the laws need of the log."""
+def _read_log(config: Config, chosen: list[Law]) -> Log:
+    """Reads the columns of the log that the laws need."""
     needs = dict.fromkeys(x for law in chosen for x in (*law.inputs, law.target))
     columns = _columns(config)
     for name in columns.others:
         if name not in needs:
             line = config_json.format_unknown_name("input", name, needs)
-            raise ValueError(f"--columns {name}: no law here reads it: {line}")
+            raise ValueError(f"--columns {name}: no law has this input: {line}")
     return read_log(
         Path(config.log),
         columns,
@@ -105,11 +105,11 @@ def _columns(config: Config) -> LogColumns:
 def _document(
     config: Config,
     log: Log,
-    parts: list[Part],
+    parts: list[FitGroup],
     is_fitted: np.ndarray,
     unfitted: list[str],
 ) -> dict[str, Any]:
-    """What `fit.json` holds: the first fit, the others, and what they rest on."""
+    """Returns the content of `fit.json`: all fits, their data, notes and frontiers."""
     first, *others = (
         to_json(fit)
         | {
@@ -125,8 +125,8 @@ def _document(
     rolled_out = f"up to {ROLLOUT:g} of the largest {axis}"
     scored = f"Held out: {(~is_fitted).sum()} of {is_fitted.size} runs."
     if is_fitted.all():
-        scored = f"Held-out errors are of fits to the runs {rolled_out}, on the others."
-    # All that the options say of columns.
+        scored = f"Held-out errors: fits to the runs {rolled_out}, scored on the rest."
+    # All options that name columns.
     rules = (config.where, config.hold_out, config.ignore)
     picks = (config.last_of, config.best_of, config.by)
     used = [x for x in (*rules, *picks, *config.columns) if x]
@@ -134,15 +134,19 @@ def _document(
     notes, frontiers, warnings, shifts = [], [], [], []
     for part in parts:
         group = {"group": part.label} if config.by else {}
-        notes += map(part.say, part.found.notes)
+        notes += map(part.label_line, part.found.notes)
         every = [*part.found.frontiers, *part.found.windows]
         frontiers += [report.frontier_json(each) | group for each in every]
-        warnings += map(part.say, part.found.warnings)
-        warnings += map(part.say, report.disjoint(part.fits, part.found))
+        warnings += map(part.label_line, part.found.warnings)
+        warnings += map(
+            part.label_line, report.disjoint_intervals(part.fits, part.found)
+        )
         if shift := report.expected_shift(part.found):
-            shifts.append(part.say(shift))
+            shifts.append(part.label_line(shift))
     notes += [
-        part.say(f"{fit.law}: not scored: too few runs, or too alike, {rolled_out}")
+        part.label_line(
+            f"{fit.law}: not scored: too few or too similar runs {rolled_out}"
+        )
         for part in parts
         for fit in part.fits
         if fit.held_out is None
@@ -163,26 +167,26 @@ def _document(
 
 
 def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
-    """Says what follows from the options and sizes, and may surprise."""
+    """Yields sentences about consequences of the options and sizes."""
     num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
     if line := describe_thinning(num_fitted):
         yield line
     if num_fitted > (most := grids.MAX_ROWS):
-        yield f"the objective over the plane is not drawn: above {most:,} rows"
+        yield f"the contour of the objective is not drawn: more than {most:,} rows"
     if num_rows > (most := drawing.MAX_DOTS):
-        yield f"the figure's dots are {most:,} of {num_rows:,} rows"
-    said = " ".join((config.where, config.hold_out, config.ignore))
+        yield f"the figure has dots for {most:,} of {num_rows:,} rows"
+    rules_text = " ".join((config.where, config.hold_out, config.ignore))
     for name, unit in log.units.items():
-        if rules.mentions(said, name):
-            yield f"rules compare {name} times {unit:g}, as its flag says"
+        if rules.mentions(rules_text, name):
+            yield f"rules compare {name} times {unit:g}, the unit of its flag"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
     seen = log.take(is_fitted)
     num_raw = sum(row.cells.get("decayed") is False for row in seen.raw)
     if 0 < num_raw < num_fitted:
-        yield f"{num_raw} of {num_fitted} runs ended before their rate was decayed"
+        yield f"{num_raw} of {num_fitted} runs ended before their learning rate decayed"
     if not log.has_one_row_per_run:
         yield (
             f"{len({*log.runs})} runs in {len(log.runs)} rows: all rows are fitted, "
-            "and resamples draw runs"
+            "and the bootstrap resamples runs"
         )

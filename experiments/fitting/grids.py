@@ -1,4 +1,4 @@
-"""What a fit's figure is drawn from, computed before anything is drawn."""
+"""Data of a fit's figure, computed before drawing."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments.fitting.outcomes import Contour, Curve
-from experiments.fitting.parts import Part
+from experiments.fitting.groups import FitGroup
+from experiments.fitting.result import Contour, PlotCurve
 from scaling.fits import FitResult, profile
 from scaling.fits.fit import predict
 from scaling.frontiers import parabola
@@ -17,31 +17,33 @@ from scaling.laws import Optimum, published
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
-"""Curves in one panel: as many as can be told apart."""
+"""Largest number of distinguishable curves in one panel."""
 NUM_POINTS = 80
-"""Of a curve."""
+"""Points of a curve."""
 NUM_CELLS = (41, 61)
-"""Of a contour, along each axis: for many runs, and for fewer than `FEW_RUNS`, whose
-valleys are narrow beside how far their resamples lie apart."""
+"""Cells of a contour along each axis: for many runs, and for fewer than `FEW_RUNS`,
+whose valleys are narrow compared with the spread of their resamples."""
 FEW_RUNS = 60
 MAX_ROWS = 1024
-"""Rows of which the objective is drawn over a plane: it takes time and memory by the
-row, and of more it hardly rises over the plane that resamples reach."""
+"""Largest number of rows for a contour of the objective: time and memory grow with the
+rows, and for more rows the objective is nearly flat over the range of the resamples."""
 
 Columns = Mapping[str, np.ndarray]
 
 
-def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
-    """The first law's loss against compute, for some of the sizes that were run.
+def loss_curves(
+    parts: Sequence[FitGroup], columns: Columns
+) -> tuple[np.ndarray, PlotCurve]:
+    """Returns the first law's loss against compute, for some of the sizes of the runs.
 
     Returns:
-      The sizes, and lines with a row for each, not numbers where no run is near. None
-      for a law that reads more than N, D and C, or a log that lacks some of them, and
-      for groups, whose lines would be a thicket.
+      The sizes, and curves with a row per size, NaN far from all runs. Both are empty
+      for a law with inputs other than N, D and C, for a log without one of them, and
+      for several groups, whose curves would overlap.
     """
     fit = parts[0].fits[0]
     if len(parts) > 1 or not {*SIZES} <= columns.keys():
-        return np.empty(0), Curve(np.empty((0, 0)), np.empty((0, 0)))
+        return np.empty(0), PlotCurve(np.empty((0, 0)), np.empty((0, 0)))
     n, d, c = (columns[name] for name in SIZES)
     sizes = np.unique(n)
     if sizes.size > MAX_SIZES:
@@ -64,14 +66,14 @@ def curves(parts: Sequence[Part], columns: Columns) -> tuple[np.ndarray, Curve]:
                 "flops": flops[near],
             }
             y[i, near] = predict(fit, at)[0]
-    return sizes, Curve(x, y)
+    return sizes, PlotCurve(x, y)
 
 
-def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
-    """The loss of the first law's compute optimum, a decade beyond the runs.
+def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
+    """Returns the loss at the first law's compute optimum, to a decade beyond the runs.
 
-    Of a log that has but one of N, D and C it is the law itself, against that one.
-    Lines of groups stand one after the other, with gaps between them.
+    For a log with only one of N, D and C it is the law against that input. Curves of
+    groups follow one another, separated by NaN.
     """
     lines = [_frontier(part.fits[0], part.rows, columns) for part in parts]
     gap = np.array([np.nan])
@@ -79,59 +81,59 @@ def frontier(parts: Sequence[Part], columns: Columns) -> Curve:
         [piece for each in axis for piece in (each, gap)]
         for axis in zip(*lines, strict=True)
     )
-    return Curve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
+    return PlotCurve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
 
 
-def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> Curve:
-    law, mine = fit.find_law(), {name: x[rows] for name, x in columns.items()}
-    nothing = Curve(np.empty(0), np.empty(0))
+def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
+    law, selected = fit.find_law(), {name: x[rows] for name, x in columns.items()}
+    empty = PlotCurve(np.empty(0), np.empty(0))
     if not {*SIZES} <= columns.keys():
         there = [name for name in SIZES if name in columns]
         if [*law.inputs] != there:
-            return nothing
-        seen = mine[there[0]]
+            return empty
+        seen = selected[there[0]]
         x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
-        return Curve(x, predict(fit, {there[0]: x})[0])
+        return PlotCurve(x, predict(fit, {there[0]: x})[0])
     if law.two_powers is None:
-        return nothing
-    flops = mine["flops"]
+        return empty
+    flops = selected["flops"]
     x = np.geomspace(flops.min() / 2, flops.max() * 10, NUM_POINTS)
-    return Curve(x, np.asarray(optimum(fit, mine, x).loss, float))
+    return PlotCurve(x, np.asarray(optimum_at(fit, selected, x).loss, float))
 
 
-def optimum(
+def optimum_at(
     fit: FitResult, columns: Columns, flops: Float[np.ndarray, " budgets"]
 ) -> Optimum:
-    """The law's optimum at budgets that are counted as those of some runs.
+    """Returns the optimum of the law at budgets that are counted as in the runs.
 
-    C is not 6 N D of all parameters: attention and the head count, norms do not.
+    C differs from 6 N D of all parameters: attention and the head count, norms do not.
     """
     by_6nd = flops * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
     return published.compute_optimum(fit.find_law(), fit.coefficients, by_6nd)
 
 
 def _per_param_and_token(columns: Columns) -> float:
-    """C / (N D) of the runs: 6, unless their FLOPs were counted some other way."""
+    """Returns C / (N D) of the runs: 6, unless their FLOPs were counted differently."""
     n, d, c = (columns[name] for name in SIZES)
     return float(np.median(c / (n * d)))
 
 
-class Grouped(NamedTuple):
+class IsoflopGroups(NamedTuple):
     """IsoFLOP groups to draw.
 
     Attributes:
-      group: of each run, -1 for none.
-      curves: parabolas of all sizes of a group, a row for each.
-      minima: of them; not numbers where there is none.
+      group: group of each run, -1 for none.
+      curves: parabola of each group, a row per group.
+      minima: minimum of each parabola; NaN for none.
     """
 
     group: np.ndarray
-    curves: Curve
-    minima: Curve
+    curves: PlotCurve
+    minima: PlotCurve
 
 
-def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
-    """The parabolas through a log's isoFLOP groups, those of all parts."""
+def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> IsoflopGroups:
+    """Returns the parabolas through the isoFLOP groups of all parts of a log."""
     group, num_groups = np.full(is_fitted.size, -1), 0
     found = []
     for part in parts:
@@ -141,14 +143,14 @@ def parabolas_of(parts: Sequence[Part], is_fitted: np.ndarray) -> Grouped:
         group[part.rows & is_fitted] = each.group
         num_groups += len(part.found.groups.groups)
         found.append(each)
-    return Grouped(
+    return IsoflopGroups(
         group,
-        Curve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
-        Curve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
+        PlotCurve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
+        PlotCurve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
     )
 
 
-def _parabolas(found: FrontierSet, num_runs: int) -> Grouped:
+def _parabolas(found: FrontierSet, num_runs: int) -> IsoflopGroups:
     groups = found.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
@@ -161,13 +163,17 @@ def _parabolas(found: FrontierSet, num_runs: int) -> Grouped:
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
     if not plain:
-        return Grouped(group, Curve(x, y), Curve(np.empty(0), np.empty(0)))
+        return IsoflopGroups(
+            group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0))
+        )
     best = plain[0].minima
-    return Grouped(group, Curve(x, y), Curve(best.num_params[0], best.loss[0]))
+    return IsoflopGroups(
+        group, PlotCurve(x, y), PlotCurve(best.num_params[0], best.loss[0])
+    )
 
 
-def contour(fit: FitResult, columns: Columns) -> Contour:
-    """The objective over the plane of two coefficients; not of very many rows."""
+def objective_contour(fit: FitResult, columns: Columns) -> Contour:
+    """Returns the objective over the plane of two coefficients; empty for many rows."""
     names = profile.choose_pair(fit)
     if names is None:
         none = np.empty(0)
@@ -190,6 +196,6 @@ def contour(fit: FitResult, columns: Columns) -> Contour:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
     objective = profile.profile_objective(fit, columns, names, x, y)
-    # Where a law is exact the least objective is rounding.
+    # For an exact law, the minimum of the objective is a rounding error.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])

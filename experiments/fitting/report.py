@@ -1,4 +1,4 @@
-"""What a fit says: the keys of its document, and tables and sentences for a person."""
+"""Report of a fit: keys of its document, tables and sentences."""
 
 import itertools
 import json
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting.outcomes import Result
-from experiments.framework import Part, Sheet, units
-from experiments.framework.report import numbered
+from experiments.fitting.result import Result
+from experiments.framework import ReportPart, Sheet, units
+from experiments.framework.report import numbered_list
 from scaling.fits import FitResult, goodness
 from scaling.frontiers import Frontier, frontier_set, parabola
 
 MAX_ROWS = 25
-"""Held-out runs in a table; the largest by compute where there are more."""
+"""Largest number of held-out runs in a table; the largest runs by compute are
+listed."""
 
 KEYS = (
     "law",
@@ -33,15 +34,15 @@ KEYS = (
     "held_out",
     "residual_sizes",
 )
-"""Of each fit in the document; `fit.json` has the others too."""
+"""Keys of each fit in the metrics; `fit.json` has more."""
 
 
 OPTIONAL = ("group", "fixed", "bounds")
-"""And these, where there are such."""
+"""Keys that are included if they are not empty."""
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """The keys of the first fit; `fits` has all where there are several."""
+    """Returns the keys of the first fit; `fits` has all fits if there are several."""
     document = json.loads(result.document)
     fits = [_keys(document)] + [_keys(each) for each in document["others"]]
     by = {"by": document["by"]} if "by" in document else {}
@@ -57,11 +58,11 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
-    """Tables of coefficients, laws, frontiers and held-out runs; doubts in words."""
+def summary(result: Result) -> list[ReportPart]:
+    """Returns tables of coefficients, laws, frontiers and held-out runs; warnings."""
     document = json.loads(result.document)
     fits = [document, *document["others"]]
-    parts: list[Part] = [_coefficients(fit) for fit in fits]
+    parts: list[ReportPart] = [_coefficients(fit) for fit in fits]
     parts.append(_laws(fits, document["scored"]))
     if document["frontiers"]:
         parts.append(_frontiers(document))
@@ -73,8 +74,8 @@ def summary(result: Result) -> list[Part]:
             names.setdefault(line, []).append(_name(fit))
     warnings = [f"{', '.join(several)}: {line}" for line, several in names.items()]
     warnings = document.get("log_warnings", []) + warnings
-    parts.append(numbered("warnings", warnings + document["frontier_warnings"]))
-    return [*parts, numbered("how the log was read", document["notes"])]
+    parts.append(numbered_list("warnings", warnings + document["frontier_warnings"]))
+    return [*parts, numbered_list("how the log was read", document["notes"])]
 
 
 def _keys(fit: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _keys(fit: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(fit: dict[str, Any]) -> str:
-    """The law, and the group that it was fitted to."""
+    """Returns the law, and the group that it was fitted to."""
     return f"{fit['law']}, {fit['group']}" if "group" in fit else fit["law"]
 
 
@@ -112,17 +113,17 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
     rows = [
         (
             _name(fit),
-            units.cell(fit["num_points"]),
-            units.cell(fit["objective"]),
+            units.format_number(fit["num_points"]),
+            units.format_number(fit["objective"]),
             goodness.percentages([*fit["residual_sizes"].values()]),
             fit["status"],
-            units.cell(fit["distinct_minima"]),
-            units.cell(fit["condition_number"]),
-            units.cell(held.get("num_points")),
+            units.format_number(fit["distinct_minima"]),
+            units.format_number(fit["condition_number"]),
+            units.format_number(held.get("num_points")),
             _percent(held.get("mean_error")),
             _percent(held.get("worst_error")),
             _percent(held.get("last_error"), "+"),
-            units.share(held.get("covered")),
+            units.format_percent(held.get("covered")),
         )
         for fit, held in pairs
     ]
@@ -130,7 +131,7 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         "law",
         "runs",
         "objective",
-        "off by: half, 90 %, all",
+        "error: median, 90 %, max",
         "status",
         "minima",
         "condition",
@@ -141,9 +142,9 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
         "inside 90 %",
     )
     note = (
-        f"{scored} Errors are of ln(fitted / seen); the sign is the largest run's. "
-        "Half of the fitted runs are off by less than the first number, nine tenths by "
-        "less than the second."
+        f"{scored} Errors are ln(fitted / observed), with the sign of the largest run. "
+        "`error` gives the median, the 90 % quantile and the maximum over the fitted "
+        "runs."
     )
     return Sheet("laws", heads, rows, note)
 
@@ -153,10 +154,10 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
         (
             ", ".join(filter(None, (each["method"], each.get("group")))),
             f"{each['num_minima']} of {each['num_budgets']}",
-            units.cell(each["a"]),
+            units.format_number(each["a"]),
             _interval(each["a_interval"], share=True),
-            units.cell(each["b"]),
-            units.cell(each["loss_exponent"]),
+            units.format_number(each["b"]),
+            units.format_number(each["loss_exponent"]),
         )
         for each in document["frontiers"]
     ]
@@ -170,16 +171,16 @@ def _held_out(result: Result) -> Sheet:
     shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_ROWS]
     rows = []
     for i in shown:
-        cells = [units.cell(int(result.row[i]))]
+        cells = [units.format_number(int(result.row[i]))]
         sizes = (result.num_params, result.num_tokens, result.flops)
         cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
-        cells.append(units.cell(float(result.loss[i])))
+        cells.append(units.format_number(float(result.loss[i])))
         for predicted in result.predicted:
             off = float(np.log(predicted[i] / result.loss[i]))
             cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
         rows.append(cells)
     left = len(held) - len(shown)
-    note = f"And {left} smaller ones." if left else ""
+    note = f"{left} smaller runs are not listed." if left else ""
     heads = ("row", "N", "D", "C", "seen", *(str(law) for law in result.laws))
     return Sheet("held-out runs", heads, rows, note)
 
@@ -190,29 +191,30 @@ def _interval(
     *,
     share: bool = False,
 ) -> str:
-    """Writes an interval; "unknown" where it leaves nearly everything open.
+    """Returns an interval as text; "unknown" if it excludes almost no value.
 
     Args:
-      pair: the ends; None where there is no interval.
-      value: the estimate.
-      share: whether the number can only be in (0, 1).
+      pair: ends; None without an interval.
+      value: estimate.
+      share: True if the number can only be in (0, 1).
     """
     if pair is None:
         return "-"
     low, high = (math.nan if x is None else x for x in pair)
-    if not is_known(low, high, value) or (share and high - low > _OPEN):
+    if not is_informative(low, high, value) or (share and high - low > _OPEN):
         return "unknown"
     return f"{_short(low)} to {_short(high)}"
 
 
 _OPEN = 0.9
-"""Width of an interval of an exponent in (0, 1) that leaves it open."""
+"""Width from which an interval of an exponent in (0, 1) is uninformative."""
 _FAR = 1e4
-"""Ratio of an end of an interval to the estimate from which it leaves it open."""
+"""Ratio of an interval's end to the estimate from which the interval is
+uninformative."""
 
 
-def is_known(low: float, high: float, value: float | None = None) -> bool:
-    """Whether an interval has finite ends, the upper one within reach."""
+def is_informative(low: float, high: float, value: float | None = None) -> bool:
+    """Returns True if an interval has finite ends at a plausible distance."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
     most = max(abs(low), abs(high))
@@ -220,7 +222,7 @@ def is_known(low: float, high: float, value: float | None = None) -> bool:
 
 
 def _short(value: float | None) -> str:
-    """Four digits; unlike counts, coefficients are not written in full."""
+    """Formats a number with four digits; unlike counts, not in full."""
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -229,7 +231,7 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def frontier_json(each: Frontier) -> dict[str, Any]:
-    """Writes a frontier down as JSON values."""
+    """Returns a frontier as JSON values."""
     laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
     return {
         "method": each.method,
@@ -242,10 +244,12 @@ def frontier_json(each: Frontier) -> dict[str, Any]:
 
 
 def expected_shift(found: frontier_set.FrontierSet) -> str:
-    """Says how far the parabola's vertices lie from the minima of the fitted surface.
+    """Returns a sentence about the bias of parabola vertices.
+
+    The bias is relative to the minima of the fitted surface.
 
     Returns:
-      A sentence; empty where there is no parabola or no correction.
+      The sentence; empty without a parabola or a correction.
     """
     by_name = {each.method: each.minima for each in found.frontiers}
     if found.exponents is None:
@@ -262,19 +266,22 @@ def expected_shift(found: frontier_set.FrontierSet) -> str:
     off = 100 * (np.exp(np.log(ratio).mean()) - 1)
     centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
     return (
-        f"The surface by projection has alpha {alpha:.3f} and beta {beta:.3f}: there "
-        f"parabolas through these sizes put N* {off:+.1f} % off ({centred:+.1f} % "
-        "through 9 centred ones over two decades); `parabola, corrected` takes it out."
+        f"The projected surface has alpha {alpha:.3f} and beta {beta:.3f}. On it, "
+        f"parabolas through these sizes bias N* by {off:+.1f} % ({centred:+.1f} % "
+        "with 9 centred sizes over two decades); `parabola, corrected` removes the "
+        "bias."
     )
 
 
-def disjoint(fits: Sequence[FitResult], found: frontier_set.FrontierSet) -> list[str]:
-    """Warns where methods give the optimum's growth intervals that do not overlap.
+def disjoint_intervals(
+    fits: Sequence[FitResult], found: frontier_set.FrontierSet
+) -> list[str]:
+    """Warns about methods whose intervals of the optimum's growth do not overlap.
 
     Args:
-      fits: of laws; one without an optimum, or at a wall, is not compared.
-      found: the frontiers with intervals; an envelope, whose runs are not decayed, is
-        left out. Where they contradict each other, a warning of theirs tells.
+      fits: fits of laws; a law without an optimum, or at a bound, is not compared.
+      found: frontiers with intervals; an envelope, whose runs are not decayed, is not
+        compared. Contradictions among the frontiers have their own warning.
     """
     laws = [
         (fit.law, fit.exponents["a"], fit.exponent_intervals["a"])
@@ -308,4 +315,4 @@ def disjoint(fits: Sequence[FitResult], found: frontier_set.FrontierSet) -> list
 
 
 _NEAR = 0.02
-"""Difference of exponents that never matters."""
+"""Largest difference of exponents that is ignored."""

@@ -1,4 +1,4 @@
-"""What an experiment is: its registry, runs, folders, claims and reports."""
+"""Structure of an experiment: registry, runs, run folders, claims, tables, reports."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -8,22 +8,29 @@ if TYPE_CHECKING:
         NOT_JUDGED,
         Claim,
         Direction,
-        Ours,
-        beside,
-        ours,
+        MeasuredValue,
+        claims_file,
+        measured,
     )
-    from experiments.framework.report import Excerpts, Part, Sheet
-    from experiments.framework.run_folder import Run
+    from experiments.framework.report import Excerpts, ReportPart, Sheet
+    from experiments.framework.run_folder import SavedRun
     from experiments.framework.study import Experiment, Study
-    from experiments.framework.table import Floats, Ints, Record, Table, Texts, column
+    from experiments.framework.table import (
+        Floats,
+        Ints,
+        ResultRecord,
+        ResultTable,
+        Texts,
+        column,
+    )
 
 # Names load on first use: `jaxkv --help` reads the registry, and no arrays.
 _HOMES = {
-    "claims": "NOT_JUDGED Claim Direction Ours beside ours",
-    "report": "Excerpts Part Sheet",
-    "run_folder": "Run",
+    "claims": "NOT_JUDGED Claim Direction MeasuredValue claims_file measured",
+    "report": "Excerpts ReportPart Sheet",
+    "run_folder": "SavedRun",
     "study": "Experiment Study",
-    "table": "Floats Ints Record Table Texts column",
+    "table": "Floats Ints ResultRecord ResultTable Texts column",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -35,26 +42,26 @@ __all__ = [
     "Experiment",
     "Floats",
     "Ints",
-    "Ours",
-    "Part",
-    "Record",
-    "Run",
+    "MeasuredValue",
+    "ReportPart",
+    "ResultRecord",
+    "ResultTable",
+    "SavedRun",
     "Sheet",
     "Study",
-    "Table",
     "Texts",
-    "beside",
+    "claims_file",
     "column",
     "config_json",
     "environment",
-    "ours",
-    "refused",
+    "measured",
     "registry",
     "report",
     "run_folder",
     "study",
     "table",
     "units",
+    "user_errors",
 ]
 
 

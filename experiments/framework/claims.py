@@ -1,27 +1,29 @@
-"""Claims: what a source published, what we measured, and whether it holds.
+"""Claims: published numbers, the measured numbers, and the verdicts.
 
-What was published stands beside an experiment in a file, `claims.toml`; the experiment
-says what it found. A table of that file is a claim, its name the claim's id:
+The published numbers of an experiment are in the file `claims.toml` of its folder; the
+experiment returns the measured numbers. Each table of the file is a claim, and its name
+is the claim's id:
 
-    paper = "Kwon et al. 2023, arXiv:2309.06180"    # a word, for {paper} in any text
+    paper = "Kwon et al. 2023, arXiv:2309.06180"    # a text, for {paper} in any text
 
     [latency]
     claim = "{data}: pages of {low} to {high} serve best; slowest of them / best"
     source = "{paper}, figure 18b"
     kind = "cannot compare"
-    differs = "Ours is memory alone: tables cost a step nothing."
+    differs = "Only memory is modelled: page tables add no time to a step."
     published = 1.0                     # with by = ["data"], { ShareGPT = 1.0 }
     unit = "times"
     relation = "equal"                  # or "at_least", "at_most", "within"
-    tolerance = 0.1                     # "5 %" is that of the published number
+    tolerance = 0.1                     # "5 %" is a share of the published number
     because = "the figure's lines are as thick"
     note = "At {rate:g} requests/s."
-    direction = "above 1"               # or "as stated"; what the source states of it
+    direction = "above 1"               # or "as stated": the direction of the source
     from_memory = true                  # the number was not read in the source
-    at_any_size = true                  # a smoke run judges it as well
+    at_any_size = true                  # a smoke run judges the claim as well
 
-and `ours("latency", 1.6, data="ShareGPT", ...)` is what was found, with the words. A
-published range is one claim: `published = [1.7, 2.7]` with `relation = "within"`.
+`measured("latency", 1.6, data="ShareGPT", ...)` is a measured number with the words
+that fill the braces. A published range is one claim: `published = [1.7, 2.7]` with
+`relation = "within"`.
 """
 
 import dataclasses
@@ -40,33 +42,34 @@ from jaxkv import files
 Verdict = Literal["holds", "fails", "differs", "not judged"]
 Relation = Literal["equal", "at_least", "at_most", "within"]
 Kind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
-"""Same conditions as a publication's; its number was used to fit something here; other
-conditions; an oracle, an identity, or our own bar."""
+"""Kinds of claims. `reproduces`: measured under the conditions of the publication.
+`calibrated`: the published number was used in a fit. `cannot compare`: measured under
+different conditions. `checks`: an oracle, an identity, or a bar of this project."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Direction = Literal["", "holds", "fails", "not decided"]
 
 
 class Claim(NamedTuple):
-    """One statement of a source held against our own number.
+    """A statement of a source compared with a measured number.
 
     Attributes:
-      claim: the statement, in a sentence.
-      source: where it was made, with section, figure or table.
-      published: the number it gives, in `unit`.
-      ours: the number we found, in `unit`.
-      unit: the unit of both, "1" for a plain ratio.
-      tolerance: how far ours may lie on the wrong side, in `unit`.
-      verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs`
-        (the conditions cannot be compared; `note` says why) or `not judged` (a smoke
+      claim: statement, one sentence.
+      source: publication with section, figure or table.
+      published: published number, in `unit`.
+      ours: measured number, in `unit`.
+      unit: unit of both numbers; "1" for a ratio.
+      tolerance: largest deviation in the wrong direction that still holds, in `unit`.
+      verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs` (the
+        conditions cannot be compared; `note` gives the reason) or `not judged` (a smoke
         run is too small for the statement).
-      relation: whether ours should be equal to the published number, at least, or at
-        most that, or within the range that begins there.
-      note: anything a reader must know.
-      kind: the kind of the statement, one of `KINDS`.
-      published_high: the end of a published range, in `unit`; None for one number.
-      direction: the verdict on the direction that a source states, where its number
-        cannot be compared; empty where it states none.
-      needs_size: True if a smoke run is too small to judge the statement; not written
+      relation: relation that the measured number must have to the published one: equal
+        to it, at least it, at most it, or within the range that starts with it.
+      note: conditions and remarks.
+      kind: kind of the statement, one of `KINDS`.
+      published_high: end of a published range, in `unit`; None for a single number.
+      direction: verdict on the direction that a source states, for numbers that cannot
+        be compared; empty if the source states no direction.
+      needs_size: True if a smoke run is too small to judge the statement. Not written
         to files.
     """
 
@@ -85,13 +88,13 @@ class Claim(NamedTuple):
     needs_size: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields by name, without optional ones that are not set."""
+        """Returns the fields by name, without optional fields at their default."""
         unset = self._field_defaults
         fields = self._replace(needs_size=False)._asdict()
         return {x: y for x, y in fields.items() if x not in unset or y != unset[x]}
 
     def at_smoke_size(self) -> "Claim":
-        """Returns the claim as a smoke run reports it: judged if it needs no size."""
+        """Returns the claim for a smoke run: not judged if it needs a larger run."""
         if not self.needs_size:
             return self
         note = f"A smoke run is too small for it. {self.note}".strip()
@@ -115,20 +118,22 @@ def judge(
     published_high: float | None = None,
     needs_size: bool = False,
 ) -> Claim:
-    """Holds a published number against ours; the verdict follows from the numbers.
+    """Compares a published number with a measured one and returns the claim.
 
-    What is not finite of ours never holds. Arguments are those of `Claim`.
+    A measured number that is not finite fails. Arguments are those of `Claim`.
 
     Raises:
       ValueError: `published` is not finite, `tolerance` is negative, or the end of a
-        range is missing, or below its beginning.
+        range is missing or below its start.
     """
     if not math.isfinite(published):
         raise ValueError(f"{published=} must be finite")
     if not tolerance >= 0:
         raise ValueError(f"{tolerance=} must be at least 0")
     if (published_high is not None) != (relation == "within"):
-        raise ValueError(f"{relation=} and {published_high=}: a range has both")
+        raise ValueError(
+            f"{published_high=} must be set if and only if {relation=} is 'within'"
+        )
     high = published if published_high is None else published_high
     if not published <= high < math.inf:
         raise ValueError(f"{published_high=} must be at least {published=}")
@@ -157,8 +162,8 @@ def judge(
     )
 
 
-class Ours(NamedTuple):
-    """What was found on a claim of a file; made by `ours`."""
+class MeasuredValue(NamedTuple):
+    """A measured number for a claim of a `claims.toml`; `measured` makes it."""
 
     id: str
     value: float
@@ -170,7 +175,7 @@ class Ours(NamedTuple):
     words: dict[str, Any]
 
 
-def ours(
+def measured(
     id: str,
     value: float,
     *,
@@ -180,91 +185,101 @@ def ours(
     direction: Direction | None = None,
     note: str | None = None,
     **words: Any,
-) -> Ours:
-    """Says what was found on a claim.
+) -> MeasuredValue:
+    """Returns the measured number of a claim.
 
     Args:
-      id: the claim's table in the file.
-      value: our number, in its unit.
-      published: its number or range, where that follows from the run and the file has
+      id: name of the claim's table in the file.
+      value: measured number, in the claim's unit.
+      published: published number or range, if it follows from the run and the file has
         none.
-      tolerance: how far ours may lie on the wrong side, where that does; the file's
-        `because` says how it follows.
-      differs: whether the file's `differs` applies; by default if the kind is "cannot
+      tolerance: tolerance, if it follows from the run; `because` in the file gives the
+        rule.
+      differs: True if the file's `differs` applies; by default if the kind is "cannot
         compare".
-      direction: the verdict on the source's direction, where an interval decides it;
-        by default it follows from `value` and the file.
-      note: instead of the file's, as it is, to the last space.
-      words: what the file's texts have in braces, and what `by` picks a number by.
+      direction: verdict on the direction of the source, if an interval decides it; by
+        default it follows from `value` and the file.
+      note: replacement for the file's note, used verbatim.
+      words: values for the braces in the file's texts and for the keys in `by`.
     """
-    return Ours(id, value, published, tolerance, differs, direction, note, words)
+    return MeasuredValue(
+        id, value, published, tolerance, differs, direction, note, words
+    )
 
 
-type Numbers = float | tuple[float, float] | dict[str, Numbers]
+type PublishedNumbers = float | tuple[float, float] | dict[str, PublishedNumbers]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Said:
-    """A claim as its file has it; texts may have words in braces."""
+class ClaimSpec:
+    """A claim as written in its file; texts may contain words in braces."""
 
     claim: str
-    """The statement, in a sentence."""
+    """Statement, one sentence."""
     source: str
-    """Where it was made."""
+    """Publication with section, figure or table."""
     kind: Kind
-    published: Numbers | None = None
-    """Its number, or numbers by words; none where it follows from the run."""
+    published: PublishedNumbers | None = None
+    """Published number, or numbers by word; None if it follows from the run."""
     by: tuple[str, ...] = ()
-    """The words that pick one."""
+    """Words that select one of the published numbers."""
     unit: str
     relation: Relation = "equal"
-    """Whether ours should be equal to the number, or a bound that it should keep."""
+    """Relation of the measured number to the published one: equality or a bound."""
     tolerance: float | str | None = None
-    """How far ours may lie on the wrong side; "5 %" is a share of the number."""
+    """Largest deviation in the wrong direction; "5 %" is a share of the published
+    number."""
     because: str = ""
-    """Why so far."""
+    """Reason for the size of the tolerance."""
     differs: str = ""
-    """Why the conditions cannot be compared."""
+    """Reason why the conditions cannot be compared."""
     note: str = ""
-    """Anything else a reader must know."""
+    """Conditions and remarks."""
     direction: str = ""
-    """The direction that the source states, where the conditions differ: "as stated",
-    or a bound of ours, as "above 1", "below 1", "at least 1" or "at most 1"."""
+    """Direction that the source states, if the conditions differ: "as stated", or a
+    bound on the measured number such as "above 1", "below 1", "at least 1" or "at most
+    1"."""
     fitted: str = ""
-    """The quantity that was fitted to the number, of a calibrated claim."""
+    """Quantity that was fitted to the number of a calibrated claim."""
     fitted_rows: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The words of the rows that were used in the fit; empty if all of them were."""
+    """Words of the rows that were used in the fit; empty if all rows were used."""
     from_memory: bool = False
-    """True if the number was set down from memory, not read in the source."""
+    """True if the number was recalled from memory and not read in the source."""
     at_any_size: bool = False
     """True if a smoke run can judge the statement."""
 
     def __post_init__(self) -> None:
-        """Refuses a claim that is not whole."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: fields are missing or contradict each other.
+        """
         if isinstance(self.tolerance, str) and not _SHARE.fullmatch(self.tolerance):
             raise ValueError(
                 f"tolerance={self.tolerance!r} must be a number, or a share as '5 %'"
             )
         if self.tolerance and not self.because:
-            raise ValueError("has a tolerance, and no because")
+            raise ValueError("tolerance needs `because`")
         if self.kind == "cannot compare" and not self.differs:
-            raise ValueError("cannot compare, and differs does not say why")
+            raise ValueError("kind='cannot compare' needs `differs`")
         if isinstance(self.published, dict) != bool(self.by):
-            raise ValueError("has numbers by words with `by`, and else one")
+            raise ValueError(
+                "`published` must be a table if `by` is set, else a number"
+            )
         if self.direction and self.kind != "cannot compare":
             raise ValueError(
-                f"has a direction, and kind={self.kind!r} is judged itself"
+                f"direction={self.direction!r} needs kind='cannot compare', not "
+                f"kind={self.kind!r}"
             )
         if self.direction not in ("", AS_STATED) and not _BOUND.fullmatch(
             self.direction
         ):
             raise ValueError(
-                f"direction={self.direction!r} must be {AS_STATED!r}, or as 'above 1'"
+                f"direction={self.direction!r} must be {AS_STATED!r} or a bound such "
+                "as 'above 1'"
             )
         if (self.kind == "calibrated" or bool(self.fitted_rows)) != bool(self.fitted):
-            raise ValueError(
-                "must have `fitted` if any row is calibrated, and else none"
-            )
+            raise ValueError("`fitted` must be set if and only if a row is calibrated")
 
     def kind_of(self, words: Mapping[str, Any]) -> Kind:
         """Returns the kind of a row: calibrated if the fit used its number."""
@@ -272,38 +287,47 @@ class Said:
         is_fitted = bool(rows) and all(str(words[x]) == value for x, value in rows)
         return "calibrated" if is_fitted else self.kind
 
-    def number(
+    def published_number(
         self, words: Mapping[str, Any], found: float | tuple[float, float] | None
     ) -> float | tuple[float, float] | None:
-        """The published number, found where the file has none; None if words have none.
+        """Returns the published number; None if the words select no number.
+
+        Args:
+          words: values of the words.
+          found: number that follows from the run, if the file has none.
 
         Raises:
-          ValueError: both have one.
+          ValueError: both the file and the run have a number.
         """
         if self.published is not None and found is not None:
-            raise ValueError("published is given twice")
+            raise ValueError("published must be in the file or in the run, not in both")
         number = found if self.published is None else self.published
         for name in self.by:
             number = number.get(str(words[name])) if isinstance(number, dict) else None
         return None if isinstance(number, dict) else number
 
-    def slack(self, published: float, found: float | None) -> float:
-        """The tolerance, found where the file has none, in the claim's unit.
+    def absolute_tolerance(self, published: float, found: float | None) -> float:
+        """Returns the tolerance in the claim's unit.
+
+        Args:
+          published: published number.
+          found: tolerance that follows from the run, if the file has none.
 
         Raises:
-          ValueError: both have one, or nothing says why.
+          ValueError: both the file and the run have a tolerance, or the file has no
+            `because`.
         """
         if self.tolerance is not None and found is not None:
-            raise ValueError("tolerance is given twice")
+            raise ValueError("tolerance must be in the file or in the run, not in both")
         if found and not self.because:
-            raise ValueError("lacks the tolerance's because")
+            raise ValueError("tolerance needs `because`")
         if isinstance(self.tolerance, str):
             return float(self.tolerance.removesuffix("%")) / 100 * abs(published)
         return (found if self.tolerance is None else self.tolerance) or 0.0
 
 
 AS_STATED = "as stated"
-"""A direction that is the claim's own relation, with its tolerance."""
+"""Direction that equals the claim's own relation and tolerance."""
 _SHARE = re.compile(r"[0-9.]+ %")
 _BOUND = re.compile(r"(above|below|at least|at most) (-?[0-9.]+)")
 _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
@@ -314,31 +338,31 @@ _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-def _direction(said: Said, claim: Claim) -> Direction:
+def _direction(spec: ClaimSpec, claim: Claim) -> Direction:
     """Returns the verdict on the direction that a file states for a claim."""
-    if not said.direction or not math.isfinite(claim.ours):
+    if not spec.direction or not math.isfinite(claim.ours):
         return ""
-    if said.direction == AS_STATED:
+    if spec.direction == AS_STATED:
         return "holds" if claim.verdict == "holds" else "fails"
-    bound = _BOUND.fullmatch(said.direction)
+    bound = _BOUND.fullmatch(spec.direction)
     assert bound is not None
     holds = _COMPARED[bound[1]](claim.ours, float(bound[2]))
     return "holds" if holds else "fails"
 
 
-class Book:
-    """The claims of a file, read and checked when the first is asked for.
+class ClaimsFile:
+    """Claims of one file, which is read and validated on first use.
 
     Args:
-      path: of the file.
+      path: path of the file.
     """
 
     def __init__(self, path: Path):
         self.path = path
 
     @functools.cached_property
-    def _read(self) -> tuple[dict[str, str], dict[str, Said]]:
-        """Words, and claims by id."""
+    def _read(self) -> tuple[dict[str, str], dict[str, ClaimSpec]]:
+        """Texts by name, and claims by id."""
         try:
             found = tomllib.loads(files.read_text(self.path))
         except tomllib.TOMLDecodeError as error:
@@ -349,7 +373,7 @@ class Book:
                 known = ", ".join(KINDS)
                 raise ValueError(f"{self.path}: {id}: kind is missing; one of: {known}")
         claims = {
-            id: config_json.restore(Said, x, f"{self.path}: {id}")
+            id: config_json.from_plain(ClaimSpec, x, f"{self.path}: {id}")
             for id, x in found.items()
             if id not in words
         }
@@ -357,27 +381,28 @@ class Book:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The claims there are."""
+        """Ids of all claims."""
         return tuple(self._read[1])
 
-    def word(self, name: str) -> str:
-        """A text of the file, for claims that have it only sometimes."""
+    def text(self, name: str) -> str:
+        """Returns a named text of the file."""
         return self._read[0][name]
 
     def published(self, id: str) -> Any:
-        """The number of a claim, or its numbers by what `by` names, as the file has it.
+        """Returns the published number of a claim, or its numbers by the words of `by`.
 
         Raises:
-          ValueError: there is no such claim.
+          ValueError: the file has no claim with this id.
         """
         return self._find(id).published
 
-    def judges[R](
-        self, found: Callable[[R], Iterable[Ours]]
+    def judge[R](
+        self, found: Callable[[R], Iterable[MeasuredValue]]
     ) -> Callable[[R], list[Claim]]:
-        """Makes a judge of a function that says what was found in a result.
+        """Decorates a function of a result that yields measured numbers.
 
-        What has no number in a file that picks one by words is left out.
+        The decorated function returns the judged claims. A measurement whose words
+        select no published number is left out.
         """
 
         @functools.wraps(found)
@@ -387,62 +412,62 @@ class Book:
 
         return judged
 
-    def _find(self, id: str) -> Said:
+    def _find(self, id: str) -> ClaimSpec:
         if id not in self._read[1]:
             raise ValueError(f"{self.path}: has no claim {id}")
         return self._read[1][id]
 
-    def _judge(self, found: Ours) -> Claim | None:
-        said, words = self._find(found.id), _Words(found.words)
+    def _judge(self, found: MeasuredValue) -> Claim | None:
+        spec, words = self._find(found.id), _Words(found.words)
         words.common = self._read[0]
-        is_other = said.kind == "cannot compare"
+        is_other = spec.kind == "cannot compare"
         is_other = is_other if found.differs is None else found.differs
         try:
-            published = said.number(words, found.published)
-            if published is None and said.by:
+            published = spec.published_number(words, found.published)
+            if published is None and spec.by:
                 return None
-            note = said.note.format_map(words).strip()
+            note = spec.note.format_map(words).strip()
             note = note if found.note is None else found.note
-            kind = said.kind_of(words)
+            kind = spec.kind_of(words)
             if kind == "calibrated":
-                note = f"{said.fitted.format_map(words)} {note}".strip()
-            if is_other and not said.differs:
-                raise ValueError("lacks differs")
+                note = f"{spec.fitted.format_map(words)} {note}".strip()
+            if is_other and not spec.differs:
+                raise ValueError("needs `differs`")
             low, high = published if isinstance(published, tuple) else (published, None)
-            source = said.source.format_map(words)
+            source = spec.source.format_map(words)
             claim = judge(
-                said.claim.format_map(words),
-                source=f"{source}; {FROM_MEMORY}" if said.from_memory else source,
+                spec.claim.format_map(words),
+                source=f"{source}; {FROM_MEMORY}" if spec.from_memory else source,
                 published=math.nan if low is None else low,
                 published_high=high,
                 ours=found.value,
-                unit=said.unit,
-                tolerance=said.slack(low or 0.0, found.tolerance),
-                relation=said.relation,
+                unit=spec.unit,
+                tolerance=spec.absolute_tolerance(low or 0.0, found.tolerance),
+                relation=spec.relation,
                 kind="reproduces" if kind == "cannot compare" else kind,
                 note=note,
-                needs_size=not (kind == "checks" or said.at_any_size),
+                needs_size=not (kind == "checks" or spec.at_any_size),
             )
             if not is_other:
                 return claim
             direction = found.direction
             return claim._replace(
                 verdict="differs",
-                # A check stays one where a run is too small for it, or differs from it.
+                # A check remains a check also if its conditions differ.
                 kind="cannot compare" if kind == "reproduces" else kind,
-                direction=_direction(said, claim) if direction is None else direction,
-                note=f"{said.differs.format_map(words)} {note}".strip(),
+                direction=_direction(spec, claim) if direction is None else direction,
+                note=f"{spec.differs.format_map(words)} {note}".strip(),
             )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: {found.id}: {error}") from None
 
 
 FROM_MEMORY = "set down from memory"
-"""Follows the source of a number that was not read in it."""
+"""Suffix of the source of a number that was not read in it."""
 
 
 class _Words(dict[str, Any]):
-    """Words of a claim, and behind them those of its file, which may have some, too."""
+    """Words of a claim, with the texts of its file as defaults."""
 
     common: Mapping[str, str]
 
@@ -450,6 +475,6 @@ class _Words(dict[str, Any]):
         return self.common[name].format_map(self)
 
 
-def beside(file: str) -> Book:
-    """The claims in a file beside a module, `claims.beside(__file__)`."""
-    return Book(Path(file).with_name("claims.toml"))
+def claims_file(file: str) -> ClaimsFile:
+    """Returns the `claims.toml` in the folder of a module: `claims_file(__file__)`."""
+    return ClaimsFile(Path(file).with_name("claims.toml"))

@@ -1,4 +1,4 @@
-"""JSON in and out: plain values from anything we hold, configs back from JSON."""
+"""JSON: plain values from configs, results and arrays, and configs from JSON."""
 
 import dataclasses
 import json
@@ -13,44 +13,47 @@ from jaxkv import files
 from jaxkv.validation import format_unknown_name
 
 
-def plain(value: Any) -> Any:
-    """Reduces a value to what JSON knows: dicts, lists, strings, numbers, booleans.
+def to_plain(value: Any) -> Any:
+    """Converts a value to JSON types: dicts, lists, strings, numbers, booleans, None.
 
-    Dataclasses and NamedTuples become objects, arrays become lists, numbers of any
-    library become Python's. A number that is not finite becomes `None`: JSON has no
-    word for it. A value with a method `as_json` is what that returns.
+    Dataclasses and NamedTuples become dicts, arrays become lists, and numbers of any
+    library become Python numbers. Numbers that are not finite become None, because JSON
+    cannot represent them. An object with a method `as_json` is replaced by the result
+    of that method.
 
     Raises:
-      TypeError: the value holds something else.
+      TypeError: the value contains an unsupported type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return to_plain(dataclasses.asdict(value))
     if hasattr(value, "as_json"):
-        return plain(value.as_json())
+        return to_plain(value.as_json())
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return to_plain(value._asdict())
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_plain(value.tolist())
     if isinstance(value, Iterable):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     raise TypeError(f"cannot be written as JSON: {value!r}")
 
 
 def dumps(value: Any, *, indent: int | None = 2) -> str:
-    """Writes a value as one JSON document, non-finite numbers as `null`."""
-    return json.dumps(plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    """Serializes a value as one JSON document, with non-finite numbers as `null`."""
+    return json.dumps(
+        to_plain(value), indent=indent, allow_nan=False, ensure_ascii=False
+    )
 
 
 def config_dumps(config: Any) -> str:
-    """Writes a config so that `config_loads` gives it back, infinities included."""
+    """Serializes a config so that `config_loads` restores it, infinities included."""
 
     def spell(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -63,35 +66,40 @@ def config_dumps(config: Any) -> str:
 
 
 def config_loads[T](config_type: type[T], text: str, where: str) -> T:
-    """Builds a config from a `config.json`, checked as one built by hand is.
+    """Builds a config from the text of a `config.json`, with full validation.
 
-    Nested dataclasses, tuples, literals and unions of them are understood. A field that
-    the text leaves out keeps its default. `where` is what an error calls the text.
+    Nested dataclasses, tuples, literals and unions of them are supported. A missing
+    field keeps its default.
+
+    Args:
+      config_type: dataclass of the config.
+      text: JSON document.
+      where: name of the text in error messages.
 
     Raises:
-      ValueError: not JSON, an unknown or missing field, a value of the wrong type,
-        or one that the config refuses; one line that says where.
+      ValueError: invalid JSON, an unknown or missing field, a value of the wrong type,
+        or a value that the config rejects; one line with the location.
     """
-    return restore(config_type, files.parse_json(text, where), where)
+    return from_plain(config_type, files.parse_json(text, where), where)
 
 
-def restore(hint: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into a value of the hinted type.
+def from_plain(hint: Any, value: Any, where: str) -> Any:
+    """Converts parsed JSON to a value of the hinted type.
 
     Raises:
-      ValueError: it is of another; the line begins with `where`.
+      ValueError: the value has another type; the message starts with `where`.
     """
     if dataclasses.is_dataclass(hint):
         return _restore_dataclass(hint, value, where)
     if isinstance(hint, typing.TypeAliasType):
-        return restore(hint.__value__, value, where)
+        return from_plain(hint.__value__, value, where)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return restore(args[0], value, where)
+        return from_plain(args[0], value, where)
     if origin in (typing.Union, types.UnionType):
         for choice in args:
             try:
-                return restore(choice, value, where)
+                return from_plain(choice, value, where)
             except ValueError:
                 continue
     elif origin is typing.Literal:
@@ -102,9 +110,11 @@ def restore(hint: Any, value: Any, where: str) -> Any:
             args = (args[0],) * len(value)
         if len(args) == len(value):
             pairs = enumerate(zip(args, value, strict=True))
-            return tuple(restore(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
+            return tuple(from_plain(arg, x, f"{where}[{i}]") for i, (arg, x) in pairs)
     elif origin is dict and isinstance(value, dict):
-        return {key: restore(args[1], x, f"{where}.{key}") for key, x in value.items()}
+        return {
+            key: from_plain(args[1], x, f"{where}.{key}") for key, x in value.items()
+        }
     elif hint is float:
         spelled = isinstance(value, str) and value in ("inf", "-inf", "nan")
         if spelled or (isinstance(value, int | float) and not isinstance(value, bool)):
@@ -132,7 +142,7 @@ def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
         if name not in fields:
             raise ValueError(f"{where}: {format_unknown_name('field', name, fields)}")
     restored = {
-        name: restore(fields[name], item, f"{where}: {name}")
+        name: from_plain(fields[name], item, f"{where}: {name}")
         for name, item in value.items()
     }
     try:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, processor, commit."""
+"""Environment of a run: versions, devices, processor, commit."""
 
 import contextlib
 import os
@@ -13,19 +13,20 @@ from typing import Any
 _PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe() -> dict[str, Any]:
-    """Describes the machine and the software, as JSON values.
+def describe_machine() -> dict[str, Any]:
+    """Returns the machine and the software versions as JSON values.
 
-    Devices are named only if jax is already imported: asking would start it.
+    Devices are listed only if jax is already imported, because listing them initializes
+    them.
 
     Returns:
-      `versions` by package, `platform`, `cpu`, `num_cpus`, `memory_bytes` (`None`
-      where the system does not say), `devices`, `commit` (`None` outside git; with
-      "+" if files differ from it), `xla_flags` and `started_at` (UTC).
+      `versions` by package, `platform`, `cpu`, `num_cpus`, `memory_bytes` (None if the
+      system does not report it), `devices`, `commit` (None outside git; suffix "+" if
+      files differ from the commit), `xla_flags` and `started_at` (UTC).
     """
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        # A plain checkout has no version of jaxkv; the commit says more.
+        # jaxkv has no version in a plain checkout; the commit identifies it.
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     lines, memory_bytes = [], None
@@ -42,20 +43,20 @@ def describe() -> dict[str, Any]:
         "cpu": next(names, platform.processor() or platform.machine()),
         "num_cpus": num_cpus(),
         "memory_bytes": memory_bytes,
-        "devices": devices(),
+        "devices": device_names(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
 def num_cpus() -> int:
-    """Number of processors that this process may use."""
+    """Returns the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def devices() -> list[str]:
-    """Names the devices, platform first; none if jax is not imported."""
+def device_names() -> list[str]:
+    """Returns the devices as "platform: kind"; empty if jax is not imported."""
     jax = sys.modules.get("jax")
     return [f"{x.platform}: {x.device_kind}" for x in jax.devices()] if jax else []
 

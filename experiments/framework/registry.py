@@ -1,6 +1,6 @@
-"""The experiments there are, found without importing them.
+"""Registry of all experiments, readable without importing them.
 
-They stand in `registry.toml`, a line each; a module is as `study` says.
+The entries are in `registry.toml`, one line each; `study` describes the modules.
 """
 
 import functools
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 SMOKE = "smoke"
-"""The config whose runs are too small for claims about published sizes."""
+"""Name of the config whose runs are too small for claims about published sizes."""
 
 
-class Entry(NamedTuple):
-    """What is known of an experiment before it is imported.
+class RegistryEntry(NamedTuple):
+    """Data of an experiment that is known before it is imported.
 
     Attributes:
-      name: as the command line has it.
-      question: in a line.
-      configs: the names of its configs, the default first.
-      module: where its studies are.
+      name: name on the command line.
+      question: research question, one line.
+      configs: names of its configs, the default first.
+      module: module with its studies.
     """
 
     name: str
@@ -36,22 +36,24 @@ class Entry(NamedTuple):
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
-    """The experiments there are, sorted by name."""
+def entries() -> tuple[RegistryEntry, ...]:
+    """Returns all experiments, sorted by name."""
     rooms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     found = []
     for room, experiments in rooms.items():
-        for name, said in experiments.items():
+        for name, fields in experiments.items():
             module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
-            found.append(Entry(name, said["question"], (*said["configs"],), module))
+            found.append(
+                RegistryEntry(name, fields["question"], (*fields["configs"],), module)
+            )
     return (*sorted(found),)
 
 
-def find(name: str) -> Entry:
-    """The entry of an experiment; hyphens in its name may stand for underscores.
+def find_entry(name: str) -> RegistryEntry:
+    """Returns the entry of an experiment; hyphens in the name match underscores.
 
     Raises:
-      ValueError: there is no such experiment; the line gives the nearest names.
+      ValueError: no experiment has this name; the message lists similar names.
     """
     known = {entry.name: entry for entry in entries()}
     entry = known.get(name.replace("-", "_"))
@@ -60,10 +62,10 @@ def find(name: str) -> Entry:
     return entry
 
 
-def load(name: str) -> "Experiment":
-    """Imports an experiment; its name is as `find` takes it."""
+def load_experiment(name: str) -> "Experiment":
+    """Imports an experiment by name, as `find_entry` accepts it."""
     from experiments.framework import study
 
-    entry = find(name)
-    studies = study.of_module(importlib.import_module(entry.module))
+    entry = find_entry(name)
+    studies = study.studies_of(importlib.import_module(entry.module))
     return study.Experiment(entry.name, entry.question, studies)

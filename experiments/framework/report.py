@@ -1,4 +1,4 @@
-"""What a run says to a person: tables, texts and claims; and as Markdown for a file."""
+"""Reports of a run: tables, texts and claims, rendered as Markdown."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,13 +8,13 @@ from experiments.framework.claims import NOT_JUDGED, Claim
 
 
 class Sheet(NamedTuple):
-    """A table of text.
+    """A table of text cells.
 
     Attributes:
-      title: what it shows, may be empty.
-      columns: the heads.
-      rows: the cells, one per head in each row.
-      note: a sentence below it, may be empty.
+      title: title, may be empty.
+      columns: column headings.
+      rows: cells, one per heading in each row.
+      note: sentence below the table, may be empty.
     """
 
     title: str
@@ -24,21 +24,21 @@ class Sheet(NamedTuple):
 
 
 def paragraph(title: str, text: str) -> Sheet:
-    """Lays out a text under a title."""
+    """Returns a text under a title."""
     return Sheet(title, ("",), [(text,)])
 
 
-def numbered(title: str, lines: Sequence[str]) -> Sheet:
-    """Lays out sentences, each with its number."""
+def numbered_list(title: str, lines: Sequence[str]) -> Sheet:
+    """Returns numbered sentences under a title."""
     return Sheet(title, ("", ""), [(f"{i}.", line) for i, line in enumerate(lines, 1)])
 
 
 class Excerpts(NamedTuple):
-    """Texts that a model was given, and how it went on; both of several lines.
+    """Prompts given to a model, and the continuations that it wrote.
 
     Attributes:
-      title: what they are.
-      pairs: given and written.
+      title: title.
+      pairs: prompt and continuation.
     """
 
     title: str
@@ -46,31 +46,31 @@ class Excerpts(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """Claims and what became of them."""
+    """Judged claims of a run."""
 
     claims: Sequence[Claim]
 
 
-Part = Sheet | Excerpts | Verdicts
+ReportPart = Sheet | Excerpts | Verdicts
 
 
 def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
-    """Lays out metrics as tables.
+    """Converts metrics to tables.
 
     Args:
-      metrics: numbers and strings by name; a dict inside is a column of its own, so
-        that several with the same keys stand side by side; a list of dicts is a
-        table with a row for each.
+      metrics: numbers and strings by name. Each nested dict becomes a column, so that
+        dicts with equal keys share a table; each list of dicts becomes a table with one
+        row per dict.
 
     Returns:
-      The tables: plain values first, then the columns, then one per list.
+      Tables: plain values first, then the columns, then one table per list.
     """
     sheets = []
     columns = {key: value for key, value in metrics.items() if isinstance(value, dict)}
     lists = {key: value for key, value in metrics.items() if isinstance(value, list)}
     plain = {k: v for k, v in metrics.items() if k not in columns and k not in lists}
     if plain:
-        rows = [units.named(name, value) for name, value in plain.items()]
+        rows = [units.format_named(name, value) for name, value in plain.items()]
         sheets.append(Sheet("", ("metric", "value"), rows))
     if columns:
         names = dict.fromkeys(name for column in columns.values() for name in column)
@@ -91,13 +91,17 @@ def row_sheet(
     columns: Mapping[str, str],
     note: str = "",
 ) -> Sheet:
-    """Lays out rows, dicts of numbers and strings.
+    """Returns a table of dicts of numbers and strings.
 
-    `columns` has by heading the name of what stands below, which tells its unit.
+    Args:
+      title: title of the table.
+      rows: one dict per row.
+      columns: key of each column by heading; the key's suffix gives the unit.
+      note: sentence below the table.
     """
     cells = [
         [
-            units.named(name, config_json.plain(row[name]))[1]
+            units.format_named(name, config_json.to_plain(row[name]))[1]
             for name in columns.values()
         ]
         for row in rows
@@ -109,30 +113,33 @@ _BOUND = {"equal": "", "at_least": "at least ", "at_most": "at most ", "within":
 
 
 def claim_numbers(claim: Claim) -> str:
-    """Returns ours and the source's number in a sentence.
+    """Returns the measured and the published number as one phrase.
 
-    The number of an own check is expected, not published.
+    The number of a check is called expected instead of published.
     """
     unit = "" if claim.unit == "1" else f" {claim.unit}"
     word = "expected" if claim.kind == "checks" else "published"
-    numbers = units.cell(claim.published)
+    numbers = units.format_number(claim.published)
     if claim.published_high is not None:
-        numbers += f" to {units.cell(claim.published_high)}"
+        numbers += f" to {units.format_number(claim.published_high)}"
     slack = (
-        f", to within {units.cell(claim.tolerance)}{unit}" if claim.tolerance else ""
+        f", to within {units.format_number(claim.tolerance)}{unit}"
+        if claim.tolerance
+        else ""
     )
     direction = f"; its direction: {claim.direction}" if claim.direction else ""
     return (
-        f"ours {units.cell(claim.ours)}{unit}, "
+        f"ours {units.format_number(claim.ours)}{unit}, "
         f"{word} {_BOUND[claim.relation]}{numbers}{unit}{slack} "
         f"({claim.source}){direction}"
     )
 
 
-Group = Literal["reproductions", "calibrated", "checks"]
-"""Publications' numbers under the same or other conditions; numbers that a fit here
-used; oracles, identities and own bars."""
-_HEADS: Mapping[Group, str] = {
+ClaimGroup = Literal["reproductions", "calibrated", "checks"]
+"""Groups of claims. `reproductions`: published numbers, under the same or other
+conditions. `calibrated`: numbers that a fit used. `checks`: oracles, identities and
+bars of this project."""
+_HEADS: Mapping[ClaimGroup, str] = {
     "reproductions": "claims",
     "calibrated": "calibrated",
     "checks": "own checks",
@@ -145,23 +152,25 @@ _COUNTED = {
 }
 
 
-def grouped(claims: Iterable[Claim]) -> dict[Group, list[Claim]]:
-    """Returns claims by what their verdict is about, every group in its order."""
-    groups: dict[Group, list[Claim]] = {name: [] for name in _HEADS}
-    named: dict[str, Group] = {"calibrated": "calibrated", "checks": "checks"}
+def group_claims(claims: Iterable[Claim]) -> dict[ClaimGroup, list[Claim]]:
+    """Returns the claims by group, in the given order."""
+    groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _HEADS}
+    named: dict[str, ClaimGroup] = {"calibrated": "calibrated", "checks": "checks"}
     for claim in claims:
         groups[named.get(claim.kind, "reproductions")].append(claim)
     return groups
 
 
-def tally(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
-    """Counts verdicts by group, and the directions of numbers that cannot be compared.
+def count_verdicts(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+    """Counts verdicts by group, and directions of numbers that cannot be compared.
 
     Returns:
-      By group, and by `directions`, the number of claims of each verdict.
+      Number of claims per verdict, by group and for `directions`.
     """
     listed = list(claims)
-    found = {name: _counts(x.verdict for x in y) for name, y in grouped(listed).items()}
+    found = {
+        name: _counts(x.verdict for x in y) for name, y in group_claims(listed).items()
+    }
     directions = _counts(x.direction for x in listed if x.direction)
     del directions["differs"]
     return {**found, "directions": directions}
@@ -175,11 +184,11 @@ def _counts(words: Iterable[str]) -> dict[str, int]:
 
 
 def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
-    """Returns the claims of each group that has any, by a head that counts verdicts."""
+    """Returns the claims of each non-empty group by a heading that counts verdicts."""
     heads = {}
-    for name, listed in grouped(claims).items():
+    for name, listed in group_claims(claims).items():
         found = _counts(claim.verdict for claim in listed)
-        # Of own checks and calibrated numbers most runs have none that differ.
+        # Checks and calibrated numbers rarely differ: zero counts are left out.
         shown = {x: n for x, n in found.items() if n or x in ("holds", "fails")}
         shown = found if name == "reproductions" else shown
         counted = (f"{n} {_COUNTED[x]}" for x, n in shown.items())
@@ -188,38 +197,47 @@ def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
     return heads
 
 
-def report(
+def render_report(
     question: str,
     config: Any,
     env: dict[str, Any],
-    parts: Sequence[Part],
+    parts: Sequence[ReportPart],
 ) -> str:
-    """Writes a run's report in Markdown; `env` is the content of `env.json`."""
+    """Renders the report of a run in Markdown.
+
+    Args:
+      question: research question of the experiment.
+      config: config of the run.
+      env: content of `env.json`.
+      parts: tables, texts and claims.
+    """
     machine = ", ".join([env["cpu"], f"{env['num_cpus']} cores", *env["devices"]])
     versions = ", ".join(f"{name} {x}" for name, x in env["versions"].items())
-    said = [
+    sections = [
         f"# {question}",
         f"`{env['experiment']}`, {env['started_at']}, {env['duration_s']:.1f} s. "
         f"{machine}. {versions}. Commit {env['commit'] or 'unknown'}.",
     ]
     if env["status"] == "interrupted":
-        said.append("**Interrupted before its end; this is what it had by then.**")
-    said.append("![figure](figure.svg)")
-    said += map(markdown, parts)
-    said.append(f"## config\n\n```json\n{config_json.config_dumps(config)}\n```")
-    return "\n\n".join(said) + "\n"
+        sections.append("**Interrupted: partial result.**")
+    sections.append("![figure](figure.svg)")
+    sections += map(part_to_markdown, parts)
+    sections.append(f"## config\n\n```json\n{config_json.config_dumps(config)}\n```")
+    return "\n\n".join(sections) + "\n"
 
 
 def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
-    """A metric's label, and its cell in each of some dicts."""
-    pairs = [units.named(name, item[name]) if name in item else None for item in items]
-    # A number alone tells that a name ends in a unit; some may be missing.
+    """Returns the label of a metric, and its cell for each dict."""
+    pairs = [
+        units.format_named(name, item[name]) if name in item else None for item in items
+    ]
+    # Only a number shows that the name has a unit suffix; values may be missing.
     label = min((pair[0] for pair in pairs if pair), key=len)
     return label, *(pair[1] if pair else "" for pair in pairs)
 
 
-def markdown(part: Part) -> str:
-    """Writes a part of a report in Markdown."""
+def part_to_markdown(part: ReportPart) -> str:
+    """Renders a part of a report in Markdown."""
     if isinstance(part, Excerpts):
         blocks = [
             f"Given:\n\n{_fenced(given)}\n\nWritten:\n\n{_fenced(wrote)}"

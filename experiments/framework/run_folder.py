@@ -1,18 +1,18 @@
-"""Run folders: what was asked, on what, what came out, and the figure drawn from it.
+"""Run folders: config, environment, result, and everything derived from the result.
 
-    config.json                  the config, as `--config` takes it back
+    config.json                  config, in the form that `--config` accepts
     env.json                     status, versions, device, processor, commit, time
-    result.npz or runs.jsonl     a result of arrays, or of rows
-    claims.json                  published numbers held against ours
-    figure.svg, figure.png       drawn from the files above, never from memory
-    figure-1.svg, figure-1.png   its first panel by itself, and so on, of several
-    report.md                    all of it for a reader
-    fit.json                     a fitted law, as `plan` reads it
-    sweep.json, prediction.json  what was trained, and what was predicted
+    result.npz or runs.jsonl     result of arrays, or of rows
+    claims.json                  published and measured numbers with verdicts
+    figure.svg, figure.png       drawn from the files above
+    figure-1.svg, figure-1.png   first panel of several, and so on
+    report.md                    report for readers
+    fit.json                     fitted law, which `jaxkv plan` reads
+    sweep.json, prediction.json  training runs of a sweep, and predictions
 
-Every file is written aside and renamed, so a reader never meets half of one. The status
-in `env.json` is "running" until the run is "done", was "interrupted", or has "failed".
-One process writes there at a time.
+Every file is written under a temporary name and renamed, so a reader never sees a
+partial file. The status in `env.json` is "running" until the run is "done", was
+"interrupted", or has "failed". One process at a time writes to a folder.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ import numpy as np
 from experiments.framework import config_json, environment, registry, table
 from experiments.framework import report as framework_report
 from experiments.framework.claims import Claim
-from experiments.framework.report import Part, Verdicts
+from experiments.framework.report import ReportPart, Verdicts
 from experiments.framework.study import Experiment, Study
 from experiments.plotting import style
 from jaxkv import files
@@ -50,31 +50,31 @@ FILES = (
     "sweep.json",
     "prediction.json",
 )
-"""What a run folder may hold, the panels of its figure aside."""
+"""Files that a run folder may contain, without the panels of its figure."""
 PANELS = "figure-*.*"
-"""The panels' files: `figure-1.svg`, `figure-1.png` and so on."""
+"""Pattern of the panels' files: `figure-1.svg`, `figure-1.png` and so on."""
 EARLIER = ".earlier"
-"""Where in the folder an earlier run waits until the new one is whole."""
+"""Subfolder that keeps an earlier run until the new run is complete."""
 OUT = "{out}"
-"""In a config's `folder`, the run folder itself, of which nothing else is replaced."""
-DEFAULT = Path("runs")
-"""Where run folders go that nobody gave a place."""
+"""Value of a config's `folder` that means the run folder itself."""
+DEFAULT_PARENT = Path("runs")
+"""Parent of run folders if `--out` is not given."""
 
 Status = Literal["running", "done", "interrupted", "failed"]
 
 
-class Run(NamedTuple):
-    """A run folder, read back and checked.
+class SavedRun(NamedTuple):
+    """A run folder that was read and validated.
 
     Attributes:
-      folder: where it lies.
-      study: what it is a run of.
-      config: the config, of the experiment's type.
-      env: the content of `env.json`.
-      result: the result, of the experiment's type, arrays as NumPy's.
-      claims: the claims, judged anew from the result.
-      metrics: its numbers, computed anew from the result.
-      parts: what to tell a person of it.
+      folder: path.
+      study: study that was run.
+      config: config, of the study's type.
+      env: content of `env.json`.
+      result: result, of the study's type, with NumPy arrays.
+      claims: claims, judged again from the result.
+      metrics: metrics, computed again from the result.
+      parts: parts of the report.
     """
 
     folder: Path
@@ -84,20 +84,20 @@ class Run(NamedTuple):
     result: Any
     claims: list[Claim]
     metrics: dict[str, Any]
-    parts: list[Part]
+    parts: list[ReportPart]
 
 
 @contextlib.contextmanager
-def claimed(out: Path | None, name: str) -> Generator[Path]:
-    """Has the folder of a run to itself; arguments are those of `new_folder`.
+def lock_folder(out: Path | None, name: str) -> Generator[Path]:
+    """Locks the folder of a run; arguments are those of `new_folder`.
 
     Yields:
-      The folder. If there is nothing in it in the end, it is gone.
+      The folder. It is deleted at the end if it is empty.
 
     Raises:
-      ValueError: another process writes there, or it cannot be used.
+      ValueError: another process writes there, or the folder cannot be used.
     """
-    if not processes.is_first():  # the first one's is kept
+    if not processes.is_first():  # only the first process keeps its folder
         with tempfile.TemporaryDirectory() as scratch:
             yield Path(scratch)
         return
@@ -110,14 +110,21 @@ def claimed(out: Path | None, name: str) -> Generator[Path]:
         _drop_empty(folder)
 
 
-def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) -> Path:
-    """Writes what a command without a run found, by file, into a folder.
+def write_files(
+    folder: Path | None, name: str, contents: Mapping[str, str | bytes]
+) -> Path:
+    """Writes files of a command that makes no run into a folder.
+
+    Args:
+      folder: target; None makes a new one, `runs/NAME-DATE-TIME`.
+      name: name of a new folder.
+      contents: contents by file name.
 
     Returns:
-      The folder; where none was named it is a new one, `runs/NAME-DATE-TIME`.
+      The folder.
 
     Raises:
-      ValueError: another process writes there, or it cannot be written.
+      ValueError: another process writes there, or the folder cannot be written.
     """
     folder = folder or new_folder(None, name)
     with contextlib.closing(locking.WriterLock(folder)):
@@ -127,20 +134,20 @@ def keep(folder: Path | None, name: str, contents: Mapping[str, str | bytes]) ->
 
 
 def new_folder(out: Path | None, name: str) -> Path:
-    """Chooses the folder of a run; `claimed` has it to itself.
+    """Returns the folder of a run; `reserve` locks it.
 
     Args:
-      out: where it should be: a new or empty folder, or an earlier run's, which is
-        then replaced. `None` makes a new one, `runs/NAME-DATE-TIME`.
-      name: the experiment's name.
+      out: a new or empty folder, or the folder of an earlier run, which is replaced.
+        None makes a new one, `runs/NAME-DATE-TIME`.
+      name: name of the experiment.
 
     Raises:
-      ValueError: `out` is a file, or holds something that is not a run.
+      ValueError: `out` is a file, or contains something other than a run.
     """
     if out is None:
         stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
         while True:  # several may start in the same second
-            out = DEFAULT / (stamp if number == 1 else f"{stamp}-{number}")
+            out = DEFAULT_PARENT / (stamp if number == 1 else f"{stamp}-{number}")
             try:
                 out.mkdir(parents=True)
                 return out
@@ -156,30 +163,34 @@ def new_folder(out: Path | None, name: str) -> Path:
         and not _is_run(out)
         and {x.name for x in out.iterdir()} - {locking.NAME}
     ):
-        raise ValueError(f"{out}: holds something else than a run; name a new folder")
+        raise ValueError(f"{out}: holds files that are not a run; name a new folder")
     return out
 
 
-def begin(
+def begin_run(
     folder: Path, experiment: Experiment, config: Any, config_name: str = ""
 ) -> None:
-    """Writes what is known before the work: `config.json` and `env.json`.
+    """Writes `config.json` and `env.json` before the work starts.
 
-    `config_name` is the shipped config that `config` was made from, if any.
+    Files of an earlier run are moved to a subfolder, so that the new config is never
+    mixed with old results. `finish_run` deletes them and `abandon_run` restores them.
 
-    What an earlier run left in the folder is put aside, so that the new config never
-    stands beside old results; `finish` deletes it, `abandon` puts it back.
+    Args:
+      folder: run folder.
+      experiment: experiment to run.
+      config: its config.
+      config_name: name of the shipped config that `config` was made from, if any.
 
     Raises:
-      ValueError: the folder cannot be made, or nothing can be written there.
+      ValueError: the folder cannot be made or written.
     """
     env = {"experiment": experiment.name, "status": "running"}
     env |= {"config": config_name} if config_name else {}
-    env |= environment.describe()
+    env |= environment.describe_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / EARLIER).is_dir():  # the run that put it there was killed
-            abandon(folder)
+        if (folder / EARLIER).is_dir():  # the previous run was killed
+            abandon_run(folder)
         if _is_run(folder):
             (folder / EARLIER).mkdir()
             _move(folder, folder / EARLIER)
@@ -189,8 +200,8 @@ def begin(
         raise ValueError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
-def abandon(folder: Path) -> None:
-    """Takes back what `begin` did: an earlier run is back, a new folder is gone."""
+def abandon_run(folder: Path) -> None:
+    """Reverts `begin_run`: restores an earlier run, and deletes a new folder."""
     for name in _names(folder):
         (folder / name).unlink(missing_ok=True)
     if (folder / EARLIER).is_dir():
@@ -200,35 +211,35 @@ def abandon(folder: Path) -> None:
 
 
 def has_result(folder: Path) -> bool:
-    """Tells whether a run came as far as writing its result."""
+    """Returns True if a run has written its result."""
     return any((folder / name).exists() for name in ("result.npz", "runs.jsonl"))
 
 
-def mark(folder: Path, status: Status) -> None:
-    """Notes in `env.json` what became of a run that has no result."""
+def mark_status(folder: Path, status: Status) -> None:
+    """Writes the final status of a run without a result to `env.json`."""
     env = _env(folder) | {"status": status}
     files.write_atomically(folder / "env.json", config_json.dumps(env))
 
 
-def finish(
+def finish_run(
     folder: Path,
     experiment: Experiment,
     result: Any,
     *,
     duration_s: float,
     interrupted: bool = False,
-) -> Run:
-    """Writes the result, reads it back, and derives everything else from that.
+) -> SavedRun:
+    """Writes the result, reads it back, and derives all other files from it.
 
     Args:
-      folder: a folder that `begin` prepared.
-      experiment: what was run.
-      result: what the study's `run` returned.
-      duration_s: how long that took.
-      interrupted: whether it was stopped before its end.
+      folder: folder that `begin_run` prepared.
+      experiment: experiment that was run.
+      result: return value of the study's `run`.
+      duration_s: duration of the run, in s.
+      interrupted: True if the run was stopped early.
 
     Raises:
-      TypeError: the result holds something that neither file can.
+      TypeError: the result contains a type that neither result file supports.
     """
     if isinstance(result, list):
         rows = (config_json.dumps(row, indent=None) + "\n" for row in result)
@@ -238,31 +249,33 @@ def finish(
         files.write_atomically(
             folder / "result.npz", lambda file: np.savez_compressed(file, **arrays)
         )
-    run = read(folder, experiment)
+    run = read_run(folder, experiment)
     files.write_atomically(folder / "claims.json", config_json.dumps(run.claims))
     for name, text in run.study.files(run.result).items():
         files.write_atomically(folder / name, text)
-    draw(run)
+    draw_figure(run)
     status: Status = "interrupted" if interrupted else "done"
     env = _env(folder) | {"status": status, "duration_s": duration_s}
-    report = framework_report.report(experiment.question, run.config, env, run.parts)
+    report = framework_report.render_report(
+        experiment.question, run.config, env, run.parts
+    )
     files.write_atomically(folder / "report.md", report)
-    # The last word: whoever reads "done" finds everything else.
+    # Written last: the status "done" implies that all other files exist.
     files.write_atomically(folder / "env.json", config_json.dumps(env))
     discard_earlier(folder)
     return run._replace(env=env)
 
 
 def discard_earlier(folder: Path) -> None:
-    """Deletes the earlier run that `begin` put aside."""
+    """Deletes the earlier run that `begin_run` moved to a subfolder."""
     shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
-def read(folder: Path, experiment: Experiment) -> Run:
-    """Reads a run folder; nothing in it is believed unchecked or unpickled.
+def read_run(folder: Path, experiment: Experiment) -> SavedRun:
+    """Reads and validates a run folder; no file is unpickled.
 
     Raises:
-      ValueError: a file is missing, or is not what it should be.
+      ValueError: a file is missing or invalid.
     """
     path = folder / "config.json"
     config = experiment.config_loads(files.read_text(path), str(path))
@@ -277,11 +290,11 @@ def read(folder: Path, experiment: Experiment) -> Run:
         ]
     else:
         result = _load_arrays(folder / "result.npz", study.result)
-    claims, parts = study.claims(result), study.tell(result)
+    claims, parts = study.claims(result), study.report_parts(result)
     if registry.SMOKE in (env.get("config"), study.name_of(config)):
         claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []
-    return Run(
+    return SavedRun(
         folder=folder,
         study=study,
         config=config,
@@ -293,26 +306,26 @@ def read(folder: Path, experiment: Experiment) -> Run:
     )
 
 
-def draw(run: Run) -> None:
-    """Draws the figure of a run that was read, and its panels, into its folder."""
-    figures = style.render(
+def draw_figure(run: SavedRun) -> None:
+    """Draws the figure of a run and its panels into its folder."""
+    figures = style.render_figure(
         lambda axes: run.study.plot(axes, run.result),
         panels=run.study.panels,
         size_inches=run.study.panel_size_inches,
     )
     for old in run.folder.glob(PANELS):
-        if old.name not in figures:  # of a figure that had more panels
+        if old.name not in figures:  # panels of an earlier figure
             old.unlink()
     for name, content in figures.items():
         files.write_atomically(run.folder / name, content)
 
 
 def _drop_empty(folder: Path) -> None:
-    """Deletes a folder that holds nothing, and the one of all runs with the last."""
-    with contextlib.suppress(OSError):  # one that holds something else stays
+    """Deletes an empty folder, and the default parent if it becomes empty."""
+    with contextlib.suppress(OSError):  # a folder with other files is kept
         folder.rmdir()
-        if folder.parent == DEFAULT:
-            DEFAULT.rmdir()
+        if folder.parent == DEFAULT_PARENT:
+            DEFAULT_PARENT.rmdir()
 
 
 def _is_run(folder: Path) -> bool:
@@ -325,23 +338,23 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Names of the files of a run, those of its figure's panels among them."""
+    """Returns the file names of a run, including the panels of its figure."""
     return [*FILES, *(path.name for path in folder.glob(PANELS))]
 
 
 def _env(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
-    # The run has started the devices by now; before it, asking would have.
+    # Listing devices initializes them, so they are listed only after the run.
     env = files.read_json(path)
-    return env | {"devices": environment.devices()}
+    return env | {"devices": environment.device_names()}
 
 
 def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
-    """Names every leaf of nested records, `outer.inner`, as a NumPy array."""
+    """Returns every leaf of nested records as a NumPy array, by name `outer.inner`."""
     arrays = {}
-    for name, value in table.parts(result).items():
+    for name, value in table.field_values(result).items():
         if table.is_compound(type(value)):
-            arrays |= _flatten(value, prefix + table.prefix(type(result), name))
+            arrays |= _flatten(value, prefix + table.array_prefix(type(result), name))
             continue
         array = np.asarray(value)
         if array.dtype.kind not in "biufcU":
@@ -365,7 +378,7 @@ def _unflatten(
     values = {}
     for name, inner in typing.get_type_hints(hint).items():
         if table.is_compound(inner):
-            inside = prefix + table.prefix(hint, name)
+            inside = prefix + table.array_prefix(hint, name)
             values[name] = _unflatten(path, inner, arrays, inside)
         elif prefix + name not in arrays:
             raise ValueError(f"{path}: lacks {prefix}{name}")

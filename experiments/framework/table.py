@@ -1,23 +1,24 @@
-"""Results: what each value means, its unit and how it is told, declared once.
+"""Results with declared columns: meaning, unit and format, declared once.
 
-From the declarations follow the arrays of a run folder, the JSON of its metrics and the
-tables of its report. A `Table` has rows: its columns are arrays, their first axis the
-rows. A `Record` has one of each: numbers, texts, arrays, tables, other records.
+The declarations define the arrays of a run folder, the JSON of its metrics and the
+tables of its report. A `ResultTable` has rows: its columns are arrays whose first axis
+is the row. A `ResultRecord` has single values: numbers, texts, arrays, tables, nested
+records.
 
-    class Serving(Table):
-        \"\"\"What became of every load.\"\"\"
+    class Serving(ResultTable):
+        \"\"\"Result for every request rate.\"\"\"
 
-        data: Texts = column("whose lengths")
+        data: Texts = column("data set of the lengths")
         rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
-        finish_s: Floats = column("from arrival to answer")
+        finish_s: Floats = column("time from arrival to answer")
 
         @property
-        @shown(heading="over the first")
+        @computed_column(heading="over the first")
         def ratio(self) -> np.ndarray:
             return self.finish_s / self.finish_s[0]
 
-Units stand in names: one that ends in `_s`, `_per_s`, `_bytes`, `_share` or
-`_utilisation` is written with its unit, and its heading goes without.
+Units are suffixes of names: a value whose name ends in `_s`, `_per_s`, `_bytes`,
+`_share` or `_utilisation` is printed with its unit, and its heading omits the suffix.
 """
 
 import dataclasses
@@ -39,18 +40,20 @@ Texts = Annotated[np.ndarray, "text"]
 
 
 class Column(NamedTuple):
-    """How a value is told.
+    """Format of a value in tables and JSON.
 
     Attributes:
-      heading: over it in a table; its name in words by default.
-      form: how a cell is written: a format such as "{:.2f}", or a function of the value
-        or None; by default as its name's unit asks.
-      key: its name in JSON; its own by default.
-      of: what is told of a row's array, such as `np.median`; a list of all by default.
-      note: below the table, of a column that is one.
-      is_told: whether it stands in JSON and tables that do not name their columns.
-      prefix: of a table's or record's arrays in a run folder; its own name and a dot by
-        default, nothing where older folders have them so.
+      heading: column heading; by default the name in words.
+      form: format of a cell: a format string such as "{:.2f}", or a function of the
+        value or None; by default the format of the unit in the name.
+      key: key in JSON; by default the name.
+      of: reduction of the array of a row, such as `np.median`; by default the whole
+        array.
+      note: sentence below the table, for a column that is a table.
+      is_reported: True if the value is part of JSON and of tables that do not name
+        their columns.
+      prefix: prefix of the arrays of a nested table or record in a run folder; by
+        default its name and a dot.
     """
 
     heading: str = ""
@@ -58,26 +61,26 @@ class Column(NamedTuple):
     key: str = ""
     of: Callable[[np.ndarray], Any] | None = None
     note: str = ""
-    is_told: bool = True
+    is_reported: bool = True
     prefix: str | None = None
 
 
-def column(meaning: str, **told: Any) -> Any:
+def column(meaning: str, **reported: Any) -> Any:
     """Declares a value of a record or a column of a table.
 
     Args:
-      meaning: what it is, for who reads the code.
-      told: how it is told, as `Column` has it.
+      meaning: meaning of the value, for readers of the code.
+      reported: fields of `Column`.
     """
     del meaning
-    return dataclasses.field(metadata={"column": Column(**told)})
+    return dataclasses.field(metadata={"column": Column(**reported)})
 
 
-def shown[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
-    """Has a property told like a column, behind those; stands below `@property`."""
+def computed_column[F: Callable[..., Any]](**reported: Any) -> Callable[[F], F]:
+    """Declares a property as a column after the fields; goes below `@property`."""
 
     def declare(function: F) -> F:
-        vars(function)["column"] = Column(**told)
+        vars(function)["column"] = Column(**reported)
         return function
 
     return declare
@@ -86,8 +89,8 @@ def shown[F: Callable[..., Any]](**told: Any) -> Callable[[F], F]:
 @typing.dataclass_transform(
     frozen_default=True, eq_default=False, field_specifiers=(column,)
 )
-class Record:
-    """Values by name, each declared by `column`; a frozen dataclass."""
+class ResultRecord:
+    """Named values, each declared by `column`; a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         """Makes the subclass a dataclass."""
@@ -95,9 +98,9 @@ class Record:
 
     @classmethod
     def columns(cls) -> dict[str, Column]:
-        """All that is declared, by name: fields in order, then properties `shown`.
+        """Returns all declarations by name: fields in order, then computed columns.
 
-        What a class inherits stands before its own.
+        Inherited declarations come first.
         """
         fields: Mapping[str, Any] = vars(cls).get("__dataclass_fields__", {})
         found = {x: fields[x].metadata.get("column", Column()) for x in fields}
@@ -108,19 +111,19 @@ class Record:
         return found
 
 
-class Table(Record):
+class ResultTable(ResultRecord):
     """A record whose columns have a value, or an array, for each row.
 
     Raises:
-      ValueError: columns differ in length, or are not of their kind.
+      ValueError: columns differ in length, or have the wrong type.
     """
 
     def __post_init__(self) -> None:
-        """Makes arrays of the columns, each of the kind that is declared."""
-        hints = kinds(type(self))
-        for name, value in parts(self).items():
+        """Converts the columns to arrays of the declared types."""
+        hints = field_types(type(self))
+        for name, value in field_values(self).items():
             object.__setattr__(self, name, _of_kind(name, value, hints[name]))
-        lengths = {name: len(value) for name, value in parts(self).items()}
+        lengths = {name: len(value) for name, value in field_values(self).items()}
         if len({*lengths.values()}) > 1:
             raise ValueError(f"columns of {type(self).__name__} differ: {lengths}")
 
@@ -132,16 +135,16 @@ class Table(Record):
         """
         from jaxkv.workloads import dataframes
 
-        return dataframes.make(parts(self))
+        return dataframes.make(field_values(self))
 
     def __len__(self) -> int:
-        """Rows."""
-        return len(next(iter(parts(self).values())))
+        """Returns the number of rows."""
+        return len(next(iter(field_values(self).values())))
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Self:
-        """Makes a table of rows: values in the columns' order, or by their names."""
-        names = [*kinds(cls)]
+        """Makes a table from rows: values in the order of the columns, or by name."""
+        names = [*field_types(cls)]
         kept = [
             [x[name] for name in names] if isinstance(x, Mapping) else x for x in rows
         ]
@@ -152,132 +155,149 @@ class Table(Record):
 
     @classmethod
     def joined(cls, tables: Iterable[Self]) -> Self:
-        """Puts the rows of tables behind each other."""
-        kept = [[*parts(each).values()] for each in tables if len(each)]
+        """Concatenates the rows of tables."""
+        kept = [[*field_values(each).values()] for each in tables if len(each)]
         columns = zip(*kept, strict=True)
         return cls(*map(np.concatenate, columns)) if kept else cls.of([])
 
     def where(self, **wanted: object) -> Self:
-        """The rows whose columns, or properties, have these values."""
+        """Returns the rows whose columns, or properties, have the given values."""
         here = np.ones(len(self), bool)
         for name, value in wanted.items():
             here &= np.asarray(getattr(self, name) == value)
         return self.at(here)
 
     def at(self, rows: Any) -> Self:
-        """The rows of a mask, or of indices in their order."""
-        return type(self)(*(values[rows] for values in parts(self).values()))
+        """Returns the rows of a mask, or of indices in their order."""
+        return type(self)(*(values[rows] for values in field_values(self).values()))
 
     def distinct(self, name: str) -> list[Any]:
-        """The values of a column, each once, in their order."""
+        """Returns the distinct values of a column, in order of first occurrence."""
         return [*dict.fromkeys(getattr(self, name).tolist())]
 
     def rows(self, *names: str) -> list[dict[str, Any]]:
-        """The rows for JSON, by key: of all columns, or those named."""
-        told = _told(self, names)
-        keys = [said.key or name for name, said, _ in told]
-        columns = (values for *_, values in told)
+        """Returns the rows for JSON, by key: all columns, or the named ones."""
+        reported = _reported_columns(self, names)
+        keys = [declaration.key or name for name, declaration, _ in reported]
+        columns = (values for *_, values in reported)
         return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def sheet(self, title: str, *names: str, note: str = "") -> report.Sheet:
-        """The rows for a person: of all columns, or those named."""
-        told = _told(self, names)
-        heads = [_heading(name, said) for name, said, _ in told]
-        columns = ([written(name, said, x) for x in xs] for name, said, xs in told)
+        """Returns the rows for a report: all columns, or the named ones."""
+        reported = _reported_columns(self, names)
+        heads = [_heading(name, declaration) for name, declaration, _ in reported]
+        columns = (
+            [format_cell(name, declaration, x) for x in xs]
+            for name, declaration, xs in reported
+        )
         return report.Sheet(title, heads, [*zip(*columns, strict=True)], note)
 
 
-def parts(value: Any) -> dict[str, Any]:
-    """The values of a record, or of a NamedTuple, by name."""
-    if isinstance(value, Record):
-        return {name: getattr(value, name) for name in kinds(type(value))}
+def field_values(value: Any) -> dict[str, Any]:
+    """Returns the values of a record, or of a NamedTuple, by name."""
+    if isinstance(value, ResultRecord):
+        return {name: getattr(value, name) for name in field_types(type(value))}
     return value._asdict()
 
 
-def kinds(kind: Any) -> dict[str, Any]:
-    """The types of what a class of records or NamedTuples holds, by name."""
+def field_types(kind: Any) -> dict[str, Any]:
+    """Returns the field types of a class of records or NamedTuples, by name."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def is_compound(kind: Any) -> bool:
-    """Whether a type is one of records or NamedTuples."""
-    is_record = isinstance(kind, type) and issubclass(kind, Record)
+    """Returns True if a type is a record or a NamedTuple."""
+    is_record = isinstance(kind, type) and issubclass(kind, ResultRecord)
     return is_record or hasattr(kind, "_fields")
 
 
-def by_row(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Columns, arrays of equal lengths by name, as rows for JSON."""
+def to_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Converts columns, arrays of equal length by name, to rows for JSON."""
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def prefix(kind: Any, name: str) -> str:
-    """What stands before the names of arrays of a record's part, in a run folder."""
-    declared = kind.columns() if issubclass(kind, Record) else {}
-    said = declared.get(name, Column()).prefix
-    return f"{name}." if said is None else said
+def array_prefix(kind: Any, name: str) -> str:
+    """Returns the prefix of array names of a record's field in a run folder."""
+    declared = kind.columns() if issubclass(kind, ResultRecord) else {}
+    declaration = declared.get(name, Column()).prefix
+    return f"{name}." if declaration is None else declaration
 
 
 def metrics(result: Any) -> dict[str, Any]:
-    """What JSON tells of a record: values by key, tables as rows, no arrays.
+    """Returns the JSON of a record: values by key and tables as rows, no arrays.
 
-    Of a result that is a list of rows, these.
+    A result that is a list of rows is returned under the key `rows`.
     """
-    if not isinstance(result, Record):
+    if not isinstance(result, ResultRecord):
         return {"rows": result} if isinstance(result, list) else {}
     found = {}
-    for name, said in result.columns().items():
-        if not said.is_told:
+    for name, declaration in result.columns().items():
+        if not declaration.is_reported:
             continue
         value = getattr(result, name)
-        if isinstance(value, Table):
-            found[said.key or name] = value.rows()
-        elif isinstance(value, Record):
-            found[said.key or name] = metrics(value)
+        if isinstance(value, ResultTable):
+            found[declaration.key or name] = value.rows()
+        elif isinstance(value, ResultRecord):
+            found[declaration.key or name] = metrics(value)
         elif np.ndim(value) == 0:
-            found[said.key or name] = np.asarray(value).item()
+            found[declaration.key or name] = np.asarray(value).item()
     return found
 
 
-def sheets(result: Any) -> list[report.Part]:
-    """What a report tells of a record: its values, then each table that has rows."""
-    declared = result.columns() if isinstance(result, Record) else {}
+def sheets(result: Any) -> list[report.ReportPart]:
+    """Returns the report of a record: its values, then each table that has rows."""
+    declared = result.columns() if isinstance(result, ResultRecord) else {}
     plain, found = [], []
-    for name, said in declared.items():
-        if not said.is_told:
+    for name, declaration in declared.items():
+        if not declaration.is_reported:
             continue
         value = getattr(result, name)
-        if isinstance(value, Table):
-            sheet = value.sheet(said.heading or name, note=said.note)
+        if isinstance(value, ResultTable):
+            sheet = value.sheet(declaration.heading or name, note=declaration.note)
             found += [sheet] if len(value) else []
-        elif isinstance(value, Record):
+        elif isinstance(value, ResultRecord):
             found += sheets(value)
         elif np.ndim(value) == 0:
-            plain.append((_heading(name, said), written(name, said, value)))
+            plain.append(
+                (_heading(name, declaration), format_cell(name, declaration, value))
+            )
     first = [report.Sheet("", ("metric", "value"), plain)] if plain else []
     return [*first, *found]
 
 
-def written(name: str, said: Column, value: Any) -> str:
-    """A value as a cell has it; "-" where there is none."""
-    value = config_json.plain(value)
-    if isinstance(said.form, str):
-        return "-" if value is None else said.form.format(value)
-    return said.form(value) if said.form else units.named(name, value)[1]
+def format_cell(name: str, declaration: Column, value: Any) -> str:
+    """Returns the text of a table cell; "-" for None."""
+    value = config_json.to_plain(value)
+    if isinstance(declaration.form, str):
+        return "-" if value is None else declaration.form.format(value)
+    return (
+        declaration.form(value)
+        if declaration.form
+        else units.format_named(name, value)[1]
+    )
 
 
-def _heading(name: str, said: Column) -> str:
-    return said.heading or units.named(name, 0.0)[0]
+def _heading(name: str, declaration: Column) -> str:
+    return declaration.heading or units.format_named(name, 0.0)[0]
 
 
-def _told(table: Table, names: Sequence[str]) -> list[tuple[str, Column, list[Any]]]:
-    """Name, declaration and values of the columns named, or of all that are told."""
+def _reported_columns(
+    table: ResultTable, names: Sequence[str]
+) -> list[tuple[str, Column, list[Any]]]:
+    """Returns name, declaration and values of the named, or of all reported columns."""
     declared = table.columns()
     found = []
-    for name in names or [name for name, said in declared.items() if said.is_told]:
-        said, values = declared.get(name, Column()), getattr(table, name)
-        told = values if said.of is None else np.array([said.of(x) for x in values])
-        found.append((name, said, told.tolist()))
+    for name in names or [
+        name for name, declaration in declared.items() if declaration.is_reported
+    ]:
+        declaration, values = declared.get(name, Column()), getattr(table, name)
+        reported = (
+            values
+            if declaration.of is None
+            else np.array([declaration.of(x) for x in values])
+        )
+        found.append((name, declaration, reported.tolist()))
     return found
 
 
@@ -285,7 +305,7 @@ _KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}
 
 
 def _of_kind(name: str, value: Any, hint: Any) -> np.ndarray:
-    """A column as an array of its kind; whole floats become integers."""
+    """Converts a column to an array of its type; whole floats become integers."""
     array = np.asarray([*value] if isinstance(value, tuple) else value)
     declared = getattr(hint, "__metadata__", None) or getattr(hint, "dtypes", ())
     first = declared[0] if isinstance(declared, tuple) and declared else ""

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: four digits at most, with the unit that suits."""
+"""Formats of numbers with units: at most four significant digits."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _FLOPS = (
 )
 
 
-def cell(value: Any) -> str:
-    """Writes a value short: four significant digits, whole numbers in full."""
+def format_number(value: Any) -> str:
+    """Formats a value with four significant digits; integers in full."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -29,61 +29,61 @@ def cell(value: Any) -> str:
     return str(value)
 
 
-def count(value: float, form: str = ".3g", gap: str = "") -> str:
-    """Writes a number of parameters or tokens: 124M."""
+def format_count(value: float, form: str = ".3g", gap: str = "") -> str:
+    """Formats a number of parameters or tokens: 124M."""
     scale, letter = next((x for x in _COUNTS if value >= x[0]), (1.0, ""))
     return f"{value / scale:{form}}{gap}{letter}".rstrip()
 
 
-def seconds(value: float | None) -> str:
-    """Writes a duration: 12.3 s, 4.56 ms, 78.9 us."""
+def format_seconds(value: float | None) -> str:
+    """Formats a duration: 12.3 s, 4.56 ms, 78.9 us."""
     return _scaled(value, _SECONDS)
 
 
-def size(value: float | None) -> str:
-    """Writes a number of bytes: 734 MB; a MB is 1e6 bytes."""
+def format_bytes(value: float | None) -> str:
+    """Formats a number of bytes: 734 MB; 1 MB is 1e6 bytes."""
     return _scaled(value, _BYTES)
 
 
-def flops(value: float | None) -> str:
-    """Writes a number of operations: 1.07 GFLOP."""
+def format_flops(value: float | None) -> str:
+    """Formats a number of operations: 1.07 GFLOP."""
     return _scaled(value, _FLOPS)
 
 
-def share(value: float | None) -> str:
-    """Writes a share of one in per cent: 93.9 %."""
+def format_percent(value: float | None) -> str:
+    """Formats a share in [0, 1] as a percentage: 93.9 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def rate(value: float | None) -> str:
-    """Writes a rate: three digits, none behind the point from a hundred on."""
+def format_rate(value: float | None) -> str:
+    """Formats a rate with three digits, and without decimals from 100."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def named(name: str, value: Any) -> tuple[str, str]:
-    """Writes a number whose unit stands in its name.
+def format_named(name: str, value: Any) -> tuple[str, str]:
+    """Formats a number whose name has its unit as a suffix.
 
     Args:
-      name: of the number; it may end in `_per_s`, `_s`, `_bytes`, `_share` or
+      name: name of the number; may end in `_per_s`, `_s`, `_bytes`, `_share` or
         `_utilisation`.
-      value: the number, or anything else.
+      value: number, or any other value.
 
     Returns:
-      The name in plain words, and the value with its unit.
+      The name in words, and the value with its unit.
     """
     label = name.replace("_", " ")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name.endswith("_per_s"):
-            return label, rate(value)
+            return label, format_rate(value)
         if name.endswith("_s"):
-            return label.removesuffix(" s"), seconds(value)
+            return label.removesuffix(" s"), format_seconds(value)
         if name.endswith("_bytes"):
-            return label.removesuffix(" bytes"), size(value)
+            return label.removesuffix(" bytes"), format_bytes(value)
         if name.endswith(("_share", "_utilisation")):
-            return label, share(value)
-    return label, cell(value)
+            return label, format_percent(value)
+    return label, format_number(value)
 
 
 def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:

@@ -1,18 +1,18 @@
-"""Ways to serve a workload and watch it, and models to serve."""
+"""Shared tools of experiments: engines, models, prompts, cost models, timing."""
 
 __all__ = [
     "bundled",
     "cost_models",
-    "divided_steps",
     "kernels",
     "length_distributions",
     "model_shapes",
     "named_costs",
     "prompts",
-    "sentences",
+    "sentence_model",
     "serving",
-    "showing",
-    "stepping",
+    "sharded_steps",
+    "stepper",
     "sweep_tables",
+    "terminal_text",
     "timing",
 ]

@@ -1,4 +1,4 @@
-"""The models that ship with the project, and the heads that draft for them."""
+"""Models that ship with the project, and their draft heads."""
 
 from pathlib import Path
 
@@ -7,27 +7,27 @@ from jaxkv import files
 FOLDER = Path(__file__).parents[1] / "models"
 
 
-def names() -> list[str]:
-    """Lists the models that ship with the project, without heads that draft for one."""
+def bundled_names() -> list[str]:
+    """Returns the names of the bundled models, without draft heads."""
     return sorted(files.bundled_models())
 
 
-def folder_of(model: str) -> Path:
-    """Finds a model, see `jaxkv.files.model_folder`.
+def find_model_folder(model: str) -> Path:
+    """Returns the folder of a model, see `jaxkv.files.model_folder`.
 
     Raises:
-      ValueError: there is none of this path or name.
+      ValueError: there is no model with this path or name.
     """
     return files.model_folder(model)
 
 
-def heads_of(model: str, kind: str) -> Path:
-    """Finds the heads of a kind that ship with the project and draft for a model.
+def find_heads_folder(model: str, kind: str) -> Path:
+    """Returns the folder of the bundled draft heads of a kind for a model.
 
     Raises:
-      ValueError: there are none.
+      ValueError: the project ships no such heads.
     """
     folder = FOLDER / f"{model}-{kind}"
-    if model not in names() or not folder.is_dir():
+    if model not in bundled_names() or not folder.is_dir():
         raise ValueError(f"{model}: no {kind} heads ship with it; name their folder")
     return folder

@@ -1,7 +1,8 @@
-"""Cost models: pytrees of arrays that price the work of one step.
+"""Cost models: pytrees of arrays that map the work of a step to seconds.
 
-`vmap` may sweep their leaves. Each comes with the range where it holds and its error on
-the data that it was fitted to; `named_costs.find` has them by name.
+Their leaves can be swept by `vmap`. Each model states its range of validity and its
+error on the data that it was fitted to. `named_costs.find_cost_model` returns them by
+name.
 """
 
 from collections.abc import Mapping
@@ -16,13 +17,13 @@ from scaling.costs import devices, serving, steps
 from scaling.shapes import ModelShape
 
 PAGE_SIZE = 16
-"""Token places in a page: vLLM's default."""
+"""Tokens per page: the default of vLLM."""
 MEMORY_SHARE = 0.9
-"""Of the GPUs' memory, weights and pages together: vLLM's default."""
+"""Share of GPU memory for weights and pages together: the default of vLLM."""
 
 
-def num_pages(model: ModelShape, device: str, num_devices: int) -> int:
-    """Pages that fit beside the weights.
+def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
+    """Returns the number of pages that fit in memory in addition to the weights.
 
     OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
     """
@@ -36,15 +37,15 @@ def num_pages(model: ModelShape, device: str, num_devices: int) -> int:
 
 
 class CostModel[C: Cost](NamedTuple):
-    """A cost, and what may be expected of it.
+    """A cost function with its source, validity and error.
 
     Attributes:
-      name: as `named_costs.find` takes it.
-      cost: prices a step.
-      source: where its numbers come from.
-      validity: for which steps it was made.
-      error: the largest relative error on the data it was fitted to; None if these
-        are not published.
+      name: name that `named_costs.find_cost_model` accepts.
+      cost: function from the work of a step to seconds.
+      source: source of the coefficients.
+      validity: steps for which the model was made.
+      error: largest relative error on the data that it was fitted to; None if that data
+        is not published.
     """
 
     name: str
@@ -54,29 +55,29 @@ class CostModel[C: Cost](NamedTuple):
     error: float | None
 
 
-class Linear(NamedTuple):
-    """Linear in counts, in other numbers for large batches.
+class LinearCost(NamedTuple):
+    """Time of a step, linear in counts, with different coefficients for large batches.
 
-    A step that only reads prompts costs `prefill`; one that decodes costs `decode` and,
-    where it reads prompts too, the slopes of `prefill`: the constant is paid once. A
-    draft costs what one sequence more does, and attends to what its sequence reads
-    anyway.
+    A step that only runs prefill costs `prefill`. A step with decodes costs `decode`,
+    plus the slopes of `prefill` if it also runs prefill: the constant is paid once. A
+    draft token costs as much as one more sequence and attends to the context of its
+    sequence.
     """
 
     prefill: Float[Array, " 3"]
-    """Seconds of a step, of a token, and of the square of a token."""
+    """Seconds per step, per token, and per squared token."""
     decode: Float[Array, " 3"]
-    """Seconds of a step, of a token attended to, and of a sequence."""
+    """Seconds per step, per attended token, and per sequence."""
     decode_large: Float[Array, " 3"]
-    """The same from `large` sequences and drafts on."""
+    """Like `decode`, for at least `large` sequences and drafts."""
     large: Float[Array, ""]
     copy_s: Float[Array, ""]
-    """Of a page copied in the pool."""
+    """Seconds per page copied within the pool."""
     swap_s: Float[Array, ""]
-    """Of a page moved out of it, or back."""
+    """Seconds per page swapped out or in."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
+        """Returns the seconds of a step."""
         w = as_floats(work)
         small = w.num_decode_rows < self.large
         decode = jnp.where(small, self.decode, self.decode_large)
@@ -90,19 +91,19 @@ class Linear(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """The longer of the time of the products and the time of the memory."""
+    """Time of a step: the larger of compute time and memory time."""
 
     step: steps.StepCost
     copy_s: Float[Array, ""]
-    """As in `Linear`."""
+    """Seconds per page copied within the pool."""
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step, as `steps.work` does from the slots apart."""
+        """Returns the seconds of a step, as `steps.work` does from the single slots."""
         w, c = as_floats(work), self.step
         tokens = w.num_decode_rows + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)
-        # Queries of a chunk meet what is before them and themselves.
+        # Queries of a chunk attend to earlier tokens and to themselves.
         pairs = w.decode_pairs + (w.prompt_squares + w.num_prompt_rows) / 2
         flops = (
             tokens * c.flops_per_token
@@ -118,7 +119,7 @@ class Roofline(NamedTuple):
 
 
 def as_floats(work: Work) -> Work:
-    """The counts in float32: exact up to 16 million."""
+    """Converts the counts to float32, which is exact up to 16 million."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), work)
 
 
@@ -128,13 +129,20 @@ def linear(
     decode_large: tuple[float, ...] | None = None,
     *,
     scale: float = 1e-3,
-) -> Linear:
-    """Makes a `Linear` cost of coefficients, times `scale`: those of fits are in ms."""
+) -> LinearCost:
+    """Makes a `LinearCost` from coefficients times `scale`; by default they are in ms.
+
+    Args:
+      prefill: values per step, token and squared token, before scaling.
+      decode: values per step, attended token and sequence, before scaling.
+      decode_large: the same as `decode`, from 95 sequences; None means `decode`.
+      scale: factor on all coefficients.
+    """
 
     def scaled(values: tuple[float, ...]) -> Array:
         return jnp.asarray([x * scale for x in values], jnp.float32)
 
-    return Linear(
+    return LinearCost(
         prefill=scaled(prefill),
         decode=scaled(decode),
         decode_large=scaled(decode_large or decode),
@@ -147,13 +155,17 @@ def linear(
 FIGURE_12 = "opt-13b-a100-40gb"
 
 
-def figure_12(*, scale: float = 1.31) -> CostModel[Linear]:
-    """The step of OPT-13B on one A100 of 40 GB, of which the paper prints no times.
+def figure_12(*, scale: float = 1.31) -> CostModel[LinearCost]:
+    """Returns the cost model of OPT-13B on one A100 of 40 GB.
 
-    DistServe's fit of its decoding on 80 GB, times the ratio of the bandwidths,
-    2.04 / 1.555 = 1.31; of prefill the slope only, since a mixed step pays the constant
-    once. By Little's law the paper's own figure 13 asks for 30.42 / (2 * 338) = 45.0 ms
-    a step at 2 requests/s; this gives 47.6. `scale` is the ratio.
+    The paper prints no step times for it. Decode: the fit of DistServe on 80 GB, times
+    the ratio of the memory bandwidths, 2.04 / 1.555 = 1.31. Prefill: the slope only,
+    because a mixed step pays the constant once. By Little's law, figure 13 of the paper
+    implies 30.42 / (2 * 338) = 45.0 ms per step at 2 requests/s; this model gives 47.6
+    ms.
+
+    Args:
+      scale: ratio of the memory bandwidths.
     """
     small, large = (23.475, 5.93e-4, 0.0607), (20.206, 4.91e-4, 0.120)
     cost = linear((small[0], 0.1405, 0.0), small, large, scale=scale * 1e-3)
@@ -194,25 +206,24 @@ DISTSERVE: Mapping[str, tuple[tuple[float, ...], ...]] = {
         (29.09, 6.03e-4, 0.139),
     ),
 }
-"""Fits of vLLM's times on A100s of 80 GB by model and tensor ways.
+"""Fits of vLLM's times on A100s of 80 GB by model and tensor-parallel degree.
 
 Source: github.com/LLMServe/DistServe, Apache-2.0, state of April 2025,
 simdistserve/estimators/profile_data/profiler-a100-80g.vllm.json; Zhong et al. 2024,
-arXiv:2401.09670, appendix A.
-"""
+arXiv:2401.09670, appendix A."""
 
 
-def distserve(name: str) -> CostModel[Linear]:
-    """One of DistServe's published fits, a key of `DISTSERVE`.
+def distserve(name: str) -> CostModel[LinearCost]:
+    """Returns one of the published fits of DistServe, a key of `DISTSERVE`.
 
-    Their simulator adds 1 ms for each pipeline stage, which is not in here.
+    Their simulator adds 1 ms for each pipeline stage, which is not included.
     """
     return CostModel(
         name=name,
         cost=linear(*DISTSERVE[name]),
         source="LLMServe/DistServe, profiler-a100-80g.vllm.json, April 2025",
-        validity="OPT in 16 bits on A100s of 80 GB; steps that read prompts or decode, "
-        "made for either apart; a mixed step is our sum of both",
+        validity="OPT in 16 bits on A100s of 80 GB; fitted to steps of prefill only or "
+        "decode only; a mixed step is the sum of both",
         error=None,
     )
 
@@ -225,30 +236,30 @@ def roofline(
     name: str = "roofline",
     **how: Any,
 ) -> CostModel[Roofline]:
-    """What a data sheet promises: weights, keys and values, products, an overhead.
+    """Returns the cost model of a data sheet: weights, KV cache, products, overhead.
 
     Args:
-      model: its shape.
-      device: what it runs on.
-      num_devices: as for `steps.step_cost`.
-      name: what to call it.
-      how: what is reached of the device, as for `steps.step_cost`.
+      model: shape of the model.
+      device: accelerator.
+      num_devices: number of devices, as for `steps.step_cost`.
+      name: name of the cost model.
+      how: achieved shares of the device's rates, as for `steps.step_cost`.
 
     Raises:
-      ValueError: the model's layers have windows, so sums over the batch do not tell
-        what they attend to; or a number is out of range.
+      ValueError: the model has layers with sliding windows, whose attended tokens do
+        not follow from sums over the batch; or a number is out of range.
     """
     if any(model.windows):
         raise ValueError(
-            f"{model.name}: layers with windows attend to less than the counts of a "
-            "step tell"
+            f"{model.name}: sliding windows are not supported, since the counts of a "
+            "step do not give the attended tokens"
         )
     step = steps.step_cost(model, device, num_devices=num_devices, **how)
     return CostModel(
         name=name,
         cost=Roofline(step, jnp.float32(0.0), jnp.float32(0.0)),
         source=device.source,
-        validity="a lower bound where all shares are 1: devices never wait, kernels "
-        "reach the data sheet",
+        validity="a lower bound if all shares are 1: no device waits, and kernels "
+        "reach the rates of the data sheet",
         error=None,
     )

@@ -1,15 +1,15 @@
-"""Lengths of prompts and answers after published means, and the pages they share."""
+"""Prompt and answer lengths with published means, and the pages that answers share."""
 
 import numpy as np
 
 from jaxkv.workloads.lengths import Gamma, Lengths, Pair, rescale_to_means
 
 NUM_DRAWN = 8192
-"""Pairs that stand for a law."""
+"""Pairs drawn to represent a distribution."""
 NUM_ROUNDS, NUM_SWAPS = 100, 10_000
 
 
-def draw(
+def draw_lengths(
     pair: Pair,
     num: int,
     max_length: int,
@@ -17,24 +17,26 @@ def draw(
     *,
     scale: float = 1.0,
 ) -> Lengths:
-    """Draws lengths that have the means of Gamma laws however few they are.
+    """Draws lengths whose means equal those of Gamma distributions exactly.
 
-    Pairs longer than `max_length` are left out, and the others scaled to the means.
-    Prompts and outputs are then cut into `num` parts of equal probability, each part
-    represented by its mean, and paired at random but for those that would not fit.
+    Pairs longer than `max_length` are discarded, and the rest is scaled to the means.
+    Prompts and outputs are then divided into `num` quantile groups of equal
+    probability, each represented by its mean, and paired at random; pairs that would
+    exceed `max_length` are swapped.
 
     Args:
-      pair: the laws; their means must fit `max_length` twice over.
-      num: how many, from 1 to some hundred.
-      max_length: prompt and output together, in tokens; bounds of `pair` are not kept.
-      rng: where the draws come from.
-      scale: by which the means are multiplied.
+      pair: distributions of prompt and output; the sum of their means must be at most
+        half of `max_length`.
+      num: number of requests, from 1 to some hundred.
+      max_length: limit of prompt plus output, in tokens; bounds of `pair` are ignored.
+      rng: random generator.
+      scale: factor on the means.
 
     Returns:
-      The lengths; prompts have at least 1 token, outputs at least 2.
+      Lengths; prompts have at least 1 token, outputs at least 2.
 
     Raises:
-      ValueError: the law is too long for `max_length`.
+      ValueError: the distribution is too long for `max_length`.
     """
     prompt_law, output_law = pair.prompt, pair.output
     assert isinstance(prompt_law, Gamma)
@@ -67,20 +69,20 @@ def draw(
     raise ValueError(too_long)
 
 
-def saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
-    """Works out the share of pages that answers save, from counts of tokens alone.
+def shared_page_saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
+    """Returns the share of pages that parallel answers save, from counts of tokens.
 
     While `n` answers of one prompt grow, equally long, each holds the pages of prompt
-    and answer, and the full pages of the prompt are there once instead of n times. Over
-    the steps of all requests that is (n - 1) / n of the share of full prompt pages.
-    Two answers to a prompt of 33 tokens, each of 17 tokens, with pages of 16: in 15
-    of 16 steps each holds 3 pages, in the last one 4, and 2 of those are full of the
-    prompt, so 1/2 * 2 * 16 / 49 = 0.327.
+    and answer, and the full pages of the prompt exist once instead of n times. Over the
+    steps of all requests the saving is (n - 1) / n of the share of full prompt pages.
+    Example: two answers to a prompt of 33 tokens, each of 17 tokens, with pages of 16.
+    In 15 of 16 steps each answer holds 3 pages, in the last one 4, and 2 of those are
+    full prompt pages, so the saving is 1/2 * 2 * 16 / 49 = 0.327.
 
     Args:
-      lengths: of the requests. An answer's last token is never written.
-      num_answers: answers of each, n.
-      page_size: token places in a page.
+      lengths: lengths of the requests. The last token of an answer is never written.
+      num_answers: answers per request, n.
+      page_size: tokens per page.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4; figure 15a measures it.
     """

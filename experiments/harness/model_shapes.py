@@ -1,4 +1,4 @@
-"""Models to measure: real ones, and real shapes with random weights."""
+"""Models for measurements: real models, and real shapes with random weights."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints, config, paged, transformer
 from jaxkv.serving.engine import Engine
 
-RANDOM = {
+RANDOM_SHAPES = {
     "random-135m": config.ModelConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -45,40 +45,43 @@ RANDOM = {
         max_positions=1024,
     ),
 }
-"""Shapes that are served with random weights: the values do not matter for speed."""
+"""Shapes that are served with random weights: speed does not depend on the values."""
 
 
-def load(model: str, dtype: Literal["float32", "bfloat16"]) -> checkpoints.LoadedModel:
-    """Loads a model, or makes one up.
+def load_benchmark_model(
+    model: str, dtype: Literal["float32", "bfloat16"]
+) -> checkpoints.LoadedModel:
+    """Loads a model, or initializes one with random weights.
 
     Args:
-      model: a folder, the name of a bundled model, or one of `RANDOM`.
-      dtype: of the weights.
+      model: a folder, the name of a bundled model, or a key of `RANDOM_SHAPES`.
+      dtype: type of the weights.
 
     Raises:
-      ValueError: there is no such model, or its folder cannot be read.
+      ValueError: the model does not exist, or its folder cannot be read.
     """
-    if model in RANDOM:
-        shape = RANDOM[model]
+    if model in RANDOM_SHAPES:
+        shape = RANDOM_SHAPES[model]
         params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
         return checkpoints.LoadedModel(shape, params, None, ())
     try:
-        folder = bundled.folder_of(model)
+        folder = bundled.find_model_folder(model)
     except ValueError:
         line = config_json.format_unknown_name(
-            "model", model, [*bundled.names(), *RANDOM]
+            "model", model, [*bundled.bundled_names(), *RANDOM_SHAPES]
         )
         raise ValueError(f"{line} (or the path of a folder)") from None
     return checkpoints.load_model(folder, dtype=dtype)
 
 
-def load_with_text(model: str, *, max_length: int) -> checkpoints.LoadedModel:
-    """Loads a model that has a tokenizer, and positions for so many tokens.
+def load_text_model(model: str, *, max_length: int) -> checkpoints.LoadedModel:
+    """Loads a model that has a tokenizer and positions for `max_length` tokens.
 
     Raises:
-      ValueError: there is no such model, its folder cannot be read, or it lacks these.
+      ValueError: the model does not exist, cannot be read, has no tokenizer, or has too
+        few positions.
     """
-    loaded = checkpoints.load_model(bundled.folder_of(model))
+    loaded = checkpoints.load_model(bundled.find_model_folder(model))
     if loaded.tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer, so no text")
     if max_length > loaded.config.max_positions:
@@ -88,12 +91,16 @@ def load_with_text(model: str, *, max_length: int) -> checkpoints.LoadedModel:
     return loaded
 
 
-def bounds(
+def make_engine_config(
     batch: int, max_length: int, *, page_size: int = 16, **more: Any
 ) -> EngineConfig:
-    """An engine's for a batch: slots, pages and places in the queue for all of it.
+    """Returns an engine config with slots, pages and queue places for a whole batch.
 
-    What else, or other, its fields are is said by name.
+    Args:
+      batch: number of sequences.
+      max_length: tokens of a sequence.
+      page_size: tokens per page.
+      more: further fields of `EngineConfig`, or replacements.
     """
     each = ("max_slots", "max_sequences", "queue_capacity", "submit_width")
     fields: dict[str, Any] = dict.fromkeys(each, batch)
@@ -101,16 +108,20 @@ def bounds(
     return EngineConfig(page_size=page_size, max_length=max_length, **fields)
 
 
-def engine(
+def make_engine(
     model: checkpoints.LoadedModel,
     bounds: EngineConfig,
     *,
     has_text: bool = True,
     **options: Any,
 ) -> Engine:
-    """Makes an engine that keeps its trace; options are those of `Engine`.
+    """Makes an engine that keeps its trace.
 
-    Without `has_text` it turns no tokens into text, which takes time.
+    Args:
+      model: loaded model.
+      bounds: engine config.
+      has_text: False disables detokenization, which takes time.
+      options: arguments of `Engine`.
     """
     return Engine(
         model.params,

@@ -1,9 +1,9 @@
 """Cost models by name: published fits, data sheets, and fits to measured runs.
 
-opt-13b-a100-40gb              the step of figures 2, 12 and 13 of PagedAttention
+opt-13b-a100-40gb              step of figures 2, 12 and 13 of PagedAttention
 distserve:opt-13b:1            published fits: model, tensor-parallel degree
 roofline:opt-13b:a100-80gb:2   data sheets: model, device, number of devices
-measured:FOLDER                fitted to a run folder of `jaxkv bench decode`
+measured:FOLDER                fit to a run folder of `jaxkv bench decode`
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ from scaling.costs import devices
 from scaling.shapes import published
 
 
-def find(name: str) -> cost_models.CostModel:
-    """Returns the cost model of a name, as the head of this file lists them.
+def find_cost_model(name: str) -> cost_models.CostModel:
+    """Returns the cost model of a name, as listed in the module docstring.
 
     Raises:
-      ValueError: there is none of that name, or its folder cannot be read.
+      ValueError: the name is unknown, or its folder cannot be read.
     """
     kind, *rest = name.split(":")
     fits = cost_models.DISTSERVE
@@ -43,7 +43,7 @@ def find(name: str) -> cost_models.CostModel:
         model, device = published.describe(rest[0]), devices.find(rest[1])
         return cost_models.roofline(model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
-        return measured(Path(name.removeprefix("measured:")))
+        return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(
         f"unknown cost model {name!r}; one of: "
         f"{', '.join((cost_models.FIGURE_12, *fits))}, "
@@ -51,19 +51,22 @@ def find(name: str) -> cost_models.CostModel:
     )
 
 
-def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.CostModel:
-    """Fits a run folder's rows: a step and its tokens to read, a step and its batch.
+def fit_measured_steps(
+    folder: Path, *, implementation: str = "jaxkv"
+) -> cost_models.CostModel:
+    """Fits a linear cost model to the rows of a run folder of `bench decode`.
 
-    Where prompts of several lengths were read, the squares of these count, too.
+    Prefill is linear in steps and tokens, decode in steps, context and batch. If
+    prompts of several lengths were measured, their squares are fitted as well.
 
     Args:
-      folder: of a run of `bench decode`.
-      implementation: whose rows.
+      folder: run folder of `bench decode`.
+      implementation: engine whose rows are fitted.
 
     Raises:
       ValueError: the folder is no such run, or has no rows of the implementation.
     """
-    ran = run_folder.read(folder, registry.load("bench_decode"))
+    ran = run_folder.read_run(folder, registry.load_experiment("bench_decode"))
     rows = [
         row
         for row in ran.result
@@ -75,14 +78,14 @@ def measured(folder: Path, *, implementation: str = "jaxkv") -> cost_models.Cost
     batch, prompt, output, prefill_rate, step_s = (
         np.array([row[name] for row in rows], float) for name in (*columns, "step_s")
     )
-    read = np.isfinite(prefill_rate)  # long prompts of large batches are not read
+    read = np.isfinite(prefill_rate)  # NaN: prefill of large batches is not timed
     tokens = (batch * prompt)[read]
     steps = np.ceil(tokens / ran.config.token_budget)
     (squares, *prefill), off_prefill = _nonnegative(
         np.stack([batch[read] * prompt[read] ** 2, steps, tokens], 1),
         tokens / prefill_rate[read],
     )
-    # A step, its mean tokens attended to, and its batch.
+    # Per step: the constant, the mean number of attended tokens, the batch.
     context = batch * (prompt + output / 2)
     decode, off_decode = _nonnegative(
         np.stack([np.ones_like(batch), context, batch], 1), step_s
@@ -105,8 +108,8 @@ def _nonnegative(
 ) -> tuple[Float[np.ndarray, " features"], float]:
     """Fits relative errors by least squares, with coefficients of at least 0.
 
-    Features that the rows cannot tell apart, as context and batch where all prompts are
-    equally long, are not used together: the last ones count.
+    Of linearly dependent features, such as context and batch if all prompts have one
+    length, the last ones are used.
 
     Returns:
       The coefficients, and the largest relative error.

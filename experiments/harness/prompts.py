@@ -1,4 +1,4 @@
-"""Requests made of real text: prompts from files that no model was trained on."""
+"""Requests with real text: prompts from files that no model was trained on."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,20 +11,24 @@ from jaxkv.sampling import Sampling
 from scaling.corpora import corpora
 
 
-class Request(NamedTuple):
-    """A prompt, and how its answer is drawn."""
+class PromptRequest(NamedTuple):
+    """A prompt with the sampling parameters of its answer."""
 
     text: str
     tokens: list[int]
     sampling: Sampling
 
 
-def ragged(
+def draw_ragged_lengths(
     rng: np.random.Generator, bounds: tuple[int, int], sigma: float, num: int
 ) -> list[int]:
-    """Draws lengths from a log-normal law around the geometric middle of its bounds.
+    """Draws log-normal lengths around the geometric mean of their bounds.
 
-    Draws beyond are set to the bounds; `sigma` is the logarithm's standard deviation.
+    Args:
+      rng: random generator.
+      bounds: smallest and largest length; draws are clipped to them.
+      sigma: standard deviation of the logarithm.
+      num: number of lengths.
     """
     low, high = bounds
     drawn = rng.lognormal(0.5 * np.log(low * high), sigma, num)
@@ -33,35 +37,39 @@ def ragged(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedConfig:
-    """Requests of ragged lengths, all there at once, and the engine they share."""
+    """Requests of ragged lengths that arrive together, and their engine."""
 
     model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
+    """Folder, or name of a bundled model."""
     num_requests: int = 48
-    """Requests, all there when the clock starts."""
+    """Requests, all submitted at the start."""
     prompt_tokens: tuple[int, int] = (16, 192)
-    """Shortest and longest prompt."""
+    """Shortest and longest prompt, in tokens."""
     output_tokens: tuple[int, int] = (16, 256)
-    """Shortest and longest limit of an answer; where the model may, it ends earlier."""
+    """Smallest and largest limit on the tokens of an answer; it may end earlier."""
     sigma: float = 0.9
-    """Raggedness: standard deviation of the logarithm of both lengths."""
+    """Standard deviation of the logarithm of both lengths."""
     temperature: float = 0.7
-    """Of the draws."""
+    """Sampling temperature."""
     top_p: float = 0.95
-    """Of the draws."""
+    """Probability mass of nucleus sampling."""
     max_slots: int = 8
-    """Sequences that run at once."""
+    """Sequences that run concurrently."""
     page_size: int = 16
-    """Token places in a page."""
+    """Tokens per page."""
     token_budget: int = 64
-    """Rows that a step feeds at most."""
+    """Largest number of tokens in a step."""
     steps_per_call: int = 16
-    """Steps between two looks of the host."""
+    """Steps per call to the device."""
     seed: int = 0
-    """Of lengths, prompts and draws."""
+    """Seed of lengths, prompts and sampling."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_requests", "max_slots", "page_size")
         validation.at_least(self, "steps_per_call")
         validation.at_least(self, "sigma", "seed", low=0)
@@ -70,16 +78,17 @@ class RaggedConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with the longest answer."""
+        """Tokens of the longest prompt plus the longest answer."""
         return self.prompt_tokens[1] + self.output_tokens[1]
 
     def requests(
         self, tokenizer: Any, rng: np.random.Generator, *, ignore_eos: bool = False
-    ) -> list[Request]:
-        """Cuts held-out prompts; each answer has the seed behind that of the last."""
+    ) -> list[PromptRequest]:
+        """Cuts held-out prompts; each answer's seed is the previous seed plus 1."""
         lengths = (self.prompt_tokens, self.output_tokens)
         sizes, limits = (
-            ragged(rng, bounds, self.sigma, self.num_requests) for bounds in lengths
+            draw_ragged_lengths(rng, bounds, self.sigma, self.num_requests)
+            for bounds in lengths
         )
         ask = Sampling(
             temperature=self.temperature, top_p=self.top_p, ignore_eos=ignore_eos
@@ -88,10 +97,12 @@ class RaggedConfig:
             dataclasses.replace(ask, seed=self.seed + i, max_tokens=limit)
             for i, limit in enumerate(limits)
         ]
-        return held_out(tokenizer, sizes, asks, rng)
+        return cut_held_out_prompts(tokenizer, sizes, asks, rng)
 
-    def bounds(self, num_pages: int, max_length: int, **more: Any) -> EngineConfig:
-        """The engine's, with room for all requests in its queue."""
+    def engine_config(
+        self, num_pages: int, max_length: int, **more: Any
+    ) -> EngineConfig:
+        """Returns an engine config whose queue has a place for every request."""
         return EngineConfig(
             num_pages=num_pages,
             page_size=self.page_size,
@@ -106,19 +117,19 @@ class RaggedConfig:
         )
 
 
-def held_out(
+def cut_held_out_prompts(
     tokenizer: Any,
     sizes: list[int],
     samplings: list[Sampling],
     rng: np.random.Generator,
-) -> list[Request]:
+) -> list[PromptRequest]:
     """Cuts prompts from the held-out files of Python's standard library.
 
     Args:
-      tokenizer: of the model that will answer.
-      sizes: tokens of each prompt; a file that is shorter gives what it has.
-      samplings: how each answer is drawn.
-      rng: picks the files, and the line at which each prompt begins.
+      tokenizer: tokenizer of the model that answers.
+      sizes: tokens of each prompt; a shorter file gives a shorter prompt.
+      samplings: sampling parameters of each answer.
+      rng: random generator for the files and the first line of each prompt.
     """
     documents = corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
     requests = []
@@ -127,7 +138,7 @@ def held_out(
         lines = [0, *(place + 1 for place, char in enumerate(text) if char == "\n")]
         starts = [place for place in lines if place + size < len(text)] or [0]
         start = starts[rng.integers(len(starts))]
-        # A token is seldom more than a few characters.
+        # A token rarely has more than a few characters.
         tokens = tokenizer.encode(text[start : start + 16 * size])[:size]
-        requests.append(Request(tokenizer.decode(tokens), tokens, sampling))
+        requests.append(PromptRequest(tokenizer.decode(tokens), tokens, sampling))
     return requests

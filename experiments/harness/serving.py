@@ -1,4 +1,4 @@
-"""An engine that answers lists of requests, one list after the other."""
+"""An engine that serves lists of requests one after another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,28 +6,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.harness import showing
-from experiments.harness.prompts import Request
-from experiments.harness.timing import CallTimes, watch
+from experiments.harness import terminal_text
+from experiments.harness.prompts import PromptRequest
+from experiments.harness.timing import CallTimes, record_call_times
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion
 from jaxkv.serving.engine import Engine
 
 NUM_SHOWN = 3
-"""Answers that stream over the terminal at a time."""
+"""Answers that stream on the terminal at the same time."""
 NUM_LINES, WIDTH = 5, 76
-"""Of each answer: its last lines, cut to a width."""
+"""Lines shown of each answer, and their width in characters."""
 SHOW_EVERY_S = 0.1
 
 
 class Server:
-    """An engine, and the steps and times of the list that it answered last.
+    """An engine, with the steps and call times of the last list that it served.
 
     Attributes:
-      engine: idle between two lists; it keeps its trace.
-      name: of the server in tables.
-      times: of the engine's calls in the last `serve`.
+      engine: engine, idle between two lists; keeps its trace.
+      name: name of the server in tables.
+      times: times of the engine's calls in the last `serve`.
     """
 
     def __init__(self, engine: Engine, name: str = "") -> None:
@@ -36,29 +36,29 @@ class Server:
         self.times: list[CallTimes] = []
 
     def serve(self, prompts: list[list[int]], asks: list[Sampling]) -> list[list[int]]:
-        """Returns the answers' tokens; notes the times of all calls."""
+        """Returns the tokens of the answers, and records the times of all calls."""
         self.engine.trace.clear()
-        with watch(self.engine.core) as self.times:
+        with record_call_times(self.engine.core) as self.times:
             done = self.engine.generate(prompts, asks)
         return [completion.tokens for completion in done]
 
     def stream(
         self,
-        requests: list[Request],
+        requests: list[PromptRequest],
         progress: Progress,
         update: Callable[[float], None] = lambda done: None,
     ) -> dict[int, Completion]:
-        """Answers requests while a person watches the answers grow.
+        """Serves requests and shows the growing answers on the terminal.
 
         Args:
-          requests: what to serve; their ids are their places.
-          progress: is shown the answers that grow, and asked whether to stop.
-          update: takes the number of requests that are complete.
+          requests: requests; their ids are their indices.
+          progress: shows the answers, and decides whether to stop.
+          update: called with the number of completed requests.
 
         Returns:
-          The answers that are complete.
+          The completed answers.
         """
-        texts = [showing.visible(request.text) for request in requests]
+        texts = [terminal_text.make_printable(request.text) for request in requests]
         running: dict[int, None] = {}
         done: dict[int, Completion] = {}
         self.engine.trace.clear()
@@ -77,8 +77,10 @@ class Server:
                 shown_s = self.engine.now()
                 blocks = []
                 for i in [*running][:NUM_SHOWN]:
-                    end = showing.last_lines(texts[i], num_lines=NUM_LINES, width=WIDTH)
-                    # All blocks have the same height, so that no line jumps.
+                    end = terminal_text.last_lines(
+                        texts[i], num_lines=NUM_LINES, width=WIDTH
+                    )
+                    # All blocks have the same height, so that lines stay in place.
                     missing = "\n" * (NUM_LINES - 1 - end.count("\n"))
                     blocks.append(f"--- request {i + 1} ---\n{end}{missing}")
                 progress.show("\n".join(blocks))
@@ -88,7 +90,7 @@ class Server:
 
     @property
     def steps(self) -> Any:
-        """A `StepInfo` of all steps of the last list, in NumPy; None without steps."""
+        """`StepInfo` of all steps of the last list, in NumPy; None without steps."""
         trace = self.engine.trace
         if not trace:
             return None

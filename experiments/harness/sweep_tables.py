@@ -1,4 +1,4 @@
-"""Tables of training runs: of a sweep under way, and of the learning rates tried."""
+"""Tables of training runs: losses of a running sweep, and learning rates tried."""
 
 from pathlib import Path
 from typing import Any
@@ -11,94 +11,102 @@ from jaxkv.progress import Progress
 from scaling.sweeps import SweepConfig, sweep
 
 MAX_COLUMNS = 8
-"""Numbers of tokens that stand beside one another."""
+"""Largest number of token counts in one table."""
 
 
-def run(config: SweepConfig, out: Path, progress: Progress) -> sweep.SweepOutcome:
-    """Carries out a sweep under bars and a table of losses."""
-    described = environment.describe()
+def run_sweep(config: SweepConfig, out: Path, progress: Progress) -> sweep.SweepOutcome:
+    """Runs a sweep with progress bars and a table of losses."""
+    described = environment.describe_machine()
     return sweep.run_sweep(
         config,
         out,
         commit=described["commit"] or "",
         environment={"environment": described},
         progress=progress,
-        report=lambda records: progress.show(table(records)),
+        report=lambda records: progress.show(loss_table(records)),
     )
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """Lays out the best losses so far: models down, tokens or budgets across.
+def loss_table(records: list[dict[str, Any]]) -> str:
+    """Returns the best losses so far: model sizes down, tokens or budgets across.
 
-    Where all rates that were tried failed or diverged, the cell says so.
+    A cell shows the status if all learning rates failed or diverged.
     """
     sizes = sorted({(r["num_params"], r["hidden_size"]) for r in records})
     tokens = sorted({r["num_tokens"] for r in records})
     lines = []
     if 0 < len(tokens) <= MAX_COLUMNS:
-        lines = ["params \\ tokens" + "".join(f"{units.cell(x):>12}" for x in tokens)]
+        lines = [
+            "params \\ tokens"
+            + "".join(f"{units.format_number(x):>12}" for x in tokens)
+        ]
     for size, _ in sizes:
-        mine = [r for r in records if r["num_params"] == size]
+        selected = [r for r in records if r["num_params"] == size]
         if lines:
-            cells = [cell([r for r in mine if r["num_tokens"] == n]) for n in tokens]
-            lines.append(f"{units.cell(size):>15}" + "".join(f"{x:>12}" for x in cells))
+            cells = [
+                format_best_loss([r for r in selected if r["num_tokens"] == n])
+                for n in tokens
+            ]
+            lines.append(
+                f"{units.format_number(size):>15}" + "".join(f"{x:>12}" for x in cells)
+            )
     if lines:
         return "\n".join(lines)
-    # Budgets give every size numbers of tokens of its own.
+    # With budgets, each size has its own token counts.
     for size, width in sizes:
-        mine = [r for r in records if r["num_params"] == size]
+        selected = [r for r in records if r["num_params"] == size]
         cells = []
-        for steps in sorted({r["num_steps"] for r in mine}):
-            here = [r for r in mine if r["num_steps"] == steps]
-            cells.append(f"{here[0]['flops']:.1e}: {cell(here)}")
+        for steps in sorted({r["num_steps"] for r in selected}):
+            here = [r for r in selected if r["num_steps"] == steps]
+            cells.append(f"{here[0]['flops']:.1e}: {format_best_loss(here)}")
         lines.append(f"width {width}, {size:,} parameters   " + "   ".join(cells))
     return "\n".join(lines)
 
 
-def cell(records: list[dict[str, Any]]) -> str:
-    """The best loss of some runs, or what became of them."""
+def format_best_loss(records: list[dict[str, Any]]) -> str:
+    """Returns the best loss of some runs, or the status of the last one."""
     done = [r["loss"] for r in records if r["status"] == "done"]
     if done:
         return f"{min(done):.4f}"
     return records[-1]["status"] if records else "."
 
 
-TRIED = ("rate: loss", "taken", "at the edge")
-"""Heads of what `tried` writes."""
+RATE_HEADS = ("rate: loss", "taken", "at the edge")
+"""Column headings for `format_rates`."""
 
 
-def tried(
+def format_rates(
     rates: Float[np.ndarray, " trials"],
     losses: Float[np.ndarray, " trials"],
-    taken: float,
+    chosen: float,
 ) -> tuple[str, str, str]:
-    """Writes learning rates, rising, with their losses, and the one that was taken."""
+    """Returns learning rates, ascending, with their losses, and the chosen one."""
     order = np.argsort(rates)
     pairs = zip(rates[order], losses[order], strict=True)
     shown = ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in pairs)
-    is_edge = taken in (rates.min(), rates.max())
-    return shown, f"{taken:.2g}", "yes" if is_edge else "no"
+    is_edge = chosen in (rates.min(), rates.max())
+    return shown, f"{chosen:.2g}", "yes" if is_edge else "no"
 
 
-def interval(low: float, high: float, digits: int = 2) -> str:
-    """Writes an interval; "not identified" where an end is not finite."""
+def format_interval(low: float, high: float, digits: int = 2) -> str:
+    """Returns an interval as text; "not identified" if an end is not finite."""
     if not np.isfinite([low, high]).all():
         return "not identified"
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def direction(low: float, high: float, *, above: float = 1.0) -> str:
-    """Whether a number is shown to be above another, by its whole interval."""
+def judge_direction(low: float, high: float, *, above: float = 1.0) -> str:
+    """Returns whether an interval shows that a number is above a bound."""
     if low > above:
         return "shows"
     return "does not show: the other way" if high < above else "is not decided"
 
 
-def verdict(shown: str) -> Direction:
+def direction_verdict(shown: str) -> Direction:
     """Returns the verdict of a claim whose source states a direction.
 
     Args:
-      shown: what became of the direction, as `direction` words it.
+      shown: result of `judge_direction`.
     """
     if shown == "shows":
         return "holds"

@@ -1,4 +1,4 @@
-"""Timing: of single calls, of several systems in turns, and of an engine's calls."""
+"""Timing of single calls, of several systems in rotation, and of an engine's calls."""
 
 import concurrent.futures
 import contextlib
@@ -15,12 +15,12 @@ from jaxkv.progress import Progress
 from jaxkv.serving.core import EngineCore
 
 
-def timed[**P, R](
+def time_call[**P, R](
     call: Callable[P, R], *args: P.args, **options: P.kwargs
 ) -> tuple[float, R]:
-    """Returns the seconds that a call takes, and its result.
+    """Returns the seconds of a call, and its result.
 
-    Arrays among the arguments are waited for before, and those of the result after.
+    Waits for arrays among the arguments before the call, and for the result after it.
     """
     jax.block_until_ready((args, options))
     started = time.perf_counter()
@@ -28,82 +28,82 @@ def timed[**P, R](
     return time.perf_counter() - started, found
 
 
-def medians(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median seconds of each, in turns; a first call of each is not counted."""
-    taken = [[timed(call)[0] for call in calls] for _ in range(1 + rounds)]
-    return np.median(taken[1:], axis=0).tolist()
+def median_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Returns the median seconds of each call, measured in rotation after a warm-up."""
+    times = [[time_call(call)[0] for call in calls] for _ in range(1 + rounds)]
+    return np.median(times[1:], axis=0).tolist()
 
 
-def in_turns[C](
+def measure_in_turns[C](
     cases: Iterable[C],
     num_rounds: int,
     begin: Callable[[C], list[Any]],
     measure: Callable[[C, Any], Any],
     *,
     progress: Progress,
-    doing: str,
-    what: str,
+    bar_label: str,
+    case_name: str,
 ) -> Iterator[tuple[C, list[Any], dict[str, list[Any]]]]:
-    """Measures everyone on case after case.
+    """Measures all systems on one case after another, in rotation.
 
     Args:
-      cases: what is measured.
-      num_rounds: turns of each, at least 1.
-      begin: prepares everyone for a case; they have names.
-      measure: measures one of them on a case.
-      progress: gets every turn; when it ends early, the case is left out.
-      doing: what is done, in a word.
-      what: a case is.
+      cases: cases to measure.
+      num_rounds: rounds per case, at least 1.
+      begin: prepares all systems for a case; each has a `name`.
+      measure: measures one system on a case.
+      progress: progress bar; if it stops early, the current case is left out.
+      bar_label: label of the progress bar.
+      case_name: noun for a case.
 
     Yields:
-      The case, everyone, and their measurements by name.
+      The case, the systems, and their measurements by name.
     """
     turns = [(case, turn) for case in cases for turn in range(num_rounds + 1)]
-    everyone: list[Any] = []
+    systems: list[Any] = []
     found: dict[str, list[Any]] = {}
-    for case, turn in progress.track(turns, doing, "turns"):
+    for case, turn in progress.track(turns, bar_label, "turns"):
         if turn == 0:
-            progress.show(f"{what} {case}, warming up")
-            everyone = begin(case)
-            found = {each.name: [] for each in everyone}
+            progress.show(f"{case_name} {case}, warming up")
+            systems = begin(case)
+            found = {each.name: [] for each in systems}
             continue
-        for each in everyone:
-            progress.show(f"{what} {case}, {each.name}")
+        for each in systems:
+            progress.show(f"{case_name} {case}, {each.name}")
             found[each.name].append(measure(case, each))
         if turn == num_rounds:
-            yield case, everyone, found
+            yield case, systems, found
 
 
-def middle(rates: Sequence[float]) -> tuple[float, float]:
-    """The median of rates, and the share of it that they spread over."""
+def median_and_spread(rates: Sequence[float]) -> tuple[float, float]:
+    """Returns the median of rates, and their range relative to it."""
     rate = statistics.median(rates)
     return rate, (max(rates) - min(rates)) / rate
 
 
 class CallTimes(NamedTuple):
-    """When one call of K steps, and what followed it, was where; in seconds.
+    """Times of one call of K steps, in seconds.
 
     Attributes:
-      dispatched_s: when the host had handed it over.
-      ready_s: when the device had its results.
-      drained_s: when the device had handed out the sequences finished in it; equal
-        to `ready_s` if there were none.
-      fed: whether it fed any tokens; one that was handed over before the host knew that
-        all is done does not.
+      dispatched_s: time at which the host had dispatched the call.
+      ready_s: time at which its results were ready on the device.
+      drained_s: time at which its finished sequences were drained; equal to `ready_s`
+        without any.
+      has_rows: True if the call fed at least one token. A call that was dispatched
+        before the host knew that all requests had finished feeds none.
     """
 
     dispatched_s: float
     ready_s: float
     drained_s: float
-    fed: bool
+    has_rows: bool
 
 
 @contextlib.contextmanager
-def watch(core: EngineCore) -> Generator[list[CallTimes]]:
-    """Notes the times of the calls made inside; the list is whole at the end.
+def record_call_times(core: EngineCore) -> Generator[list[CallTimes]]:
+    """Records the times of the calls in its context; complete at the end of it.
 
-    A second thread waits for the results and does nothing else, so the engine's own
-    order of work stays as it is.
+    A second thread waits for the results, so the engine's own order of work does not
+    change.
     """
     times: list[CallTimes] = []
 
@@ -113,8 +113,8 @@ def watch(core: EngineCore) -> Generator[list[CallTimes]]:
         if call.drained is not None:
             jax.block_until_ready(call.drained)
             drained_s = time.perf_counter()
-        fed = bool(np.asarray(call.info.num_rows).any())
-        times.append(CallTimes(dispatched_s, ready_s, drained_s, fed))
+        has_rows = bool(np.asarray(call.info.num_rows).any())
+        times.append(CallTimes(dispatched_s, ready_s, drained_s, has_rows))
 
     with concurrent.futures.ThreadPoolExecutor(1) as waiting:
         core.on_dispatch = lambda call: waiting.submit(wait, call, time.perf_counter())
@@ -125,22 +125,21 @@ def watch(core: EngineCore) -> Generator[list[CallTimes]]:
 
 
 def host_share(calls: list[CallTimes]) -> float | None:
-    """The share of time in which the device had no steps to run.
+    """Returns the share of time in which the device had no steps to run.
 
-    Between the end of one call and the start of the next the device hands out finished
-    sequences, or waits for the host. That gap counts in full, over the time from one
-    call's end to the next one's.
+    Between two calls the device drains finished sequences, or waits for the host. Each
+    gap counts in full, divided by the time from one call's end to the end of the next.
 
     Args:
-      calls: in order. What goes before the first, and before those that feed nothing,
-        is left out.
+      calls: calls in order. Time before the first call, and before calls without
+        tokens, is not counted.
 
     Returns:
-      A share in [0, 1]; `None` with less than two calls.
+      Share in [0, 1]; None for fewer than two calls.
     """
     gaps = spans = 0.0
     for before, call in itertools.pairwise(calls):
-        if not call.fed:
+        if not call.has_rows:
             continue
         start_s = max(before.drained_s, call.dispatched_s)
         gaps += max(0.0, min(start_s, call.ready_s) - before.ready_s)

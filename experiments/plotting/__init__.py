@@ -1,17 +1,17 @@
-"""The style of figures and what several of them draw."""
+"""Style of figures, and shared drawing functions."""
 
 from experiments.plotting.boxes import Box as Box
 from experiments.plotting.style import colors as colors
-from experiments.plotting.style import plain_log as plain_log
-from experiments.plotting.style import shades as shades
+from experiments.plotting.style import label_log_axis as label_log_axis
+from experiments.plotting.style import sequential_colors as sequential_colors
 
 __all__ = [
     "Box",
     "boxes",
     "colors",
-    "plain_log",
-    "shades",
-    "sheets",
+    "label_log_axis",
+    "layout",
+    "sequential_colors",
     "style",
     "systems",
     "timelines",

@@ -1,8 +1,8 @@
-"""The one matplotlib style: true type sizes, Okabe and Ito's colours, stable bytes.
+"""Matplotlib style of all figures: printed font sizes, Okabe-Ito colours, stable bytes.
 
-A sheet is drawn as wide as it is printed, `PRINT_WIDTH_INCHES` at most, so that type
-sizes in points are those on paper. `render` wraps titles, moves legends between
-title and data, and lets bars start at zero.
+A figure is drawn at its printed width, at most `PRINT_WIDTH_INCHES`, so that font sizes
+are those on paper. `render_figure` wraps titles, moves legends between title and data,
+and makes bar axes include zero.
 """
 
 import io
@@ -10,22 +10,24 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from experiments.plotting import sheets, systems
+from experiments.plotting import layout, systems
 from experiments.plotting.systems import colors as colors
 
-# What is heavy is imported where it is used: this module is read by the command line,
-# which answers --help before it.
+# matplotlib is imported lazily: the command line imports this module for --help.
 
 PRINT_WIDTH_INCHES = 6.8
-"""Width of a page's text: two panels, or one that spans both."""
+"""Text width of a page: two panels, or one wide panel."""
 PANEL_SIZE_INCHES = (3.4, 3.2)
 POINTS = 9
-"""Size of all type but titles, and the least on any figure."""
+"""Font size of all text except titles; the smallest size in a figure."""
 LARGE_BYTES = 40_000
-"""Size of a PNG from which its colours are reduced."""
+"""PNG size from which the number of colours is reduced."""
 
 STYLE: dict[str, Any] = {
-    "axes.formatter.limits": (-5, 7),  # a power above the axis would meet the legend
+    "axes.formatter.limits": (
+        -5,
+        7,
+    ),  # an exponent above the axis would overlap the legend
     "axes.formatter.useoffset": False,
     "axes.labelsize": POINTS,
     "axes.linewidth": 0.8,
@@ -56,7 +58,7 @@ STYLE: dict[str, Any] = {
 }
 
 
-def render(
+def render_figure(
     plot: Callable[[Any], None],
     *,
     panels: tuple[int, int] = (1, 1),
@@ -64,22 +66,22 @@ def render(
 ) -> dict[str, bytes]:
     """Draws a figure and returns its files; equal data give equal SVG bytes.
 
-    Neither pyplot nor a user's matplotlibrc has a say, and no file is opened.
+    Neither pyplot nor the user's matplotlibrc is used, and no file is opened.
 
     Args:
-      plot: draws on the axes it is given: one `Axes`, or an array of them with the
-        shape of `panels` less the axes of length 1. Rows and columns of which it
-        removes every one leave no hole.
+      plot: draws on the given axes: one `Axes`, or an array of them with the shape of
+        `panels` without axes of length 1. Rows and columns whose axes are all removed
+        leave no gap.
       panels: rows and columns of axes, each at least 1.
       size_inches: width and height of one panel.
 
     Returns:
-      The contents of `figure.svg` and `figure.png`, by name, and of a figure of several
-      panels those of `figure-1.svg`, `figure-1.png` and so on, a panel each.
+      Contents of `figure.svg` and `figure.png` by name, and of `figure-1.svg`,
+      `figure-1.png` and so on for each of several panels.
 
     Raises:
-      ValueError: columns of panels are wider than a page, or bars have a logarithmic
-        axis.
+      ValueError: the columns of panels are wider than a page, or the value axis of bars
+        is logarithmic.
     """
     import matplotlib.style
     from cycler import cycler
@@ -99,9 +101,9 @@ def render(
         FigureCanvasAgg(figure)
         plot(figure.subplots(rows, columns))
         _close_ranks(figure, size_inches)
-        sheets.arrange(figure)
+        layout.arrange_panels(figure)
         files |= _saved(figure, "figure")
-        for number, panel in enumerate(sheets.panels(figure, size_inches), 1):
+        for number, panel in enumerate(layout.split_panels(figure, size_inches), 1):
             files |= _saved(panel, f"figure-{number}")
     return files
 
@@ -125,7 +127,7 @@ def _saved(figure: Any, name: str) -> dict[str, bytes]:
 
 
 def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
-    """Shrinks a figure to the rows and columns in which there still are axes."""
+    """Shrinks a figure to the rows and columns that still have axes."""
     specs = [ax.get_subplotspec() for ax in figure.axes]
     rows = sorted({spec.rowspan.start for spec in specs})
     columns = sorted({spec.colspan.start for spec in specs})
@@ -139,55 +141,57 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
         ax.set_subplotspec(grid[place])
 
 
-def curve(
+def draw_curve(
     ax: Any, x: Any, y: Any, system: int | str, label: str = "", **look: Any
 ) -> Any:
     """Draws points and the line through them.
 
     Args:
-      ax: where to.
-      x: one coordinate.
-      y: the other.
-      system: a name in `systems.SYSTEMS`, or the place of a colour in `colors()`.
-      label: in the legend; none where empty.
-      look: how else it looks.
+      ax: axes.
+      x: x coordinates.
+      y: y coordinates.
+      system: name in `systems.SYSTEMS`, or index of a colour in `colors()`.
+      label: label in the legend; no label if empty.
+      look: keywords of `Axes.plot` that override the style.
     """
     if isinstance(system, int):
         base: dict[str, Any] = {"color": colors()[system], "marker": "o"}
     else:
-        base = systems.look(system).line
+        base = systems.system_style(system).line
     return ax.plot(x, y, **{"label": label or None} | base | look)
 
 
-def band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
-    """Shades what lies between two lines."""
+def shade_band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
+    """Shades the area between two lines."""
     ax.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
 
 
-def note(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
-    """Writes a text a number of printer's points away from a point."""
+def annotate(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+    """Writes a text near a point, at an offset in points (1/72 inch)."""
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 
-def reference(ax: Any, value: float, text: str = "", *, along: str = "x") -> None:
-    """Draws a thin grey line at a value, named in the legend where it has a text."""
+def draw_reference_line(
+    ax: Any, value: float, text: str = "", *, along: str = "x"
+) -> None:
+    """Draws a thin grey line at a value, with an optional label in the legend."""
     look = {"color": "0.45", "linewidth": 1.0, "linestyle": "--", "zorder": 0.5}
     line = ax.axhline if along == "x" else ax.axvline
     line(value, label=text or None, **look)
 
 
-def ridge(ax: Any, device: str, intensity: float) -> None:
-    """Draws the operations per byte above which products take the time, not memory."""
-    reference(ax, intensity, f"{device}: memory binds below {intensity:.0f}")
+def draw_ridge(ax: Any, device: str, intensity: float) -> None:
+    """Draws the ridge of the roofline: steps are compute-bound above this intensity."""
+    draw_reference_line(ax, intensity, f"{device}: memory-bound below {intensity:.0f}")
 
 
-def titled(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
-    """Sets the message of a panel, and the labels of its axes, each with its unit."""
+def set_labels(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
+    """Sets the title of a panel, and its axis labels with units."""
     ax.set(title=title, xlabel=x, ylabel=y, **more)
 
 
-def shades(values: Any) -> Any:
-    """Gives colours from light to dark, an array of them by an array of values."""
+def sequential_colors(values: Any) -> Any:
+    """Returns colours from light to dark for an array of values."""
     import matplotlib
     import numpy as np
 
@@ -196,18 +200,18 @@ def shades(values: Any) -> Any:
     return matplotlib.colormaps["viridis_r"](0.25 + 0.75 * share)
 
 
-def powers_of_two(ax: Any) -> None:
-    """Makes the horizontal axis one of powers of two, in plain numbers."""
+def use_powers_of_two(ax: Any) -> None:
+    """Sets a logarithmic x axis with base 2 and plain numbers."""
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def plain_log(axis: Any) -> None:
-    """Labels a logarithmic axis with plain numbers, fewer of them over more decades."""
+def label_log_axis(axis: Any) -> None:
+    """Labels a logarithmic axis with plain numbers, fewer per decade in wide ranges."""
     from matplotlib import ticker
 
     low, high = axis.get_view_interval()
-    if not 0 < low < high:  # nothing is drawn, and a logarithm has no limits
+    if not 0 < low < high:  # an empty axes has no limits for a logarithm
         axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
         return
     decades = math.log10(high / low)
@@ -218,8 +222,8 @@ def plain_log(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def wide_log(axis: Any) -> None:
-    """Labels a logarithmic axis at powers of ten and three times those, as 3 x 10^9."""
+def label_wide_log_axis(axis: Any) -> None:
+    """Labels a logarithmic axis at 1 and 3 times powers of ten, as 3 x 10^9."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))

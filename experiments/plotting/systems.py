@@ -1,25 +1,25 @@
-"""The colour, marker and hatch of every system, the same in all figures.
+"""Colour, marker and hatch of every system, equal in all figures.
 
-Colours are those of Okabe and Ito; yellow is left out, too light for a line on white.
-Two systems with the same colour never share a panel, and differ in marker and hatch
-from any that do.
+Colours are those of Okabe and Ito without yellow, which is too light for lines on
+white. Two systems of one colour never share a panel, and systems in a common panel
+differ in marker and hatch.
 """
 
 from typing import Any, NamedTuple
 
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = 0, 1, 2, 3, 5, 6, 7
-"""Places of the colours in `style.colors()`."""
+"""Indices of the colours in `style.colors()`."""
 GREY = 8
-"""The grey of published numbers and of peers without a colour of their own."""
+"""Index of the grey of published numbers and of peers without a colour."""
 
 
-class Look(NamedTuple):
-    """How a system is drawn.
+class SystemStyle(NamedTuple):
+    """Style of a system.
 
     Attributes:
       color: RGB in [0, 1].
-      marker: matplotlib's marker of its points.
-      hatch: matplotlib's hatch of its bars, the second channel beside the colour.
+      marker: matplotlib marker of points.
+      hatch: matplotlib hatch of bars, which distinguishes systems without colour.
     """
 
     color: tuple[float, float, float]
@@ -39,7 +39,7 @@ class Look(NamedTuple):
 
 SYSTEMS: dict[str, tuple[int, str, str]] = {
     "published": (GREY, "D", ""),
-    # Programs that are timed against each other.
+    # Benchmarked programs.
     "jaxkv": (BLUE, "o", ""),
     "jaxkv, first call": (BLUE, "d", "//"),
     "one run": (BLUE, "d", "//"),
@@ -62,7 +62,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "static": (RED, "s", "\\\\"),
     "continuous": (GREEN, "^", "//"),
     "continuous, paged": (BLUE, "o", ""),
-    # Where the two phases of a request run.
+    # Placement of prefill and decode.
     "both phases": (RED, "s", "\\\\"),
     "split": (BLUE, "o", ""),
     "prompts alone": (ORANGE, "^", "//"),
@@ -77,7 +77,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "least computed": (BLUE, "o", ""),
     "fewest pages": (GREEN, "^", ".."),
     "cheapest": (ORANGE, "d", "//"),
-    # Orders in which a prefix cache is asked.
+    # Request orders for a prefix cache.
     "depth first": (GREEN, "^", ".."),
     "most cached first": (RED, "s", "\\\\"),
     "in order of arrival": (BLUE, "o", ""),
@@ -99,7 +99,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "temperature 1": (RED, "s", "\\\\"),
     "sampled": (RED, "s", "\\\\"),
     "mixed": (ORANGE, "^", "//"),
-    # Ways to divide a model.
+    # Kinds of parallelism.
     "one device": (BLACK, "v", "xx"),
     "data": (ORANGE, "^", "//"),
     "tensor": (SKY, "s", ".."),
@@ -126,7 +126,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "ShareGPT": (RED, "s", "\\\\"),
     "Alpaca": (BLUE, "o", ""),
 }
-"""Colour, marker and hatch by name."""
+"""Colour, marker and hatch by system."""
 
 
 def colors() -> tuple[tuple[float, float, float], ...]:
@@ -140,7 +140,7 @@ def colors() -> tuple[tuple[float, float, float], ...]:
     return tuple(to_rgb(color) for color in matplotlib.color_sequences["okabe_ito"])
 
 
-def look(name: str) -> Look:
-    """Returns how a system is drawn, black with circles where it has no entry."""
+def system_style(name: str) -> SystemStyle:
+    """Returns the style of a system; black with circles for unknown systems."""
     color, marker, hatch = SYSTEMS.get(name, (BLACK, "o", ""))
-    return Look((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)
+    return SystemStyle((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)

@@ -1,4 +1,4 @@
-"""What every experiment promises, asked of each; its findings have their own tests."""
+"""Common tests of all experiments; findings have separate tests."""
 
 import dataclasses
 import json
@@ -27,10 +27,10 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
-def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
+def test_a_smoke_run_writes_a_complete_folder(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, experiment = smoke.run(name), registry.load(name)
+    kept, experiment = smoke.run(name), registry.load_experiment(name)
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
     files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
@@ -47,18 +47,18 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
     }
     assert kept.env["experiment"] == name
     assert kept.env["status"] == "done"
-    # All but the result and the config follows from these two.
+    # All files except the config and the result are derived from these two.
     assert files["claims.json"].decode() == config_json.dumps(kept.claims)
     for file, text in further.items():
         assert files[file].decode() == text
-    run_folder.draw(kept)
+    run_folder.draw_figure(kept)
     assert (kept.folder / "figure.svg").read_bytes() == files["figure.svg"]
     assert len(files["figure.png"]) > 10_000
     report = files["report.md"].decode()
     assert report.startswith(f"# {experiment.question}\n")
     for claim in kept.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
-        # A toy has no verdict on a paper about GPUs.
+        # A smoke run has no verdict on a paper about GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
     assert config_json.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
@@ -68,10 +68,10 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
 
 
 WITHOUT_RECORD = ("flash_attention", "kv_cache")
-"""Whose figure is held to the rubric here: there is no record to draw."""
+"""Experiments without a record, whose figure is checked here."""
 
 
-def test_records_are_of_experiments_that_there_are() -> None:
+def test_records_belong_to_known_experiments() -> None:
     known = {each.name for each in registry.entries()}
     assert {record_of(name)[0] for name in RECORDED} <= known
     assert len(RECORDED) > 20
@@ -81,34 +81,36 @@ RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
 
 
 def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """A record's experiment, and the claims that it ships."""
+    """Returns a record's experiment, and its shipped claims."""
     env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
     claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
     return env["experiment"], claims
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_record_is_judged_again_as_it_was(name: str) -> None:
+def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
     experiment, shipped = record_of(name)
-    kept = run_folder.read(RECORDS / name, registry.load(experiment))
+    kept = run_folder.read_run(RECORDS / name, registry.load_experiment(experiment))
     again = json.loads(config_json.dumps(kept.claims))
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
-    for ours, theirs in zip(again, shipped, strict=True):
+    for actual, expected in zip(again, shipped, strict=True):
         for key in ("ours", "published"):
-            ours_, theirs_ = (
-                np.array(row.pop(key), float) for row in (ours, dict(theirs))
+            actual_numbers, expected_numbers = (
+                np.array(row.pop(key), float) for row in (actual, dict(expected))
             )
-            np.testing.assert_allclose(ours_, theirs_, rtol=1e-12, err_msg=key)
-            del theirs[key]
-        assert ours == theirs
+            np.testing.assert_allclose(
+                actual_numbers, expected_numbers, rtol=1e-12, err_msg=key
+            )
+            del expected[key]
+        assert actual == expected
     config_json.dumps(kept.metrics)
     assert kept.parts
 
 
 OF_SMOKE = ("batching", "bench_simulate", "rivals")
-"""Whose smoke config is what is changed, not the default."""
+"""Experiments whose smoke config is changed, instead of the default."""
 
-# By experiment, and by config where it has several studies.
+# By experiment, and by config for an experiment with several studies.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "batching": [
         ({"limits": ()}, "limits=() must be ascending, from 1"),
@@ -170,7 +172,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "long_context": [
         ({"layouts": ()}, "must be 1 or more"),
-        ({"layouts": ("dp=2",)}, "dp=2 divides batches"),
+        ({"layouts": ("dp=2",)}, "must not have dp"),
         ({"layouts": ("ring=3",)}, "ring=3 must divide"),
         ({"sequences": (2048, 1024)}, "must be ascending"),
     ],
@@ -333,11 +335,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ("name", "fields", "line"),
     [(name, *case) for name, cases in REFUSED.items() for case in cases],
 )
-def test_a_config_of_what_cannot_be_run_is_refused(
+def test_invalid_configs_are_rejected(
     name: str, fields: dict[str, Any], line: str
 ) -> None:
     experiment, _, config_name = name.partition(" ")
-    config = registry.load(experiment).configs[config_name or "smoke"]
+    config = registry.load_experiment(experiment).configs[config_name or "smoke"]
     base = config if name in OF_SMOKE else type(config)()
     with pytest.raises(ValueError, match=re.escape(line)):
         dataclasses.replace(base, **fields)

@@ -121,9 +121,9 @@ def test_a_second_writer_is_refused_and_nothing_changes(
     jaxkv: Command,
 ) -> None:
     mine = ("made_up", "bench_made_up")
-    known = [registry.Entry(name, "Is it?", ("smoke",), "") for name in mine]
+    known = [registry.RegistryEntry(name, "Is it?", ("smoke",), "") for name in mine]
     monkeypatch.setattr(registry, "entries", lambda: known)
-    monkeypatch.setattr(registry, "load", lambda name: experiment)
+    monkeypatch.setattr(registry, "load_experiment", lambda name: experiment)
     rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
     Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")
     out = tmp_path / "out"

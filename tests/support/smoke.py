@@ -119,7 +119,7 @@ def ours(claims: Iterable[Claim]) -> dict[str, float]:
 
 def draw(study: Study, result: Any) -> dict[str, bytes]:
     """The files of a figure, of a result that lies in no folder."""
-    return style.render(
+    return style.render_figure(
         lambda axes: study.plot(axes, result),
         panels=study.panels,
         size_inches=study.panel_size_inches,
@@ -127,11 +127,11 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
 
 
 @functools.cache
-def run(name: str) -> run_folder.Run:
+def run(name: str) -> run_folder.SavedRun:
     """The run folder of an experiment's smoke config, read back."""
-    experiment = registry.load(name)
+    experiment = registry.load_experiment(name)
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
     out = folder() / "runs" / name
     cli_run.run(experiment, config, out, config_name=registry.SMOKE)
-    return run_folder.read(out, experiment)
+    return run_folder.read_run(out, experiment)

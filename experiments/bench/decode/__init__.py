@@ -1,6 +1,6 @@
-"""Our engine beside others."""
+"""Decode rates compared with other engines."""
 
 __all__ = [
-    "ours",
+    "jaxkv_engine",
     "timeline",
 ]

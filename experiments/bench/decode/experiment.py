@@ -1,15 +1,15 @@
-"""How many tokens a second does the engine serve, and how many do others?
+"""How many tokens per second does the engine generate, compared with other engines?
 
-Every engine gets the same weights, prompts and number of threads, and decodes greedily.
-They take turns, round after round; a rate is the median over the rounds, and a ratio
-the median of the rounds' ratios: a disturbance hits everyone or is voted out.
+All engines get the same weights, prompts and number of threads, and decode greedily.
+They run in rotation, round after round. A rate is the median over the rounds, and a
+ratio the median of the rounds' ratios, so that a disturbance affects all engines or is
+removed by the median.
 
-Decoding is counted where every sequence decodes, behind a context that nobody had to
-read: our pages and the cache of transformers are full of random numbers, and llama.cpp
-reads one sequence and copies it to all. Prefill is what it takes until every request
-has its first token, in a serving of its own, where the prompts are not too many. The
-floor is the time in which the device reads weights, K and V once, at the rate at which
-it was seen to read in the same run.
+Decoding is measured while every sequence decodes, after a context that was not
+prefilled: the pages of jaxkv and the cache of transformers contain random numbers, and
+llama.cpp prefills one sequence and copies it. Prefill is the time until every request
+has its first token, measured separately for batches of moderate size. The floor is the
+time to read weights, K and V once, at the read bandwidth measured in the same run.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ import numpy as np
 
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
-from experiments.bench.decode.ours import Ours, Timing
+from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
 from experiments.bench.decode.tables import plot as plot
 from experiments.bench.decode.tables import summary as summary
-from experiments.bench.tables import split
+from experiments.bench.tables import split_details
 from experiments.harness import model_shapes
-from experiments.harness.timing import in_turns, middle
+from experiments.harness.timing import measure_in_turns, median_and_spread
 from jaxkv import validation
 from jaxkv.engine import state
 from jaxkv.models import checkpoints
@@ -44,52 +44,56 @@ KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 READS = 4
-"""Tokens that answer prompts, to be compared; one where the prompts are long."""
+"""Tokens per answer that are compared between engines; one for long prompts."""
 FEW = 1024
-"""Tokens of a batch's prompts that are not long."""
+"""Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is served, and beside whom."""
+    """Model and workload, and the peers."""
 
     model: str = "random-135m"
-    """A folder, a bundled model, or a shape with random weights: random-135m (that of
-    SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
+    """A folder, a bundled model, or a shape with random weights: random-135m
+    (SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
     batch: tuple[int, ...] = (1, 8, 32)
-    """Sequences served at once; each number gives rows of its own."""
+    """Batch sizes; each gives separate rows."""
     contexts: tuple[int, ...] = (128, 768, 2048)
-    """Tokens behind every sequence when it begins to decode; each gives rows."""
+    """Context lengths in tokens at the start of decoding; each gives separate rows."""
     prompt_tokens: int = 0
-    """One context in place of those; 0 takes them."""
+    """A single context length that replaces `contexts`; 0 uses `contexts`."""
     prefill_tokens: int = 4096
-    """Tokens of a batch's prompts, up to which reading them is timed, too."""
+    """Largest number of prompt tokens in a batch for which prefill is timed."""
     output_tokens: int = 128
     """Tokens that every sequence decodes in a turn, more than those of one call."""
     turn_s: float = 2.0
-    """Seconds of decoding after which a turn ends early, with a call at least."""
+    """Time limit of decoding in a turn, in s; at least one call runs."""
     parts: bool = True
-    """Whether it is measured where the time of our step goes, without speculation."""
+    """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of our weights and pages; peers compute in float32."""
+    """Type of the weights and pages of jaxkv; peers compute in float32."""
     page_size: int = 16
-    """Token places in a page."""
+    """Tokens per page."""
     token_budget: int = 512
-    """Rows that a prefill step feeds at most."""
+    """Largest number of rows in a prefill step."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
-    """How our engine guesses tokens; it generates the same ones."""
+    """Speculative method of jaxkv; the tokens are the same."""
     drafts: int = 3
-    """Tokens guessed in a step, where any are."""
+    """Draft tokens per step with speculation."""
     steps_per_call: int = 16
-    """Steps between two looks of the host."""
+    """Steps per call to the device."""
     rounds: int = 3
-    """Turns that everyone has."""
+    """Turns of every engine."""
     peer_python: Path | None = None
-    """A Python that has transformers, or llama_cpp and gguf, or all of them: they are
-    timed on the same weights."""
+    """Python interpreter with transformers, or llama_cpp and gguf, or all of them;
+    these engines are timed on the same weights."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "page_size", "steps_per_call", "rounds", "drafts")
         validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
         validation.above(self, "turn_s")
@@ -101,7 +105,7 @@ class Config:
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than "
                 f"steps_per_call={self.steps_per_call!r}: "
-                "the tokens of the first call are not counted"
+                "tokens of the first call are not counted"
             )
         most = self.steps_per_call * (1 + self.drafts)
         if self.speculate is not None and self.output_tokens <= most:
@@ -148,35 +152,35 @@ CONFIGS = {
 }
 
 
-class Peer(peer_process.PeerProcess):
-    """A running engine, as a context; leaving it ends the process."""
+class PeerEngine(peer_process.PeerProcess):
+    """A running peer engine, as a context; leaving it ends the process."""
 
     dtype, host_share, compile_s = "float32", None, 0.0
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
-    ) -> Timing:
-        """As `Ours.measure`.
+    ) -> TurnTiming:
+        """Runs a turn, see `JaxkvEngine.measure`.
 
         Raises:
-          ValueError: the peer broke down; the line says what it said last.
+          ValueError: the peer failed, with its last error line.
         """
         asked = {"prompts": prompts, "output_tokens": num_tokens}
-        return Timing(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
+        return TurnTiming(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Measures every case with every engine; ended early, it has whole cases."""
-    model = model_shapes.load(config.model, config.dtype)
+    """Measures every case with every engine; a stopped run has complete cases only."""
+    model = model_shapes.load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
             f"{max(x for _, x in config.cases)} tokens of context and "
-            f"{config.output_tokens=} with those of a call are more than "
+            f"{config.output_tokens=}, with those of a call, must be at most "
             f"{model.config.max_positions=}"
         )
     rows: list[dict[str, Any]] = []
-    fixed: dict[int, parts.Parts] = {}
+    fixed: dict[int, parts.StepParts] = {}
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         with tempfile.TemporaryDirectory() as temporary:
@@ -185,10 +189,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 save = checkpoints.save_model
                 save(folder, model.config, model.params, dtype="float32")
             peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
-            others, absent = peer_process.start(
-                stack, Peer, config.peer_python, peers, needed=True
+            peer_engines, absent = peer_process.start_peers(
+                stack, PeerEngine, config.peer_python, peers, needed=True
             )
-        # What the device reads and multiplies, on arrays that no cache holds.
+        # Ceilings of reads and products, on arrays larger than the caches.
         on_gpu = devices.current_target().platform == "gpu"
         sizes = (2**29, 8192) if on_gpu else (2**25, 1024)
         size, width = (2**16, 64) if config.model == "random-tiny" else sizes
@@ -197,8 +201,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         )
 
         def measure(
-            case: tuple[int, int], engine: Ours | Peer, turn_s: float = config.turn_s
-        ) -> Timing:
+            case: tuple[int, int],
+            engine: JaxkvEngine | PeerEngine,
+            turn_s: float = config.turn_s,
+        ) -> TurnTiming:
             rng = np.random.default_rng(0)
             prompts = rng.integers(0, model.config.vocab_size, case).tolist()
             num = math.prod(case)
@@ -206,44 +212,48 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             reads *= num <= config.prefill_tokens
             return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
-        def begin(case: tuple[int, int]) -> list[Ours | Peer]:
+        def begin(case: tuple[int, int]) -> list[JaxkvEngine | PeerEngine]:
             bounds = _bounds(config, *case)
-            ours = Ours(model, bounds, config.dtype, config.speculate)
-            for one in (ours, *others):
+            jaxkv_row = JaxkvEngine(model, bounds, config.dtype, config.speculate)
+            for one in (jaxkv_row, *peer_engines):
                 measure(case, one, 0.1)
             batch, context = case
             if config.parts and config.speculate is None and batch not in fixed:
-                progress.show(f"where the time goes, batch {batch}")
+                progress.show(f"parts of a step, batch {batch}")
                 prompts = [[0] * context] * batch
                 num = config.output_tokens
-                fixed[batch] = parts.measure(ours, model, prompts, num, config.turn_s)
-            return [ours, *others]
+                fixed[batch] = parts.measure_parts(
+                    jaxkv_row, model, prompts, num, config.turn_s
+                )
+            return [jaxkv_row, *peer_engines]
 
-        for case, everyone, timings in in_turns(
+        for case, engines, timings in measure_in_turns(
             config.cases,
             config.rounds,
             begin,
             measure,
             progress=progress,
-            doing="serving",
-            what="batch and context",
+            bar_label="serving",
+            case_name="batch and context",
         ):
-            ours, *theirs = _rows(config, case, everyone, timings)
-            ours["absent"] = peer_process.in_a_line(absent)
-            for row in (ours, *theirs):
+            jaxkv_row, *peer_rows = _rows(config, case, engines, timings)
+            jaxkv_row["absent"] = peer_process.format_absent(absent)
+            for row in (jaxkv_row, *peer_rows):
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:
-                # Attention takes what the other parts do not.
-                ours |= step._asdict() | {"attention_s": ours["step_s"] - sum(step)}
-            rows += [ours, *theirs]
+                # Attention is the remainder of the step.
+                jaxkv_row |= step._asdict() | {
+                    "attention_s": jaxkv_row["step_s"] - sum(step)
+                }
+            rows += [jaxkv_row, *peer_rows]
     return rows
 
 
-metrics = functools.partial(split, names=tables.NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=tables.NAMES, details=DETAILS)
 
 
 def _length(config: Config, context: int) -> int:
-    """Tokens of a sequence: context, a token, those of a call, and the turn's."""
+    """Returns the tokens of a sequence: context, first call, and the turn."""
     drafts = 0 if config.speculate is None else config.drafts
     first = 1 + config.steps_per_call * (1 + drafts)
     return context + first + config.output_tokens
@@ -256,11 +266,11 @@ def _floor(
     row: dict[str, Any],
     ceilings: Ceilings,
 ) -> dict[str, Any]:
-    """The time in which a step's weights, K and V are read, and its share of a step."""
+    """Returns the time to read a step's weights, K and V, and its share of the step."""
     shape, (batch, context) = model.config, case
     leaves = jax.tree.leaves(model.params)
     num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    if not shape.tie_embeddings:  # of a table that is looked up few rows are read
+    if not shape.tie_embeddings:  # an embedding lookup reads few rows
         num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
     mean = context + config.output_tokens // 2
     places = batch * mean * shape.num_layers * shape.num_kv_heads * shape.head_dim
@@ -275,13 +285,13 @@ def _floor(
 
 
 def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
-    """Just enough slots and pages for a batch."""
+    """Returns an engine config with the slots and pages of a batch."""
     length = _length(config, context)
-    # Padding rows are computed, too: prompts are read in steps of equal size.
+    # Padding rows are computed as well: prefill steps have equal sizes.
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
-    return model_shapes.bounds(
+    return model_shapes.make_engine_config(
         batch,
         length,
         page_size=config.page_size,
@@ -294,21 +304,21 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
 def _rows(
     config: Config,
     case: tuple[int, int],
-    everyone: list[Any],
-    timings: dict[str, list[Timing]],
+    engines: list[Any],
+    timings: dict[str, list[TurnTiming]],
 ) -> list[dict[str, Any]]:
-    """One row for each engine, medians over the turns; ours is the first."""
+    """Returns one row per engine, medians over the turns; jaxkv is the first."""
     batch, context = case
-    answers = timings[Ours.name][-1].tokens
+    answers = timings[JaxkvEngine.name][-1].tokens
     rates = {x: [t.num_decoded / t.decode_s for t in timings[x]] for x in timings}
     reads = {
         x: [batch * context / t.prefill_s for t in timings[x] if t.prefill_s]
         for x in timings
     }
     rows: list[dict[str, Any]] = []
-    for engine in everyone:
+    for engine in engines:
         name, taken = engine.name, timings[engine.name]
-        rate, spread = middle(rates[name])
+        rate, spread = median_and_spread(rates[name])
         prefill = statistics.median(reads[name]) if reads[name] else None
         same = zip(answers, taken[-1].tokens, strict=True)
         row = {
@@ -336,8 +346,10 @@ def _rows(
 
 
 def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
-    """The median of the rounds' ratios to the best peer of the round, and the ends."""
-    peers = [found for other, found in rates.items() if other != Ours.name and found]
+    """Returns the median and range of the ratio to the best peer of each round."""
+    peers = [
+        found for other, found in rates.items() if other != JaxkvEngine.name and found
+    ]
     if not peers or not rates[name]:
         return {key: None, f"{key}_range": None}
     best = [max(each) for each in zip(*peers, strict=True)]

@@ -1,9 +1,9 @@
-"""Where the time of our step goes, by programs that lack a part of it.
+"""Breakdown of a decode step, by programs without one of its parts.
 
-A step whose forward pass computes nothing still schedules, packs and samples; one
-without attention does all products, and the little around them, which no program has
-alone as the model has it. What a part takes is a difference of two programs,
-so overlap counts for neither: shares are those of time saved without the part.
+A step with a forward pass that computes nothing still schedules, packs and samples. A
+step without attention computes all products. The time of a part is the difference of
+two programs, so overlapping work is attributed to neither part: shares are times saved
+without the part.
 """
 
 import dataclasses
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.bench.decode.ours import Decoded, Ours, Unread
+from experiments.bench.decode.jaxkv_engine import DecodeCount, JaxkvEngine, NoOpForward
 from jaxkv.models import checkpoints, paged
 
 
-class Parts(NamedTuple):
-    """Seconds of a step that do not depend on the context.
+class StepParts(NamedTuple):
+    """Parts of a decode step that do not depend on the context, in s.
 
     Attributes:
-      products_s: the weights times the rows, with norms, activations, positions, and K
-        and V into pages around them.
-      sampling_s: schedule, packing, sampling, and what else a step is without a model.
+      products_s: products with weights, including norms, activations, positions, and
+        the writes of K and V.
+      sampling_s: scheduling, packing, sampling, and all other work outside the model.
     """
 
     products_s: float
@@ -29,34 +29,34 @@ class Parts(NamedTuple):
 
 
 def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) -> Any:
-    """Queries pass for what attention gives; K and V are written nevertheless."""
+    """Returns the queries instead of the attention output; K and V are written."""
     return q
 
 
-def measure(
-    ours: Ours,
+def measure_parts(
+    engine: JaxkvEngine,
     model: checkpoints.LoadedModel,
     prompts: list[list[int]],
     num_tokens: int,
     turn_s: float,
-) -> Parts:
-    """Times the parts, the better of two turns each.
+) -> StepParts:
+    """Times the parts, each as the faster of two turns.
 
     Args:
-      ours: a plain engine, compiled.
-      model: that it serves.
-      prompts: one for each sequence, as for `Ours.decode`.
-      num_tokens: that each decodes.
-      turn_s: seconds of a turn.
+      engine: compiled engine without speculation.
+      model: its model.
+      prompts: one prompt per sequence, as for `JaxkvEngine.decode`.
+      num_tokens: tokens that each sequence decodes.
+      turn_s: time limit of a turn, in s.
     """
 
     def step_s(forward: Any) -> float:
-        def turn() -> Decoded:
-            return ours.decode(prompts, num_tokens, turn_s, forward=forward)
+        def turn() -> DecodeCount:
+            return engine.decode(prompts, num_tokens, turn_s, forward=forward)
 
         return min(len(prompts) * x.decode_s / x.num_decoded for x in (turn(), turn()))
 
-    assert isinstance(ours.forward, paged.PagedForward)
-    sampling_s = step_s(Unread(model.config.vocab_size))
-    without_s = step_s(dataclasses.replace(ours.forward, attend=skip_attention))
-    return Parts(without_s - sampling_s, sampling_s)
+    assert isinstance(engine.forward, paged.PagedForward)
+    sampling_s = step_s(NoOpForward(model.config.vocab_size))
+    without_s = step_s(dataclasses.replace(engine.forward, attend=skip_attention))
+    return StepParts(without_s - sampling_s, sampling_s)

@@ -1,12 +1,13 @@
-"""Other engines on a model folder, for `peer_main` in their own interpreter.
+"""Peer engines on a model folder, run by `peer_main` in their own interpreter.
 
 A question is `{"prompts": [[id, ...], ...], "reads": r, "output_tokens": n, "turn_s"}`;
-prompts have one length. Where r is above 0 they are read and answered with r greedy
-tokens. Then a batch of as many sequences of that length decodes for n steps, or until
-the turn is over, behind K and V that nobody computed for it. The answer is
-`{"prefill_s", "tokens", "decode_s", "num_decoded", "occupancy"}`: seconds until every
-prompt has its first token (None if none is read), the tokens, and the seconds and
-tokens of steps in which every sequence decoded: here all but a first step.
+all prompts have one length. If r is above 0, the prompts are prefilled and answered
+with r greedy tokens. Then a batch of as many sequences of that length decodes for n
+steps, or until the time limit of the turn, after a context of K and V that were not
+computed for it. The answer is `{"prefill_s", "tokens", "decode_s", "num_decoded",
+"occupancy"}`: seconds until every prompt has its first token (None without prefill),
+the tokens, and the seconds and tokens of steps in which every sequence decoded, without
+the first step.
 """
 
 import ctypes
@@ -16,17 +17,17 @@ import tempfile
 import time
 from pathlib import Path
 
-MIN_STEPS = 4  # that are timed, however slow
+MIN_STEPS = 4  # smallest number of timed steps
 
 
-def answered(peer, asked):
-    """The answer to a question."""
+def measure_peer(peer, asked):
+    """Answers a question by timing a peer."""
     prompts, reads = asked["prompts"], asked["reads"]
     prefill_s, tokens = None, [[] for _ in prompts]
     if reads:
         prefill_s, tokens = peer.read(prompts, reads)
     step = peer.decoding(prompts)
-    step()  # the first one copies, plans, warms up
+    step()  # warm-up: the first step copies and plans
     start, num = time.perf_counter(), 0
     while num < asked["output_tokens"]:
         step()
@@ -43,9 +44,10 @@ def answered(peer, asked):
 
 
 class Transformers:
-    """Hugging Face transformers: its default cache, greedy.
+    """Hugging Face transformers with its default cache, greedy.
 
-    Decoding has no `generate` around it, and a cache of random numbers behind it.
+    Decoding calls the model directly, without `generate`, after a cache of random
+    numbers.
     """
 
     def __init__(self, folder, num_threads):
@@ -58,15 +60,15 @@ class Transformers:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32
         ).eval()
-        # Nothing ends an answer early.
+        # Answers have no end-of-sequence token.
         self._model.generation_config.eos_token_id = None
 
     def answer(self, asked):
         """Answers a question."""
-        return answered(self, asked)
+        return measure_peer(self, asked)
 
     def read(self, prompts, num_tokens):
-        """Answers prompts by `generate`; seconds until the first tokens, and tokens."""
+        """Runs `generate`; returns the time until the first tokens, and the tokens."""
         torch, stamps = self._torch, []
 
         def stamp(ids, scores, **_):
@@ -89,7 +91,7 @@ class Transformers:
         return stamps[0] - start, out[:, ids.shape[1] :].tolist()
 
     def decoding(self, prompts):
-        """A step of a batch, each with so many tokens of random K and V behind it."""
+        """Returns a decode step of a batch, after a cache of random K and V."""
         import transformers
 
         torch, config = self._torch, self._model.config
@@ -116,7 +118,7 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp: several sequences in one batch, greedy, float32 weights and cache."""
 
-    MAX_BATCH = 512  # rows that one call may feed, its default
+    MAX_BATCH = 512  # rows per call, the default of llama.cpp
 
     def __init__(self, folder, num_threads):
         llama_cpp = importlib.import_module("llama_cpp")
@@ -129,7 +131,7 @@ class LlamaCpp:
             path = Path(temporary, "model.gguf")
             write_gguf(Path(folder), path)
             params = llama_cpp.llama_model_default_params()
-            params.use_mmap = False  # the file is gone after this
+            params.use_mmap = False  # the file is deleted after loading
             self._model = llama_cpp.llama_model_load_from_file(
                 str(path).encode(), params
             )
@@ -140,14 +142,14 @@ class LlamaCpp:
         self._context = self._batch = self._size = None
 
     def answer(self, asked):
-        """Answers a question; the context is kept as long as sizes are the same."""
+        """Answers a question; the context is reused if the sizes are unchanged."""
         prompts = asked["prompts"]
         room = asked["output_tokens"] + asked["reads"] + 2
         size = len(prompts), len(prompts[0]) + room
         if self._size != size:
             self._make_context(*size)
             self._size, self._kept = size, 0
-        return answered(self, asked)
+        return measure_peer(self, asked)
 
     def _make_context(self, num, length):
         lib = self._lib
@@ -166,10 +168,10 @@ class LlamaCpp:
             raise ValueError("llama.cpp cannot make a context")
 
     def read(self, prompts, num_tokens):
-        """Feeds prompts in batches of `MAX_BATCH` rows, then a row a sequence.
+        """Prefills prompts in batches of `MAX_BATCH` rows, then decodes row by row.
 
         Returns:
-          Seconds until the first tokens are there, and the tokens.
+          Seconds until the first tokens, and the tokens.
         """
         lib, context, batch = self._lib, self._context, self._batch
         memory = lib.llama_get_memory(context)
@@ -184,10 +186,10 @@ class LlamaCpp:
         return prefill_s, tokens
 
     def decoding(self, prompts):
-        """A step of a batch behind prompts: one is read, and copied to all.
+        """Returns a decode step of a batch after one prompt, which is copied to all.
 
-        Its state takes no numbers that were not computed. Every sequence has K and V of
-        its own: they lie in streams apart, and a copy moves them.
+        llama.cpp cannot fill its cache with random numbers. Each sequence has its own K
+        and V in a separate stream, and a copy moves the data.
         """
         lib, context, length = self._lib, self._context, len(prompts[0])
         memory = lib.llama_get_memory(context)
@@ -209,7 +211,7 @@ class LlamaCpp:
         return step
 
     def _decode(self, tokens, place):
-        """Feeds the last token of every sequence, at a place, and adds the next."""
+        """Feeds the last token of each sequence at a position, and appends the next."""
         rows = [(i, each[-1], place, True) for i, each in enumerate(tokens)]
         for i, token in enumerate(self._feed(self._context, self._batch, rows)):
             tokens[i].append(token)
@@ -226,7 +228,7 @@ class LlamaCpp:
         return first
 
     def _feed(self, context, batch, rows):
-        """Feeds rows of (sequence, token, position, whether its logits are wanted)."""
+        """Feeds rows of (sequence, token, position, True if logits are needed)."""
         import numpy as np
 
         lib = self._lib
@@ -246,7 +248,7 @@ class LlamaCpp:
 
 
 def write_gguf(folder, path):
-    """Writes a Llama folder of float32 weights as GGUF, without a tokenizer."""
+    """Writes a Llama folder with float32 weights as GGUF, without a tokenizer."""
     gguf = importlib.import_module("gguf")
     load_file = importlib.import_module("safetensors.numpy").load_file
 
@@ -280,8 +282,8 @@ def write_gguf(folder, path):
         for name, tensor in load_file(file).items():
             for part, heads in (("q_proj", num_heads), ("k_proj", num_kv)):
                 if name.endswith(f"{part}.weight"):
-                    # Its rotary pairs are neighbours; Hugging Face's lie half a head
-                    # apart.
+                    # GGUF interleaves rotary pairs; Hugging Face separates them by
+                    # half a head.
                     halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
                     tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
             stem, _, kind = name.rpartition(".")

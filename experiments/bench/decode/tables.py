@@ -1,43 +1,60 @@
-"""What is told and drawn of decoding, from the rows of a result.
+"""Tables and figure of the decode benchmark.
 
-Rows of older records lack some columns; these are then None.
+Rows of older records lack some columns, which are then None.
 """
 
 from typing import Any
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Part, Sheet, Table, Texts, column, units
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    units,
+)
 from experiments.plotting import style, systems
 
 NAMES = ("implementation", "batch", "prompt_tokens")
 RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
-"""Names of rates, held against those of the best peer."""
+"""Keys of the ratios to the best peer, by phase."""
 PARTS = {
-    "products_s": ("products and around", systems.SKY),
+    "products_s": ("products, norms, KV writes", systems.SKY),
     "attention_s": ("attention", systems.ORANGE),
-    "sampling_s": ("schedule, sampling", systems.GREEN),
+    "sampling_s": ("scheduling, sampling", systems.GREEN),
 }
 
 
-class Rates(Table):
-    """What is told of a result, of which every column is a key of the rows."""
+class DecodeRates(ResultTable):
+    """Columns of the report; each is a key of the rows."""
 
-    implementation: Texts = column("who", heading="engine")
-    batch: Ints = column("at once", heading="sequences", form="{:,}")
-    prompt_tokens: Ints = column("behind each", heading="context", form="{:,}")
-    decode_tokens_per_s: Floats = column("median", heading="decode tokens/s")
-    prefill_tokens_per_s: np.ndarray = column("median", heading="prefill tokens/s")
-    step_s: Floats = column("a token of every sequence")
-    occupancy: np.ndarray = column("of slots that decoded")
-    first_token_s: np.ndarray = column("until all have one", heading="first token")
-    fraction: np.ndarray = column("floor over step", heading="of the memory floor")
-    host_share: np.ndarray = column("of the time; None where it is not known")
-    compile_s: Floats = column("of the programs", heading="compiling")
-    peak_bytes: Ints = column("of the process or its device", heading="peak memory")
-    version: Texts = column("of its libraries")
-    spread: Floats = column("of rates", heading="decode spread", form=units.share)
-    same_answers: Floats = column("share that is ours", form=units.share)
+    implementation: Texts = column("name of the engine", heading="engine")
+    batch: Ints = column("sequences in the batch", heading="sequences", form="{:,}")
+    prompt_tokens: Ints = column("context length", heading="context", form="{:,}")
+    decode_tokens_per_s: Floats = column("median rate", heading="decode tokens/s")
+    prefill_tokens_per_s: np.ndarray = column("median rate", heading="prefill tokens/s")
+    step_s: Floats = column("time of a step with a token per sequence")
+    occupancy: np.ndarray = column("share of slots that decoded")
+    first_token_s: np.ndarray = column(
+        "time until every sequence has a token", heading="first token"
+    )
+    fraction: np.ndarray = column("floor / step time", heading="of the memory floor")
+    host_share: np.ndarray = column("share of time waiting for the host, or None")
+    compile_s: Floats = column("compile time", heading="compiling")
+    peak_bytes: Ints = column("peak of the process or device", heading="peak memory")
+    version: Texts = column("versions of the libraries")
+    spread: Floats = column(
+        "range of the rates / median",
+        heading="decode spread",
+        form=units.format_percent,
+    )
+    same_answers: Floats = column(
+        "share of answers equal to those of jaxkv", form=units.format_percent
+    )
 
 
 OWN = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
@@ -46,27 +63,27 @@ OWN += ("compile_s", "peak_bytes")
 LACKING = ("occupancy", "first_token_s", "fraction")
 
 
-def filled(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with None where they lack a column."""
+def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows, with None for missing columns."""
     return [dict.fromkeys(LACKING) | row for row in result]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second, ratios with their range, and where our time goes."""
+    """Draws tokens per second, ratios with their range, and the parts of a step."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
-    ours = [x for x in result if x["implementation"] == "jaxkv"]
+    jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     for ax, kind in ((decode, "decode"), (prefill, "prefill")):
         _draw_rates(ax, kind, result, names)
-        known = [x[RATIOS[kind]] for x in ours if x[RATIOS[kind]] is not None]
+        known = [x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None]
         if known:
             low, high = min(known), max(known)
             title = (
                 f"{kind}: jaxkv has {low:.2f} to {high:.2f} times the best peer's rate"
             )
             ax.set_title(title.capitalize().replace("Jaxkv", "jaxkv"))
-    _draw_ratios(ratios, ours)
-    _draw_parts(spent, [x for x in ours if "products_s" in x])
+    _draw_ratios(ratios, jaxkv_rows)
+    _draw_parts(spent, [x for x in jaxkv_rows if "products_s" in x])
 
 
 def _label(row: dict[str, Any]) -> str:
@@ -80,12 +97,12 @@ def _draw_rates(
     cases = list(dict.fromkeys(map(_label, rows)))
     width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
-        mine = [x for x in rows if x["implementation"] == name]
-        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in mine]
-        rates = [x[f"{kind}_tokens_per_s"] for x in mine]
-        look = {"label": name} | systems.look(name).bar
+        selected = [x for x in rows if x["implementation"] == name]
+        places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
+        rates = [x[f"{kind}_tokens_per_s"] for x in selected]
+        look = {"label": name} | systems.system_style(name).bar
         bars = ax.bar(places, rates, 0.94 * width, **look)
-        ax.bar_label(bars, [*map(units.rate, rates)], padding=2, rotation=90)
+        ax.bar_label(bars, [*map(units.format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
@@ -95,93 +112,93 @@ def _draw_rates(
 
 def _name_cases(ax: Any, cases: list[str]) -> None:
     ax.set_xticks(range(len(cases)), cases)
-    ax.set_xlabel("above: batch [sequences]; below: context of each [tokens]")
+    ax.set_xlabel("top: batch [sequences]; bottom: context of each [tokens]")
     ax.tick_params(axis="x", length=0)
 
 
-def _draw_ratios(ax: Any, ours: list[dict[str, Any]]) -> None:
-    cases, faster = [_label(x) for x in ours], []
+def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+    cases, faster = [_label(x) for x in jaxkv_rows], []
     looks = zip(RATIOS.items(), ((systems.BLUE, "o"), (systems.SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
-        known = [(i, x) for i, x in enumerate(ours) if x[key] is not None]
+        known = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
         values = [x[key] for _, x in known]
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
         place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
-        style.curve(ax, place, values, color, kind, **look)
+        style.draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
             ax.vlines(x, low, high, color=style.colors()[color])
         num = sum(x > 1 for x in values)
         faster.append(f"{kind} in {num} of {len(values)} cases")
-    style.reference(ax, 1, "equally fast")
+    style.draw_reference_line(ax, 1, "equally fast")
     title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
     ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
     ax.legend()
 
 
-def _draw_parts(ax: Any, ours: list[dict[str, Any]]) -> None:
-    bottom = np.zeros(len(ours))
+def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+    bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
         ("", "//", ".."), PARTS.items(), strict=True
     ):
-        shares = [100 * max(0.0, x[key]) / x["step_s"] for x in ours]
+        shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
         look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
-        ax.bar(range(len(ours)), shares, 0.7, bottom, label=name, **look)
+        ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
-    title = "Where the time of a decode step goes"
-    if ours:
-        attention = [100 * x["attention_s"] / x["step_s"] for x in ours]
+    title = "Parts of a decode step"
+    if jaxkv_rows:
+        attention = [100 * x["attention_s"] / x["step_s"] for x in jaxkv_rows]
         title = f"Attention takes {min(attention):.0f} to {max(attention):.0f} % "
         title += "of a decode step of jaxkv"
         ax.legend()
     ax.set(title=title, ylim=(0, 100), ylabel="share of the step [%]")
-    _name_cases(ax, [_label(x) for x in ours])
+    _name_cases(ax, [_label(x) for x in jaxkv_rows])
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells the rates of everyone, side by side, and what our engine took."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
-    found = Rates.of(filled(result))
-    note = "host share: the time in which the device waits between two calls."
-    ours = [x for x in result if x["implementation"] == "jaxkv"]
-    parts: list[Part] = [
+    found = DecodeRates.of(fill_missing(result))
+    note = "Host share: share of time in which the device waits between two calls."
+    jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
+    parts: list[ReportPart] = [
         found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
     ]
-    if known := [x for x in ours if "products_s" in x]:
+    if known := [x for x in jaxkv_rows if "products_s" in x]:
         lines = [
             [
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(units.share(x[key] / x["step_s"]) for key in PARTS),
+                *(units.format_percent(x[key] / x["step_s"]) for key in PARTS),
             ]
             for x in known
         ]
         heads = ["sequences", "context", "step, ms", *(x for x, _ in PARTS.values())]
-        parts.append(Sheet("where the time of a step goes", heads, lines))
+        parts.append(Sheet("parts of a decode step", heads, lines))
     names = found.distinct("implementation")
     if not names[1:]:
         return parts
     heads = ["sequences", "context", *names, "jaxkv / best peer", "range"]
     for kind, key in RATIOS.items():
         lines = []
-        for mine in ours:
-            case = mine["batch"], mine["prompt_tokens"]
-            if mine[key] is None:
+        for selected in jaxkv_rows:
+            case = selected["batch"], selected["prompt_tokens"]
+            if selected[key] is None:
                 continue
             rates = [
-                units.rate(x[f"{kind}_tokens_per_s"])
+                units.format_rate(x[f"{kind}_tokens_per_s"])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]
-            ends = mine.get(f"{key}_range")
+            ends = selected.get(f"{key}_range")
             span = "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
             sizes = [f"{x:,}" for x in case]
-            lines.append([*sizes, *rates, f"{mine[key]:.2f}", span])
+            lines.append([*sizes, *rates, f"{selected[key]:.2f}", span])
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
-    told = (*NAMES, "version", "spread", "same_answers")
+    shown = (*NAMES, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
-    return [*parts, found.sheet("everyone", *told, note=note)]
+    return [*parts, found.sheet("engines", *shown, note=note)]

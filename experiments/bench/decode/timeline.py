@@ -1,7 +1,7 @@
-"""Kernels of a decode step, their time and the gaps between them, by the profiler.
+"""Kernels of a decode step, with times and gaps, from the profiler.
 
-The engine serves a model of few layers of the 8B shape; two depths separate a layer
-from the work outside of the layers.
+The engine serves models of the 8B shape with few layers; two depths separate the time
+of a layer from the work outside the layers.
 """
 
 import collections
@@ -14,45 +14,47 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.bench.decode.ours import Ours
+from experiments.bench.decode.jaxkv_engine import JaxkvEngine
 from experiments.harness import model_shapes
 from jaxkv.models import checkpoints, transformer
 
 NAMES = ("layers-2", "layers-8")
 NUM_LISTED = 12
-"""Kernels that are listed, those that take longest."""
+"""Number of kernels in the result, those with the longest total time."""
 GRAPHS = ("cuGraphLaunch", "cudaGraphLaunch")
 CALLERS = ("while", "call", "conditional")
-"""Operations whose own operations are recorded, too."""
+"""Operations whose inner operations are recorded separately."""
 
 
-class Event(NamedTuple):
-    """Something that ran on the device; times in nanoseconds."""
+class KernelEvent(NamedTuple):
+    """An operation on the device; times in nanoseconds."""
 
     name: str
     start_ns: float
     duration_ns: float
 
 
-def measure(size: str, name: str) -> dict[str, Any]:
-    """Decodes under the profiler; returns counts and times of a step."""
+def profile_decode(size: str, name: str) -> dict[str, Any]:
+    """Decodes under the profiler; returns counts and times per step."""
     is_real = size == "gpu"
-    shape = model_shapes.RANDOM["random-8b" if is_real else "random-tiny"]
+    shape = model_shapes.RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]
     depth = int(name.partition("-")[2]) // (1 if is_real else 2)
     shape = dataclasses.replace(shape, num_layers=depth)
     dtype = "bfloat16" if is_real else "float32"
     params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
-    bounds = model_shapes.bounds(
+    bounds = model_shapes.make_engine_config(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
-    ours = Ours(checkpoints.LoadedModel(shape, params, None, ()), bounds, dtype)
+    engine = JaxkvEngine(
+        checkpoints.LoadedModel(shape, params, None, ()), bounds, dtype
+    )
     prompts = [[0] * context] * batch
-    quiet = ours.decode(prompts, num_tokens, 10.0)
+    quiet = engine.decode(prompts, num_tokens, 10.0)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            ours.decode(prompts, num_tokens, 10.0)
-        ran, num_graphs = read(Path(folder))
+            engine.decode(prompts, num_tokens, 10.0)
+        ran, num_graphs = read_profile(Path(folder))
     num_steps = num_tokens + bounds.steps_per_call
     return {
         "num_layers": shape.num_layers,
@@ -60,12 +62,12 @@ def measure(size: str, name: str) -> dict[str, Any]:
         "context": context,
         "step_s": batch * quiet.decode_s / quiet.num_decoded,
         "graphs_per_step": num_graphs / num_steps,
-        **per_step(ran, num_steps),
+        **summarize_events(ran, num_steps),
     }
 
 
-def read(folder: Path) -> tuple[list[Event], int]:
-    """What ran on the device, in order, and how many graphs the host launched."""
+def read_profile(folder: Path) -> tuple[list[KernelEvent], int]:
+    """Returns the device operations in order, and the number of graph launches."""
     [path] = folder.rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
     ran, num_graphs = [], 0
@@ -77,18 +79,20 @@ def read(folder: Path) -> tuple[list[Event], int]:
                 num_graphs += event.name in GRAPHS
                 if on_gpu:
                     counts = line.name.startswith("Stream")
-                else:  # operations are those with a name in the program
+                else:  # operations have a name in the program
                     counts = not event.name.startswith(CALLERS)
                     counts = counts and any(x == "hlo_op" for x, _ in event.stats)
                 if is_device and counts:
-                    ran.append(Event(event.name, event.start_ns, event.duration_ns))
+                    ran.append(
+                        KernelEvent(event.name, event.start_ns, event.duration_ns)
+                    )
     return sorted(ran, key=lambda x: x.start_ns), num_graphs
 
 
-def per_step(ran: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """Counts and times of what ran, for a step; events are in order of their start."""
+def summarize_events(ran: Sequence[KernelEvent], num_steps: int) -> dict[str, Any]:
+    """Returns counts and times per step; events are sorted by their start."""
     if not ran:
-        raise ValueError("the profiler saw nothing run on the device")
+        raise ValueError("the profiler recorded no operation on the device")
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for event in ran:
         by_name[event.name].append(event.duration_ns * 1e-9)

@@ -1,1 +1,1 @@
-"""All that a GPU is asked, in pieces that several calls share."""
+"""Benchmarks for a GPU, in pieces that several calls share."""

@@ -1,9 +1,9 @@
-"""What does a GPU say of all this, in calls of a few minutes?
+"""Are the kernels correct on a GPU, and how fast is each part, in calls of minutes?
 
-In every call the most valuable that is not recorded yet is done, part by part: whether
-the kernels are right, how fast they are, what a step launches, how fast the engine
-decodes, how fast we train, and a sweep. Each part has a share of the time that is left,
-and a process that crashes, or a machine that is taken away, costs a piece.
+Each call measures the most valuable pieces that are not recorded yet, part by part:
+correctness of the kernels, their speed, launches per step, decode rates, training
+rates, and a sweep. Each part has a share of the remaining time. A crash, or the loss of
+the machine, costs one piece.
 """
 
 import dataclasses
@@ -20,24 +20,25 @@ from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from experiments.framework import Part, Sheet, run_folder
+from experiments.framework import ReportPart, Sheet, run_folder
 from experiments.plotting import style, systems
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels.bench import sets
 
 FILE = "pieces.jsonl"
-"""In the folder: what is recorded, a piece a line."""
+"""File in the folder with the recorded pieces, one per line."""
 MAX_TRIES = 2
-"""Times that a piece is tried that gives nothing."""
+"""Largest number of attempts for a piece without a result."""
 LEAST_S, SPARE_S, GRACE_S = 5.0, 3.0, 60.0
-"""Seconds under which no piece is begun, those at the end for the report, and those
-beyond its share after which a part's process is killed."""
+"""Smallest time for a piece, time reserved for the report, and time beyond its share
+after which a part's process is killed; in s."""
 MOST_SHARE = 0.6
-"""Of a call's time, that a piece must have had before its end counts as a failure."""
+"""Share of a call's time that a piece must have had to count as failed when the call
+ends."""
 
 now_s = time.monotonic
-"""The clock; tests put another one in its place."""
+"""Clock; tests replace it."""
 
 PARTS = {
     "correctness": (0.25, 20.0, 99),
@@ -47,25 +48,29 @@ PARTS = {
     "train": (0.15, 60.0, 1),
     "isoflop": (0.5, 60.0, 1),
 }
-"""By part: its share of the time left, relative to later parts; the seconds under which
-it is not begun on a GPU, as it would be killed; the most pieces of one process."""
+"""By part: its share of the remaining time, relative to later parts; the smallest time
+for which it is started on a GPU, in s; the largest number of pieces per process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is asked."""
+    """Parts to measure, and the time of a call."""
 
     size: Literal["gpu", "tiny"] = "gpu"
-    """Whether of a GPU, or a trial of it all in a minute or two on anything."""
+    """`gpu` measures a GPU; `tiny` tests all parts in a minute or two on any device."""
     only: tuple[str, ...] = ()
-    """Parts that are asked alone; none means all."""
+    """Parts to measure; empty for all parts."""
     max_s: float = 540.0
-    """Seconds of a call without `--max-seconds`."""
+    """Time of a call without `--max-seconds`, in s."""
     folder: str = run_folder.OUT
-    """Where pieces are kept; the run's own folder, unless another is named."""
+    """Folder of the pieces; by default the run's own folder."""
 
     def __post_init__(self) -> None:
-        """Refuses parts that there are not."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a part is unknown, or the time is not above 0.
+        """
         validation.above(self, "max_s")
         for name in self.only:
             validation.choice("only", name, tuple(PARTS))
@@ -74,12 +79,12 @@ class Config:
 CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
 
 
-def pieces_of(size: str) -> dict[str, Sequence[str]]:
-    """Names of the pieces by part, the most informative first."""
+def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
+    """Returns the names of the pieces by part, the most informative first."""
     is_real, quick = size == "gpu", sets.SETS["quick"]
     shapes = sets.SETS["real" if is_real else "tiny"]
     return {
-        "correctness": checks.names(size),
+        "correctness": checks.check_names(size),
         "kernels": [x.name for x in sorted(shapes, key=lambda x: x not in quick)],
         "timeline": timeline.NAMES,
         "decode": [f"batch-{x}" for x in ((1, 32, 128) if is_real else (1,))],
@@ -89,7 +94,7 @@ def pieces_of(size: str) -> dict[str, Sequence[str]]:
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Does what is not recorded yet; ended early, it has the pieces that are done.
+    """Measures the missing pieces; a stopped run has the completed pieces.
 
     Returns:
       A row for each piece: `part`, `name`, `seconds`, `tries`, `found` and `note`.
@@ -97,7 +102,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     is_limited = math.isfinite(limit_s := getattr(progress, "left_s", math.inf))
     total_s = min(config.max_s, limit_s) - SPARE_S
     end_s = now_s() + total_s
-    size, names_of = config.size, pieces_of(config.size)
+    size, names_of = config.size, pieces_by_part(config.size)
     asked = [part for part in names_of if part in (config.only or PARTS)]
     tried: set[tuple[str, str]] = set()
     with files.folder_or_temporary(config.folder) as folder:
@@ -131,9 +136,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                     has_begun = goes_on = True
                     kill_s = min(left_s, soft_s + GRACE_S)
                     progress.show(f"{part}: {names[0]}")
-                    for piece in answer((part, size, folder), names, (soft_s, kill_s)):
+                    for piece in answer_pieces(
+                        (part, size, folder), names, (soft_s, kill_s)
+                    ):
                         key = part, piece["name"]
-                        # A piece that the end of the call cut short has not failed.
+                        # A piece cut short by the end of the call has not failed.
                         is_cut = kill_s == left_s < MOST_SHARE * total_s
                         is_cut &= piece.get("note") == worker.KILLED
                         goes_on = piece.pop("goes_on", False) or is_cut
@@ -148,23 +155,27 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                         break
                 update(sum(len(names_of[x]) - len(lacking(x)) for x in asked))
             if not has_begun:
-                # The command must see that the time is up, to go on in the next call.
+                # Wait for the time limit, so that the exit status is "resumable".
                 while is_limited and not progress.stopped:
                     time.sleep(0.1)
                 break
         return [*rows.values()]
 
 
-def answer(
+def answer_pieces(
     words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
 ) -> Iterator[dict[str, Any]]:
-    """Answers pieces by a `worker`; begins none after one limit, is killed after both.
+    """Measures pieces in a `worker` process.
 
-    Yields `name`, `seconds`, and `found` or, where it broke down, `note`.
+    No piece is started after the first limit, and the process is killed after the
+    second.
+
+    Yields:
+      `name`, `seconds`, and `found`, or `note` after a failure.
     """
     start_s = now_s()
     soft_end_s, kill_end_s = (start_s + x for x in limits_s)
-    peer = (words[0], Path(sys.executable), worker.__file__, "Worker", *words)
+    peer = (words[0], Path(sys.executable), worker.__file__, "PieceWorker", *words)
     groups = [[x] for x in names] if words[0] in worker.MEASURES else [names]
     group = groups[0]
     try:
@@ -187,7 +198,7 @@ def answer(
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """The pieces, for JSON, kernels whose answer is wrong, and pieces that failed."""
+    """Returns the pieces for JSON, incorrect kernels, and failed pieces."""
     wrong = [
         f"{row['name']}: {each['implementation']}, error={each['error']:.2g}"
         for row in result
@@ -200,27 +211,27 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return {"pieces": result, "wrong": wrong, "failed": lines}
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Pieces and seconds of each part, and what went wrong."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates pieces and seconds of each part, errors and failures."""
     lines = []
     for name in PARTS:
-        mine = [x for x in result if x["part"] == name]
-        done = sum(x["found"] is not None for x in mine)
-        lines.append([name, str(done), f"{sum(x['seconds'] for x in mine):.0f}"])
+        selected = [x for x in result if x["part"] == name]
+        done = sum(x["found"] is not None for x in selected)
+        lines.append([name, str(done), f"{sum(x['seconds'] for x in selected):.0f}"])
     found = metrics(result)
-    sheets: list[Part] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
+    sheets: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
     for title in ("wrong", "failed"):
         if found[title]:
-            sheets.append(Sheet(title, ["what"], [[x] for x in found[title]]))
+            sheets.append(Sheet(title, ["piece"], [[x] for x in found[title]]))
     return sheets
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws how much of each part there is."""
+    """Draws the number of recorded pieces by part."""
     done = [x["part"] for x in result if x["found"] is not None]
     counts = [*map(done.count, PARTS)]
     bars = ax.barh([*PARTS], counts, color=style.colors()[systems.BLUE])
     ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"
-    style.titled(ax, title, "recorded [pieces]", "")
+    style.set_labels(ax, title, "recorded [pieces]", "")

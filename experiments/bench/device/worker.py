@@ -1,4 +1,4 @@
-"""Answers pieces of a part of `bench device`, in a process that `peer_main` runs."""
+"""Measures pieces of a part of `bench device`, in a process run by `peer_main`."""
 
 import dataclasses
 import importlib.util
@@ -11,13 +11,14 @@ from experiments.bench.kernels import checks
 from experiments.cli import run
 from experiments.framework import config_json, registry
 
-MEASURES = {"correctness": checks.check, "timeline": timeline.measure}
-"""Parts whose pieces are calls; those of other parts are runs of experiments."""
-KILLED = "killed: it did not end in its time"
+MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
+"""Parts whose pieces are function calls; pieces of other parts are runs of
+experiments."""
+KILLED = "killed: time limit reached"
 
 
-class Worker:
-    """A part, and a folder that is kept; an exception ends the process."""
+class PieceWorker:
+    """A part, with its folder; an exception ends the process."""
 
     version = ""
 
@@ -25,10 +26,10 @@ class Worker:
         self.part, self.size, self.folder = part, size, folder
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Answers pieces by name.
+        """Measures pieces by name.
 
-        Shapes of kernels share a run, which measures the ceilings once; a run of
-        `decode` or `train` that is cut short has no result; `isoflop` goes on.
+        Shapes of kernels share a run, which measures the ceilings once. A run of
+        `decode` or `train` that is cut short has no result; `isoflop` is resumed.
         """
         part, folder, names = self.part, self.folder, tuple(asked["names"])
         if measure := MEASURES.get(part):
@@ -44,17 +45,19 @@ class Worker:
         else:
             field, _, number = names[0].partition("-")
             max_s, changes[field] = asked["limits_s"][1], (int(number),)
-            # On a GPU's machine the peers are in the same Python, where they are.
+            # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
-        experiment = registry.load(part if part == "isoflop" else f"bench_{part}")
+        experiment = registry.load_experiment(
+            part if part == "isoflop" else f"bench_{part}"
+        )
         real = "gpu" if "gpu" in experiment.configs else "real"
         config = experiment.configs[real if is_real else "smoke"]
         config = dataclasses.replace(config, **changes)
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
         done = run.run(experiment, config, out, max_s)
         is_cut = done.status != 0
-        found = config_json.plain(done.document["metrics"])
+        found = config_json.to_plain(done.document["metrics"])
         if part == "isoflop":
             found = None if is_cut else found
             return {"pieces": [{"name": names[0], "found": found, "goes_on": is_cut}]}

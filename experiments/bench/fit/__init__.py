@@ -1,1 +1,1 @@
-"""Our fits beside the usual ones."""
+"""Bootstrap fits compared with common implementations."""

@@ -1,10 +1,10 @@
-"""How fast is a bootstrap of the Chinchilla law, and does each resample end lower?
+"""How fast is a bootstrap of the Chinchilla law, and how low are its minima?
 
-Everyone fits the same resamples of the same runs, each from the optimum of all runs,
-piece by piece in turns, so that a disturbance hits everyone. A resample's excess is how
-far its objective, computed anew, is above the lowest that anybody found for it. The
-usual ways are loops over resamples that call SciPy's BFGS, as published replications
-do; they differ in where the gradient comes from.
+All methods fit the same resamples of the same runs, each from the optimum of all runs,
+piece by piece in rotation, so that a disturbance affects all methods. The excess of a
+resample is its objective, recomputed, above the lowest objective that any method found
+for it. The peers are loops over resamples that call SciPy's BFGS, as published
+replications do; they differ in the source of the gradient.
 """
 
 import contextlib
@@ -22,9 +22,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Float, Int
 from scipy import optimize
 
-from experiments.bench.tables import draw_bars, split
-from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
-from experiments.harness.timing import timed
+from experiments.bench.tables import draw_bars, split_details
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Texts,
+    column,
+    units,
+)
+from experiments.harness.timing import time_call
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -32,30 +40,34 @@ from scaling.fits import fit as fits_fit
 from scaling.fits import levenberg_marquardt, make_observations
 from scaling.laws import evaluation, published, synthetic
 
-OURS, FIRST = "jaxkv", "jaxkv, first call"
+JAXKV, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 DELTA = 1e-3
-"""Where Huber's loss turns from squares to sizes."""
+"""Residual at which the Huber loss changes from quadratic to linear."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is fitted, and how often."""
+    """Data and number of fits."""
 
     num_points: int = 240
     """Runs on the simulated surface, at least 16."""
     num_resamples: int = 4000
-    """Resamples that everyone fits."""
+    """Resamples that every method fits."""
     num_pieces: int = 4
-    """Turns that everyone has, each on its share of the resamples."""
+    """Turns of every method, each with a share of the resamples."""
     slow: bool = True
-    """Whether to time autograd, if it is installed, and finite differences, too."""
+    """Also time autograd, if it is installed, and finite differences."""
     seed: int = 42
-    """Of the resamples."""
+    """Seed of the resamples."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_points", low=16)
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
@@ -64,19 +76,21 @@ class Config:
             )
 
 
-class Times(Table):
-    """The rows of a result, their values in this order."""
+class FitTimes(ResultTable):
+    """Rows of the result, values in this order."""
 
-    method: Texts = column("name")
-    seconds: Floats = column("of all resamples", heading="time", form=units.seconds)
-    worst_excess: Floats = column("over the lowest objective", form="{:.1e}")
-    ratio: Floats = column("of a resample", heading="over ours", form="{:.1f}x")
-    resamples: Ints = column("fitted")
-    points: Ints = column("of each")
-    above: Ints = column("excesses", heading="above 1e-9", form="{:,}")
+    method: Texts = column("name of the method")
+    seconds: Floats = column(
+        "time of all resamples", heading="time", form=units.format_seconds
+    )
+    worst_excess: Floats = column("largest excess of a resample", form="{:.1e}")
+    ratio: Floats = column("time / jaxkv's", heading="over jaxkv", form="{:.1f}x")
+    resamples: Ints = column("number of resamples")
+    points: Ints = column("runs per resample")
+    above: Ints = column("excesses above 1e-9", heading="above 1e-9", form="{:,}")
 
 
-TOLD = ("method", "seconds", "ratio", "worst_excess", "above")
+REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
 PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
@@ -86,25 +100,25 @@ CONFIGS = {
 }
 
 
-class Runs(NamedTuple):
+class LossRuns(NamedTuple):
     """Logarithms of parameters, tokens and losses."""
 
     params: Float[np.ndarray, " n"]
     tokens: Float[np.ndarray, " n"]
     loss: Float[np.ndarray, " n"]
 
-    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "Runs":
-        """Gathers the rows of a resample."""
-        return Runs(*(column[rows] for column in self))
+    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "LossRuns":
+        """Returns the rows of a resample."""
+        return LossRuns(*(column[rows] for column in self))
 
 
-def objective(x: Any, runs: Runs, library: Any = np) -> Any:
-    """Sums Huber's loss of the logarithms, from `ln A, ln B, ln E, alpha, beta`.
+def objective(x: Any, runs: LossRuns, library: Any = np) -> Any:
+    """Returns the Huber loss of the log residuals for `ln A, ln B, ln E, alpha, beta`.
 
     Args:
-      x: the coefficients.
-      runs: to fit.
-      library: NumPy, or one that stands in for it.
+      x: coefficients.
+      runs: runs to fit.
+      library: NumPy, or a compatible library.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 3.
     """
@@ -119,8 +133,8 @@ def objective(x: Any, runs: Runs, library: Any = np) -> Any:
     return library.sum(losses)
 
 
-def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
-    """Computes the objective and its gradient by hand: shares times clipped errors."""
+def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray]:
+    """Returns the objective and its analytic gradient."""
     a, b, e, alpha, beta = x
     terms = np.stack(
         [a - alpha * runs.params, b - beta * runs.tokens, np.full(len(runs.loss), e)]
@@ -137,16 +151,16 @@ def value_and_gradient(x: np.ndarray, runs: Runs) -> tuple[float, np.ndarray]:
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times everyone, piece by piece; ended early, it has whole pieces."""
+    """Times all methods on the same pieces; a stopped run has complete pieces."""
     data, law = synthetic.simulate_isoflop_runs(config.num_points), published.CHINCHILLA
     full = fits_fit.fit(law, data)
     problem = levenberg_marquardt.FitProblem(law, make_observations(law, data))
-    runs = Runs(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
+    runs = LossRuns(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
     drawn = np.random.default_rng(config.seed).integers(0, config.num_points, shape)
 
-    def ours(rows: np.ndarray) -> np.ndarray:
+    def fit_with_jaxkv(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
         ends = levenberg_marquardt.solve_weightings(
@@ -162,46 +176,46 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
         return lambda rows: np.array([*map(end, rows)])
 
-    everyone = {OURS: ours}
-    everyone["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
+    methods = {JAXKV: fit_with_jaxkv}
+    methods["NumPy gradient + SciPy BFGS"] = bfgs(value_and_gradient, True)
     if config.slow and importlib.util.find_spec("autograd") is not None:
         autograd: Any = importlib.import_module("autograd")
         library: Any = importlib.import_module("autograd.numpy")
         gradient = autograd.grad(lambda x, runs: objective(x, runs, library))
-        everyone["autograd + SciPy BFGS"] = bfgs(objective, gradient)
+        methods["autograd + SciPy BFGS"] = bfgs(objective, gradient)
     if config.slow:  # SciPy's default
-        everyone["finite differences + SciPy BFGS"] = bfgs(objective, None)
+        methods["finite differences + SciPy BFGS"] = bfgs(objective, None)
     levenberg_marquardt.multistart.compiled_minimize.cache_clear()
     with _compiling_anew():
-        first_s, _ = timed(ours, drawn)
-    ends = {name: np.zeros((0, len(start))) for name in everyone}
-    seconds = dict.fromkeys(everyone, 0.0)
+        first_s, _ = time_call(fit_with_jaxkv, drawn)
+    ends = {name: np.zeros((0, len(start))) for name in methods}
+    seconds = dict.fromkeys(methods, 0.0)
     pieces = np.array_split(drawn, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
-        for name, method in everyone.items():
+        for name, method in methods.items():
             progress.show(name)
-            repeats = _REPEATS if name == OURS else 1
-            times = [timed(method, piece) for _ in range(repeats)]
+            repeats = _REPEATS if name == JAXKV else 1
+            times = [time_call(method, piece) for _ in range(repeats)]
             seconds[name] += statistics.median(taken for taken, _ in times)
             ends[name] = np.concatenate([ends[name], times[0][1]])
-    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[OURS]) else []
+    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[JAXKV]) else []
 
 
 def _rows(
-    runs: Runs,
+    runs: LossRuns,
     drawn: np.ndarray,
     ends: dict[str, np.ndarray],
     seconds: dict[str, float],
     first_s: float,
 ) -> list[dict[str, Any]]:
-    num = len(ends[OURS])
+    num = len(ends[JAXKV])
     samples = [runs.drawn(row) for row in drawn[:num]]
     objectives = {
         name: np.array([*map(objective, xs, samples)]) for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
     done = {name: (name, seconds[name], num) for name in ends}
-    done = {OURS: done.pop(OURS), FIRST: (OURS, first_s, len(drawn))} | done
+    done = {JAXKV: done.pop(JAXKV), FIRST: (JAXKV, first_s, len(drawn))} | done
     rows = []
     for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest
@@ -209,7 +223,7 @@ def _rows(
             "method": method,
             "seconds": taken_s,
             "worst_excess": float(excess.max()),
-            "ratio": taken_s / resamples / (seconds[OURS] / num),
+            "ratio": taken_s / resamples / (seconds[JAXKV] / num),
             "resamples": resamples,
             "points": len(runs.loss),
             "above_1e-9": int(np.sum(excess > 1e-9)),
@@ -219,36 +233,42 @@ def _rows(
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the seconds of every method."""
+    """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
-    labels = [f"{units.seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result]
-    labels[:1] = [units.seconds(x["seconds"]) for x in result[:1]]
+    labels = [
+        f"{units.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
+    ]
+    labels[:1] = [units.format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
     title, peers = "Time of all resamples", [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"
-    style.titled(ax, title, "time for all resamples [s]", "")
+    style.set_labels(ax, title, "time for all resamples [s]", "")
 
 
-metrics = functools.partial(split, names=("method",), details=DETAILS)
+metrics = functools.partial(split_details, names=("method",), details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells times and excesses, side by side."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates times and excesses."""
     if not result:
         return []
     title = f"{result[0]['resamples']:,} resamples of {result[0]['points']} runs"
     note = (
-        "excess: objective above the lowest that anybody found for a resample; the "
-        "first call compiles."
+        "Excess: objective above the lowest one that any method found for a resample. "
+        "The first call includes compilation."
     )
-    return [Times.of([*row.values()] for row in result).sheet(title, *TOLD, note=note)]
+    return [
+        FitTimes.of([*row.values()] for row in result).sheet(
+            title, *REPORTED, note=note
+        )
+    ]
 
 
 @contextlib.contextmanager
 def _compiling_anew() -> Generator[None]:
-    """Keeps programs of earlier runs out of reach: a first call compiles."""
+    """Disables the compilation cache, so that a first call compiles."""
     folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -260,5 +280,5 @@ def _compiling_anew() -> Generator[None]:
 
 
 def _logged(coefficients: np.ndarray) -> np.ndarray:
-    """Turns `A, B, E` into their logarithms."""
+    """Replaces `A, B, E` by their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)

@@ -1,4 +1,4 @@
-"""The kernels beside their peers."""
+"""Kernels compared with peers."""
 
 __all__ = [
     "checks",

@@ -1,8 +1,8 @@
-"""Is every kernel right? Each shape, and each feature of attention, against float64.
+"""Correctness of all kernels against float64: each shape, each feature of attention.
 
-Attention over pages, copies and grouped products are held against their `Problem`, as
-`bench kernels` does before it times; rotary writes and flash attention against the
-formulas here.
+Paged attention, copies and grouped products are compared with their `Problem`, as
+`bench kernels` does before timing; rotary writes and flash attention with the formulas
+in this file.
 """
 
 import functools
@@ -20,31 +20,32 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_ops import rotary_write
 
 MAX_8_BIT_ERROR = 2e-2
-"""Of answers in 16 bits, from pages of 8: both sides read the same numbers."""
+"""Largest error of 16-bit results from 8-bit pages; both sides read the same
+numbers."""
 GRADIENT_ROOM = 2.0
-"""By how much more a gradient may be off than an output: it is three products deep."""
+"""Factor on the error limit for gradients, which are three products deep."""
 ROWS = {"decode": 1, "chunk": 40, "tree": 8}
-"""Kinds of rows that every feature is checked on, and how many a sequence has."""
+"""Kinds of rows that every feature is checked on, with rows per sequence."""
 NUM_LAYERS, LAYER = 3, 1
-"""Layers of the pages of rotary writes, and the one that is written to."""
+"""Layers of the pages of rotary writes, and the layer that is written."""
 
 
-def shapes(size: str) -> dict[str, Spec | GroupedSpec]:
-    """The shapes to check by name: those of the set quick, or tiny ones."""
+def shapes_to_check(size: str) -> dict[str, Spec | GroupedSpec]:
+    """Returns the shapes to check by name: those of the set quick, or tiny ones."""
     return {x.name: x for x in sets.SETS["quick" if size == "gpu" else "tiny"]}
 
 
-def names(size: str) -> list[str]:
-    """All that is checked."""
+def check_names(size: str) -> list[str]:
+    """Returns the names of all checks."""
     features = (f"{x}-{kind}" for x in problems.FEATURES for kind in ROWS)
-    return [*shapes(size), *features, *FORMULAS]
+    return [*shapes_to_check(size), *features, *FORMULAS]
 
 
-def check(size: str, name: str) -> dict[str, Any]:
-    """Errors of all of our implementations, and whether each is small enough.
+def check_kernel(size: str, name: str) -> dict[str, Any]:
+    """Returns the errors of all implementations, and whether each is within its limit.
 
     Returns:
-      By implementation `error` and `right`, or a `note` that says why it has none.
+      By implementation `error` and `right`, or a `note` with the reason for a failure.
     """
     feature, _, kind = name.partition("-")
     if name in FORMULAS:
@@ -57,9 +58,11 @@ def check(size: str, name: str) -> dict[str, Any]:
             spec = Spec(batch=3, context=300, **sizes)
             problem: Any = problems.make_attention(spec, feature=feature)
         else:
-            problem = problems.make_problem(shapes(size)[name], num_turns=1)
+            problem = problems.make_problem(shapes_to_check(size)[name], num_turns=1)
         spec = problem.spec
-        known = {x.name: x.prepare for x in runs.of(spec) if not x.is_peer}
+        known = {
+            x.name: x.prepare for x in runs.implementations_of(spec) if not x.is_peer
+        }
         error = lambda name: float(known[name](problem).error())  # noqa: E731
         most = MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
     rows = []
@@ -68,19 +71,19 @@ def check(size: str, name: str) -> dict[str, Any]:
         try:
             found = error(name)
             row |= {"error": found, "right": bool(found <= most)}
-        except Exception as failed:  # a refusal, or a compiler's: the others go on
-            said = str(failed).strip().split("\n")[0][:200]
-            row["note"] = f"{type(failed).__name__}: {said}"
+        except Exception as failed:  # of any kind: the next implementations run
+            message = str(failed).strip().split("\n")[0][:200]
+            row["note"] = f"{type(failed).__name__}: {message}"
         rows.append(row)
     return {"implementations": rows}
 
 
 type Check = tuple[Iterable[str], Callable[[Any], float], float]
-"""Names of implementations, the error of one, and the largest error that is right."""
+"""Names of implementations, the error of one, and the largest allowed error."""
 
 
 def _rotary_write(size: str) -> Check:
-    """Queries turned and packed; keys and values in their places, the rest kept."""
+    """Checks rotated and packed queries, written keys and values, and other pages."""
     kv_heads, group, head_dim, page_size, num_rows, num_pages, dtype = (
         (8, 4, 128, 16, 200, 64, "bfloat16")
         if size == "gpu"
@@ -90,7 +93,7 @@ def _rotary_write(size: str) -> Check:
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     place = rng.permutation(num_pages * page_size)[:num_rows]
     page, offset = place // page_size, place % page_size
-    page[1], page[-1] = -1, num_pages  # rows that are written to no place
+    page[1], page[-1] = -1, num_pages  # rows that are not written
     packing = row_packing.pack_rows(
         jnp.arange(num_rows, dtype=jnp.int32) // 4,
         jnp.asarray(page >= 0),
@@ -108,7 +111,7 @@ def _rotary_write(size: str) -> Check:
         jnp.asarray(f(angles))[each].reshape(by_query) for f in (np.cos, np.sin)
     )
 
-    # Pairs as complex numbers, turned by the unit of their angle.
+    # Pairs as complex numbers, rotated by a factor of modulus 1.
     x = np.asarray(qkv, np.float64)
     low, high = np.split(x, 2, axis=-1)
     turned = (low + 1j * high) * np.exp(1j * angles.astype(float))[:, None, None]
@@ -143,7 +146,7 @@ def _rotary_write(size: str) -> Check:
 
 
 def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> Check:
-    """Output and log-sum-exp of causal attention, or the gradient of its output."""
+    """Checks output and log-sum-exp of causal attention, or the output's gradient."""
     batch, seq, heads, kv_heads, head_dim, dtype = (
         (2, 500, 8, 2, 128, "bfloat16")
         if size == "gpu"
@@ -177,7 +180,7 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
 
 
 def _worst(found: Iterable[Any], wanted: Iterable[Any]) -> float:
-    """The largest relative error of several arrays; NaN where one is there."""
+    """Returns the largest relative error of several arrays; NaN if an array has one."""
     errors = []
     for x, y in zip(found, map(np.asarray, wanted), strict=True):
         errors.append(np.linalg.norm(np.asarray(x, float) - y) / np.linalg.norm(y))
@@ -190,4 +193,4 @@ FORMULAS: dict[str, Callable[[str], Check]] = {
     "flash-window": functools.partial(_flash, window=100),
     "flash-gradient": functools.partial(_flash, gradient=True),
 }
-"""What is checked against the formulas of this file, by name."""
+"""Checks against the formulas of this file, by name."""

@@ -1,11 +1,12 @@
-"""How fast are the kernels, and how near to what the device can do at all?
+"""How fast are the kernels, compared with peers and with the limits of the device?
 
-Every kernel answers every shape beside its peers, is held against float64 first, and
-its time against that of a device that moves the bytes and does the operations at the
-rates it was seen to reach in the same run. What is wrong is not timed.
+Every kernel and peer runs on every shape. Its result is first compared with float64;
+incorrect results are not timed. Its time is compared with that of a device that moves
+the bytes and computes the operations at the rates measured in the same run.
 
-A time is that of a layer. Ours has in it a layer's share of the plan, which is made
-once a step; the plans of peers are made outside of their times, and stand beside them.
+A time is that of one layer. Times of this project's kernels include a layer's share of
+the plan, which is made once per step. Plans of peers are made outside their times, and
+are listed separately.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.bench.kernels import elsewhere
-from experiments.bench.kernels.elsewhere import Budget
+from experiments.bench.kernels import peer_frameworks
+from experiments.bench.kernels.peer_frameworks import TimeBudget
 from experiments.bench.kernels.report import plot as plot
 from experiments.bench.kernels.report import summary as summary
-from experiments.bench.peer_process import PeerProcess, start
-from experiments.harness.kernels import MAX_ERROR, Implementation, Run, runs
+from experiments.bench.peer_process import PeerProcess, start_peers
+from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun, runs
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
@@ -32,33 +33,37 @@ from pallas_kernels.bench import Ceilings, GroupedSpec, Spec, problems, sets, ti
 UNKNOWN = ("seconds", "error", "fraction", "ratio", "excess_s", "target_s", "call_s")
 UNKNOWN += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")
 UNKNOWN += ("spread", "num_kernels", "longest_s")
-"""What a row lacks until it is measured."""
+"""Fields of a row that are None before the measurement."""
 NUM_LAYERS = 32
-"""Layers that share a plan, those of a model of 7 or 8 thousand million parameters."""
+"""Layers that share a plan, as in models of 7 or 8 billion parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which shapes are measured, and how long."""
+    """Shapes and time limits."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
-    """Sets of `sets`; auto takes real on a GPU, else small."""
+    """Set of shapes in `sets`; auto takes real on a GPU, else small."""
     quick: bool = False
-    """Fewer shapes and calls, and less than half of the seconds."""
+    """Fewer shapes and calls, and less than half of the time."""
     only: str = ""
-    """Takes only the shapes whose name has this in it."""
+    """Substring of the names of selected shapes."""
     these: tuple[str, ...] = ()
-    """Takes only the shapes of these names; none means all."""
+    """Names of selected shapes; empty for all."""
     num_calls: int = 30
-    """Calls that are timed of each; fewer where they are slow."""
+    """Timed calls per implementation; fewer if they are slow."""
     max_s: float = 480.0
-    """Seconds after which nothing more is begun; the shapes of quick come first."""
+    """Seconds after which no measurement starts; the shapes of quick come first."""
     peer_python: Path | None = None
-    """A Python that has other frameworks: their attention is timed, too, in processes
-    of their own. None means this one on a GPU, if it has torch."""
+    """Python interpreter with other frameworks, whose attention is timed in separate
+    processes. None means this interpreter on a GPU, if it has torch."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_calls", low=2)
         validation.above(self, "max_s")
 
@@ -73,14 +78,14 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Measures the ceilings, then shape after shape.
+    """Measures the ceilings of the device, then all shapes.
 
     Returns:
-      First what was measured of the device, then a row for each shape and
-      implementation; `note` says why one has no time.
+      First the measurements of the device, then a row for each shape and
+      implementation; `note` has the reason for a missing time.
     """
-    budget = Budget(0.4 * config.max_s if config.quick else config.max_s)
-    # Lets the peers have some of the GPU's memory, if jax has not taken it yet.
+    budget = TimeBudget(0.4 * config.max_s if config.quick else config.max_s)
+    # Leaves GPU memory for the peers, if jax has not allocated it yet.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     target = devices.current_target()
@@ -92,9 +97,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             python = python or Path(sys.executable)
         num_calls = max(2, config.num_calls // 3) if config.quick else config.num_calls
         progress.show("starting the peers")
-        peers, absent = start(stack, PeerProcess, python, elsewhere.PEERS)
-        others = [elsewhere.prepared(x, budget, num_calls) for x in peers]
-        progress.show("measuring what the device can do")
+        peers, absent = start_peers(stack, PeerProcess, python, peer_frameworks.PEERS)
+        peer_implementations = [
+            peer_frameworks.wrap_peer(x, budget, num_calls) for x in peers
+        ]
+        progress.show("measuring the ceilings of the device")
         sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
         num, width, dtype = sizes[target.platform != "gpu"]
         if config.shapes == "tiny":
@@ -106,12 +113,14 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
-            if spec.kind in ("copy", "grouped"):  # no work of peers elsewhere
-                rows += measurement.rows(spec, runs.of(spec))
+            if spec.kind in ("copy", "grouped"):  # no peers in other frameworks
+                rows += measurement.rows(spec, runs.implementations_of(spec))
             else:
-                rows += measurement.rows(spec, [*runs.of(spec), *others])
+                rows += measurement.rows(
+                    spec, [*runs.implementations_of(spec), *peer_implementations]
+                )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
-            gc.collect()  # of arrays that a failure left behind
+            gc.collect()  # frees arrays of failed implementations
     head: dict[str, Any] = {
         "device": target.kind,
         "ceilings": ceilings._asdict(),
@@ -123,7 +132,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives the device, its ceilings and the rows that have a time; apart, the rest."""
+    """Returns the device, its ceilings, timed rows, and rows without a time."""
     head, *rows = result
     timed = [row for row in rows if row["seconds"] is not None]
     absent = [row for row in rows if row["seconds"] is None]
@@ -136,7 +145,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
-    """Takes the shapes of a set, those that tell most before the others."""
+    """Returns the shapes of a set, the most informative ones first."""
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
@@ -152,37 +161,41 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
 
 
 class _Measurement:
-    """Measures implementations on a shape, as long as there is time.
+    """Measures implementations on shapes within a time budget.
 
     Args:
-      kind: of device.
-      ceilings: of it.
-      budget: of time.
-      num_calls: calls that are timed.
+      kind: kind of device.
+      ceilings: ceilings of the device.
+      budget: time budget.
+      num_calls: number of timed calls.
     """
 
-    def __init__(self, kind: str, ceilings: Ceilings, budget: Budget, num_calls: int):
+    def __init__(
+        self, kind: str, ceilings: Ceilings, budget: TimeBudget, num_calls: int
+    ):
         self.kind, self.ceilings, self.budget = kind, ceilings, budget
         self.clock = functools.partial(timing.measure, num_calls=num_calls)
         self.empty_s = {1: ceilings.empty_call_s}
 
     def rows(
-        self, spec: Spec | GroupedSpec, everyone: list[Implementation]
+        self, spec: Spec | GroupedSpec, implementations: list[Implementation]
     ) -> list[dict[str, Any]]:
-        """Gives the rows of all of them, with the ratio to the best peer."""
+        """Returns the rows of all implementations, with the ratio to the best peer."""
         problem = None
         rows = []
-        for name, is_peer, prepare, share in everyone:
+        for name, is_peer, prepare, share in implementations:
             row = _row(spec, name, is_peer)
             try:
                 with self.budget.spend(name, share):
                     turns = timing.num_turns(spec.bytes, self.kind)
                     problem = problem or problems.make_problem(spec, num_turns=turns)
                     row |= self._time(spec, prepare(problem))
-            except Exception as error:  # of a peer's, of a compiler's: the others go on
-                said = str(error).strip().split("\n")[0][:200]
+            except Exception as error:  # of any kind: the next implementations run
+                message = str(error).strip().split("\n")[0][:200]
                 refused = isinstance(error, ValueError)
-                row["note"] = said if refused else f"{type(error).__name__}: {said}"
+                row["note"] = (
+                    message if refused else f"{type(error).__name__}: {message}"
+                )
             rows.append(row)
         peers = [row["seconds"] for row in rows if row["is_peer"] and row["seconds"]]
         for row in rows:
@@ -190,15 +203,15 @@ class _Measurement:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
 
-    def _time(self, spec: Spec | GroupedSpec, run: Run) -> dict[str, Any]:
-        """Checks a run and times it: what its row then holds."""
+    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, Any]:
+        """Checks and times a run; returns the fields of its row."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:
-            raise ValueError(f"its answer is wrong: error={error:.2g}")
+            raise ValueError(f"incorrect result: error={error:.2g}")
         took = run.measure() if run.measure else self.clock(run.call)
         plan_s = self.clock(run.plan).seconds if run.plan else run.plan_s
         per_layer_s = None if plan_s is None else plan_s / NUM_LAYERS
-        # A peer's plan is made outside of its times.
+        # The plan of a peer is not part of its time.
         seconds = took.seconds + (per_layer_s or 0.0 if run.plan else 0.0)
         floor_s = self.ceilings.floor_s(spec.bytes, spec.flops)
         num = took.num_kernels or 1
@@ -223,7 +236,7 @@ class _Measurement:
 
 
 def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
-    """A row without any measurement."""
+    """Returns a row without measurements."""
     return {
         "spec": spec.name,
         "implementation": name,

@@ -1,6 +1,6 @@
-"""What a kernel benchmark tells: tables of times, a roofline, and lines for the README.
+"""Report of the kernel benchmark: tables, a roofline, and lines for the README.
 
-print(report.markdown(Path("experiments/records/bench_kernels")))
+print(report.kernel_table(Path("experiments/records/bench_kernels")))
 """
 
 import collections
@@ -12,9 +12,9 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Part,
+    ReportPart,
+    ResultTable,
     Sheet,
-    Table,
     Texts,
     column,
     registry,
@@ -22,99 +22,108 @@ from experiments.framework import (
     units,
 )
 from experiments.framework import report as framework_report
-from experiments.framework.table import Bools, shown
+from experiments.framework.table import Bools, computed_column
 from experiments.plotting import style
 from pallas_kernels.bench import Ceilings
 
 CLOCKS = {
-    "cupti": "Times are those of the kernels alone (CUPTI), caches cold.",
-    "wall": "Times are those of calls that are waited for, by the clock on the wall.",
-    "queue": "Times are those of calls waited for together: no CUPTI was found.",
+    "cupti": "Times are kernel times (CUPTI) with cold caches.",
+    "wall": "Times are wall-clock times of single calls, including the wait.",
+    "queue": "Times are those of queued calls, because CUPTI was not found.",
 }
-"""What times mean, by clock."""
+"""Meaning of the times, by clock."""
 
 
-class Timed(Table):
-    """The rows that have a time."""
+class KernelTimes(ResultTable):
+    """Rows that have a time."""
 
-    spec: Texts = column("the shape's name")
-    implementation: Texts = column("who")
-    how: Texts = column("the way that was taken, where there are several")
-    is_peer: Bools = column("whether it is held against ours")
-    bytes: Ints = column("to be moved")
-    flops: Ints = column("to be done")
-    seconds: Floats = column("a layer takes", heading="time", form=units.seconds)
+    spec: Texts = column("name of the shape")
+    implementation: Texts = column("name of the implementation")
+    how: Texts = column("variant, if there are several")
+    is_peer: Bools = column("True for a peer")
+    bytes: Ints = column("bytes to move")
+    flops: Ints = column("operations to compute")
+    seconds: Floats = column("a layer takes", heading="time", form=units.format_seconds)
     plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
-    merge_s: np.ndarray = column("merging alone")
+    merge_s: np.ndarray = column("time of the merge")
     target_s: Floats = column("that a good kernel takes")
-    fraction: Floats = column("floor / time", heading="of the floor", form=units.share)
+    fraction: Floats = column(
+        "floor / time", heading="of the floor", form=units.format_percent
+    )
     ratio: np.ndarray = column("best peer", heading="best peer / it", form="{:.2f}")
     error: Floats = column("from float64", form="{:.1e}")
 
     @property
-    @shown(heading="implementation")
-    def who(self) -> np.ndarray:
-        """Implementations, with their way in brackets."""
+    @computed_column(heading="implementation")
+    def label(self) -> np.ndarray:
+        """Implementations, with their variant in parentheses."""
         pairs = zip(self.implementation.tolist(), self.how.tolist(), strict=True)
-        return np.array([f"{who} ({how})" if how else who for who, how in pairs], str)
+        return np.array(
+            [f"{label} ({how})" if how else label for label, how in pairs], str
+        )
 
     def fastest(self, *, is_peer: bool) -> dict[str, Any] | None:
-        """The row of the fastest peer, or of ours."""
+        """Returns the row of the fastest peer, or of this project's fastest kernel."""
         rows = self.where(is_peer=is_peer).rows()
         return min(rows, key=lambda row: row["seconds"], default=None)
 
 
-TOLD = ("who", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
-TOLD += ("ratio", "error")
+REPORTED = ("label", "seconds", "plan_per_layer_s", "merge_s", "target_s", "fraction")
+REPORTED += ("ratio", "error")
 
 
-def timed(rows: list[dict[str, Any]]) -> Timed:
-    """The rows of a result that have a time, as a table."""
-    return Timed.of(row for row in rows if row["seconds"] is not None)
+def timed_rows(rows: list[dict[str, Any]]) -> KernelTimes:
+    """Returns the rows of a result that have a time, as a table."""
+    return KernelTimes.of(row for row in rows if row["seconds"] is not None)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Lays out the ceilings, then the times of everyone side by side.
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates the ceilings, and the times of all implementations by shape.
 
     Args:
-      result: of the benchmark.
+      result: result of the benchmark.
     """
     head, *rows = result
-    ceilings, found = Ceilings(**head["ceilings"]), timed(rows)
+    ceilings, found = Ceilings(**head["ceilings"]), timed_rows(rows)
     title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
-    parts: list[Part] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
-    # Nobody plans or merges on a CPU: no column for that.
-    told = [x for x in TOLD if any(v is not None for v in getattr(found, x).tolist())]
+    parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
+    # Columns without values are omitted: no plans or merges on a CPU.
+    names = [
+        x for x in REPORTED if any(v is not None for v in getattr(found, x).tolist())
+    ]
     for name in found.distinct("spec"):
-        mine = found.where(spec=name)
-        size, work = units.size(mine.bytes[0]), units.flops(mine.flops[0])
-        parts.append(mine.sheet(f"{name}: {size}, {work}", *told))
+        selected = found.where(spec=name)
+        size, work = (
+            units.format_bytes(selected.bytes[0]),
+            units.format_flops(selected.flops[0]),
+        )
+        parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     if absent:
         total = len({row["spec"] for row in rows})
         reasons = collections.Counter(absent).items()
-        lines = [(who, f"{num} of {total}", why) for (who, why), num in reasons]
+        lines = [(label, f"{num} of {total}", why) for (label, why), num in reasons]
         parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
     return parts
 
 
 def _reached(ceilings: Ceilings) -> dict[str, str]:
     return {
-        "copy": f"{units.size(ceilings.copy_bytes_per_s)}/s",
-        "read": f"{units.size(ceilings.read_bytes_per_s)}/s",
-        "matrix product": f"{units.flops(ceilings.flops_per_s)}/s",
-        "empty call": units.seconds(ceilings.empty_call_s),
+        "copy": f"{units.format_bytes(ceilings.copy_bytes_per_s)}/s",
+        "read": f"{units.format_bytes(ceilings.read_bytes_per_s)}/s",
+        "matrix product": f"{units.format_flops(ceilings.flops_per_s)}/s",
+        "empty call": units.format_seconds(ceilings.empty_call_s),
     }
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws speeds over the best peer, and shares of the floor, a line a shape.
+    """Draws the speed relative to the best peer, and the share of the floor, by shape.
 
     Args:
-      axes: two of them.
-      result: of the benchmark; without times nothing but frames is drawn.
+      axes: two axes.
+      result: result of the benchmark; empty axes without times.
     """
-    found = timed(result[1:])
+    found = timed_rows(result[1:])
     names = list(found.distinct("spec"))
     if not names:
         return
@@ -133,46 +142,48 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
 
 
 type Fastest = list[dict[str, Any] | None]
-"""The fastest row of every shape, of ours or of peers."""
+"""Fastest row of every shape, of this project or of peers."""
 
 
-def _draw_speeds(ax: Any, ours: Fastest, peers: Fastest) -> None:
-    """Draws the time of the best peer over ours, for shapes that have both."""
+def _draw_speeds(ax: Any, own: Fastest, peers: Fastest) -> None:
+    """Draws the time of the best peer over that of jaxkv, for shapes that have both."""
     both = [
-        (i, peer["seconds"] / mine["seconds"])
-        for i, (mine, peer) in enumerate(zip(ours, peers, strict=True))
-        if mine and peer
+        (i, peer["seconds"] / selected["seconds"])
+        for i, (selected, peer) in enumerate(zip(own, peers, strict=True))
+        if selected and peer
     ]
     for i, ratio in both:
-        style.curve(ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4)
-        style.curve(ax, [ratio], [i], "jaxkv", markersize=7)
+        style.draw_curve(
+            ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4
+        )
+        style.draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
         side = (7, "left") if ratio >= 1 else (-7, "right")
         look = {"ha": side[1], "va": "center_baseline"}
-        style.note(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
-    style.reference(ax, 1, "as fast as the best peer", along="y")
+        style.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
+    style.draw_reference_line(ax, 1, "as fast as the best peer", along="y")
     num = sum(ratio > 1 for _, ratio in both)
     title = f"jaxkv is faster than the best peer on {num} of {len(both)} shapes"
-    style.titled(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
+    style.set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
     ax.margins(x=0.12)
-    style.plain_log(ax.xaxis)
+    style.label_log_axis(ax.xaxis)
     ax.legend()
 
 
-def _draw_floors(ax: Any, ours: Fastest, peers: Fastest) -> None:
-    """Draws what share of the least possible time each side's time is."""
+def _draw_floors(ax: Any, own: Fastest, peers: Fastest) -> None:
+    """Draws the least possible time as a share of the time, by side."""
     medians = []
     for rows, name, label in (
         (peers, "published", "best peer"),
-        (ours, "jaxkv", "jaxkv"),
+        (own, "jaxkv", "jaxkv"),
     ):
         known = [(i, 100 * x["fraction"]) for i, x in enumerate(rows) if x]
         if known:
             places, shares = zip(*known, strict=True)
             look = {"linestyle": "", "markersize": 7}
-            style.curve(ax, shares, places, name, label, **look)
+            style.draw_curve(ax, shares, places, name, label, **look)
             medians.append(f"{label} {np.median(shares):.0f} %")
     title = f"Share of the roofline's speed, median: {', '.join(medians[::-1])}"
-    style.titled(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
+    style.set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
     ax.legend()
 
 
@@ -180,19 +191,20 @@ HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")
 HEADS += ("target",)
 
 
-def markdown(folder: Path) -> str:
-    """Writes a record as a table in Markdown, and where it was measured below.
+def kernel_table(folder: Path) -> str:
+    """Renders a record as a table in Markdown, followed by its provenance.
 
-    A shape's time is that of the fastest of ours, a layer's share of the plan in it;
-    the faster side is bold. What is not timed has a line that says so.
+    The time of a shape is that of the fastest kernel of this project, including a
+    layer's share of the plan; the faster side is bold. A shape without a time has a
+    line with the reason.
 
     Args:
-      folder: a run folder of `bench kernels`, made on a GPU and not cut short.
+      folder: complete run folder of `bench kernels` on a GPU.
 
     Raises:
-      ValueError: it is no such folder.
+      ValueError: the folder is not such a run.
     """
-    run = run_folder.read(folder, registry.load("bench_kernels"))
+    run = run_folder.read_run(folder, registry.load_experiment("bench_kernels"))
     head, *rows = run.result
     if head["device"] == "cpu":
         raise ValueError(f"{folder}: was made on a CPU; the table is of a GPU's record")
@@ -202,34 +214,39 @@ def markdown(folder: Path) -> str:
     lines = [_line(name, [x for x in rows if x["spec"] == name]) for name in names]
     ceilings = Ceilings(**head["ceilings"])
     versions = {"jax": run.env["versions"].get("jax", "?"), **head["peers"]}
-    said = [
+    provenance = [
         head["device"],
         run.env["started_at"][:10],
         f"commit {(run.env['commit'] or 'unknown')[:10]}",
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
-    note = f"{'; '.join(said)}. Measured in the same run: {reached}. "
+    note = f"{'; '.join(provenance)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
-    return framework_report.markdown(Sheet("", HEADS, lines, note))
+    return framework_report.part_to_markdown(Sheet("", HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """The line of a shape."""
-    found = timed(rows)
-    ours, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs = f"{units.seconds(peer['seconds'])} ({peer['who']})" if peer else "-"
-    size = units.size(rows[0]["bytes"])
-    if ours is None:
+    """Returns the line of a shape."""
+    found = timed_rows(rows)
+    own, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
+    theirs = (
+        f"{units.format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
+    )
+    size = units.format_bytes(rows[0]["bytes"])
+    if own is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    mine = units.seconds(ours["seconds"])
-    if peer and peer["seconds"] < ours["seconds"]:
+    selected = units.format_seconds(own["seconds"])
+    if peer and peer["seconds"] < own["seconds"]:
         theirs = f"**{theirs}**"
     else:
-        mine = f"**{mine}**"
-    if ours["implementation"] != "mosaic_gpu":
-        mine += f" ({ours['implementation']})"
-    ratio = f"{peer['seconds'] / ours['seconds']:.2f}" if peer else "-"
-    share, target = units.share(ours["fraction"]), units.seconds(ours["target_s"])
-    return name, size, mine, theirs, ratio, share, target
+        selected = f"**{selected}**"
+    if own["implementation"] != "mosaic_gpu":
+        selected += f" ({own['implementation']})"
+    ratio = f"{peer['seconds'] / own['seconds']:.2f}" if peer else "-"
+    share, target = (
+        units.format_percent(own["fraction"]),
+        units.format_seconds(own["target_s"]),
+    )
+    return name, size, selected, theirs, ratio, share, target

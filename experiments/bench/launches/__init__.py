@@ -1,1 +1,1 @@
-"""What a step of the engine launches on a GPU, counted without one."""
+"""Kernel launches of an engine step on a GPU, counted without one."""

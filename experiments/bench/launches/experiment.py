@@ -1,10 +1,10 @@
-"""What does a step of the engine launch on a GPU, and what waits for the host?
+"""How many kernels does an engine step launch on a GPU, and which loops need the host?
 
-The program of `run_steps` is compiled for an H200 that is not there, under the options
-that the engine compiles with, and the compiler's plan is read: what one step launches,
-way by way through its loops and branches, and in which part of the step; which loops
-and branches are not captured in a CUDA graph, so that the host must look; and whether a
-weight is ever copied. What a launch or a graph costs only a device tells.
+The program of `run_steps` is compiled for an H200 without the device, with the options
+of the engine. The compiler's plan gives the launches of a step by path through its
+loops and branches and by part of the step, the loops and branches outside CUDA graphs,
+for which the host must read a value, and copies of weights. The time of a launch or of
+a graph can only be measured on a device.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
-    Ours,
-    Record,
+    MeasuredValue,
+    ResultRecord,
+    ResultTable,
     Sheet,
-    Table,
-    beside,
+    claims_file,
     column,
     config_json,
-    ours,
+    measured,
     report,
 )
 from experiments.framework.table import Floats, Ints, Texts
@@ -45,7 +45,7 @@ from pallas_kernels.bench.launches import Route, Thunk
 
 TARGET = "NVIDIA H200"
 PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
-"""Named scopes of a step, but for the forward pass."""
+"""Named scopes of a step, except the forward pass."""
 _GREEDY = {"decode": 1, "draw": 1}
 _SAMPLED = {**_GREEDY, "asked": 1, "sampled": 1, "cut": 1, "whole_mass": 1}
 ROUTES = (
@@ -53,16 +53,17 @@ ROUTES = (
     Route("sampled", _SAMPLED),
     Route("mixed", {"mixed": 1, "draw": 1}),
 )
-"""Every slot decodes and takes the largest logit; every slot draws under top-k and
-top-p, which the best tokens settle; some read prompts. Nothing else happens."""
+"""Paths through a step. Greedy: every slot decodes and takes the largest logit.
+Sampled: every slot draws under top-k and top-p, decided by the best tokens. Mixed: some
+slots run prefill. No other events occur."""
 FILLING = Route("filling", {**_GREEDY, "enter": 1})
-"""As greedy, and some slots fill a page, which enters the prefix cache: at most what is
-launched then, since every loop in there is counted."""
+"""Like greedy, with slots that fill a page, which enters the prefix cache. Every loop
+is counted, so the count is an upper bound."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A dense Llama in bfloat16, and the engine that serves it."""
+    """A dense Llama in bfloat16, and its engine."""
 
     hidden_size: int = 4096
     """Features of a row."""
@@ -73,24 +74,28 @@ class Config:
     num_kv_heads: int = 8
     """KV heads, a divisor of the query heads."""
     head_dim: int = 128
-    """64, 128 or 256: what the kernels take."""
+    """Head size: 64, 128 or 256, as the kernels support."""
     vocab_size: int = 128_256
-    """Tokens."""
+    """Vocabulary size."""
     num_layers: tuple[int, ...] = (2, 8, 32)
     """Depths to compile, each at least 1; launches are counted at the first one."""
     scanned: bool = False
-    """Whether to scan over stacked layers."""
+    """Scan over stacked layers."""
     max_slots: int = 32
-    """Sequences at a time."""
+    """Sequences that run concurrently."""
     token_budget: int = 256
     """Rows of a step."""
     max_length: int = 2048
     """Tokens of a sequence."""
     prefix_cache: bool = False
-    """Whether the engine has one."""
+    """Enable the prefix cache."""
 
     def __post_init__(self) -> None:
-        """Refuses depths that cannot be."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         if not self.num_layers or min(self.num_layers) < 1:
             raise ValueError(
                 f"num_layers={self.num_layers!r} must be depths of at least 1"
@@ -103,7 +108,7 @@ class Config:
         self.engine()
 
     def model(self, num_layers: int) -> ModelConfig:
-        """The model of that depth."""
+        """Returns the model config with `num_layers` layers."""
         names = ("vocab_size", "hidden_size", "mlp_size", "head_dim")
         names += ("num_q_heads", "num_kv_heads")
         return ModelConfig(
@@ -114,7 +119,7 @@ class Config:
         )
 
     def engine(self) -> EngineConfig:
-        """The bounds of its engine, with pages for every slot's longest sequence."""
+        """Returns the engine config, with pages for every slot's longest sequence."""
         return EngineConfig(
             page_size=16,
             num_pages=self.max_slots * -(-self.max_length // 16),
@@ -146,46 +151,49 @@ CONFIGS = {
 
 
 PANEL_SIZE_INCHES = (6.8, 6.0)
-"""Wide enough for a number over each bar."""
+"""Size with room for a number above each bar."""
 
 
-class Counts(Table):
-    """What a step launches."""
+class LaunchCounts(ResultTable):
+    """Launches of a step by path and part."""
 
-    path: Texts = column("the way that it goes")
-    part: Texts = column("of the step")
-    launches: Ints = column("kernels, products and copies, of a layer for one")
+    path: Texts = column("path through the step")
+    part: Texts = column("part of the step")
+    launches: Ints = column("kernels, products and copies; for layers, of one layer")
 
 
-class Waits(Table):
-    """Loops and branches that a step may come by."""
+class DataDependentLoops(ResultTable):
+    """Loops and branches whose condition is computed on the device."""
 
-    path: Texts = column("named scopes around it")
+    path: Texts = column("named scopes around the loop or branch")
     kind: Texts = column("`While` or `Conditional`")
-    captured: Ints = column("1 in a CUDA graph, 0 where the host looks")
+    captured: Ints = column("1 in a CUDA graph, 0 if the host reads the condition")
 
 
-class Compiled(Table):
-    """What compiling takes."""
+class CompileTimes(ResultTable):
+    """Compile times by depth."""
 
-    layers: Ints = column("depth")
-    cpu_s: Floats = column("of processor, all threads", form="{:.1f}")
-    wall_s: Floats = column("of clock", form="{:.1f}")
+    layers: Ints = column("number of layers")
+    cpu_s: Floats = column("processor time of all threads", form="{:.1f}")
+    wall_s: Floats = column("wall-clock time", form="{:.1f}")
 
 
-class Launches(Record):
-    """What one step of the engine launches."""
+class Launches(ResultRecord):
+    """Launches of one step of the engine."""
 
-    counts: Counts
-    waits: Waits
-    compiled: Compiled
-    prefix_cache: bool = column("whether the engine has one")
-    weight_copies: int = column("copies of arrays of a weight's shape")
-    pool_bytes: int = column("K and V")
-    alias_bytes: int = column("results in the place of arguments")
+    counts: LaunchCounts
+    waits: DataDependentLoops
+    compiled: CompileTimes
+    prefix_cache: bool = column("True if the engine has a prefix cache")
+    weight_copies: int = column("copies of arrays with the shape of a weight")
+    pool_bytes: int = column("bytes of K and V")
+    alias_bytes: int = column("bytes of results that alias arguments")
 
     def per(self, which: str) -> dict[str, int]:
-        """Launches of a `layer`, the `forward` pass beside, or the `step` beside it."""
+        """Returns the launches of a `layer`, of the `forward` pass, or of the `step`.
+
+        The forward pass excludes its layers, and the step excludes its forward pass.
+        """
         found = dict.fromkeys(self.counts.distinct("path"), 0)
         for row in self.counts.rows():
             if which == (
@@ -196,16 +204,21 @@ class Launches(Record):
 
 
 def prepare() -> None:
-    """Has JAX load the compiler for GPUs, before it starts its devices."""
+    """Makes JAX load the GPU compiler, before it initializes its devices."""
     deviceless.load_compiler()
 
 
 def run(config: Config, progress: Progress = QUIET) -> Launches:
-    """Compiles every depth; ended early, it has those that are done."""
+    """Compiles every depth; a stopped run has the completed ones."""
     prepare()
     if (reason := deviceless.unavailable_reason()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
-    counts, waits, compiled, found = Counts.of([]), Waits.of([]), [], (0, 0, 0)
+    counts, waits, compiled, found = (
+        LaunchCounts.of([]),
+        DataDependentLoops.of([]),
+        [],
+        (0, 0, 0),
+    )
     cached = config.prefix_cache
     for depth in progress.track(config.num_layers, "compiling", "depths"):
         with tempfile.TemporaryDirectory() as folder:
@@ -225,21 +238,21 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         copies = weight_copies(compiler_report.text, arguments[0])
         found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
-        counts = count(plan, 1 if config.scanned else depth, routes)
+        counts = count_launches(plan, 1 if config.scanned else depth, routes)
         loops = [
             (thunk, inside)
             for thunk, inside in launches.walk_thunks(plan)
             if thunk.kind in launches.LOOPS and thunk.trips is None
         ]
-        waits = Waits.of(
+        waits = DataDependentLoops.of(
             (scope_of(x), x.kind, any(y.kind == "CommandBuffer" for y in inside))
             for x, inside in loops
         )
-    return Launches(counts, waits, Compiled.of(compiled), cached, *found)
+    return Launches(counts, waits, CompileTimes.of(compiled), cached, *found)
 
 
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
-    """`run_steps`, the shapes of its arguments, and the bytes of K and V."""
+    """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
     model, engine = config.model(depth), config.engine()
     pages = jax.eval_shape(lambda: paged.make_pages(model, engine, dtype="bfloat16"))
     params = transformer.param_shapes(model, dtype="bfloat16", stacked=config.scanned)
@@ -255,10 +268,10 @@ def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     return program, (params, state, clock), pool
 
 
-def count(
+def count_launches(
     plan: list[Thunk], num_layers: int, routes: Sequence[Route] = ROUTES
-) -> Counts:
-    """Counts by way and part what one step launches; of a layer for one of them."""
+) -> LaunchCounts:
+    """Counts the launches of a step by path and part; for layers, those of one."""
     rows = []
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
     for route in routes:
@@ -268,36 +281,39 @@ def count(
             found[_part(thunk, inside)] += times
         found["layer"] = -(-found["layer"] // num_layers)
         rows += [(route.name, part, num) for part, num in found.items()]
-    return Counts.of(rows)
+    return LaunchCounts.of(rows)
 
 
 class _Quiet(Route):
-    """A route on which whatever it does not name does not happen."""
+    """A path on which all unnamed events are absent."""
 
     def choice(self, thunk: Thunk) -> int:
         return self.choices.get(scope_of(thunk).rpartition("/")[2], 0)
 
 
 def _part(thunk: Thunk, inside: tuple[Thunk, ...]) -> str:
-    """The part of the step that a thunk belongs to; what is nameless, by its loop."""
+    """Returns the part of the step that a thunk belongs to.
+
+    A thunk without a name belongs to the part of its loop.
+    """
     scopes = "/".join(x.scope for x in (*inside, thunk)).split("/")
     if "layer" in thunk.scope.split("/") or "layers" in scopes:
         return "layer"
-    # Rows are packed where they are fed, which is no work of the model's.
+    # Packing is inside the scope of the forward pass, but not part of the model.
     if part := next((part for part in PARTS if part in scopes), None):
         return part
     return "forward" if "decode" in scopes or "mixed" in scopes else "other"
 
 
 def scope_of(thunk: Thunk) -> str:
-    """The named scopes around a thunk, without what JAX and XLA add."""
+    """Returns the named scopes around a thunk, without those of JAX and XLA."""
     strange = r"jit\(.*\)|while|cond|body|closed_call|eval_jaxpr|branch_\d+_fun"
     names = [x for x in thunk.scope.split("/") if not re.fullmatch(strange, x)]
     return "/".join(names)
 
 
 def weight_copies(text: str, params: Any) -> int:
-    """Copies, in an optimised program, of arrays of a weight's shape."""
+    """Counts copies of arrays of a weight's shape in an optimized program."""
     weights = {
         f"bf16[{','.join(map(str, x.shape[lead:]))}]"
         for x in jax.tree.leaves(params)
@@ -309,11 +325,11 @@ def weight_copies(text: str, params: Any) -> int:
 
 
 def metrics(result: Launches) -> dict[str, Any]:
-    """The counts by path, for JSON."""
+    """Returns the counts by path, for JSON."""
     parts: dict[str, dict[str, int]] = {}
     for row in result.counts.rows():
         parts.setdefault(row["path"], {})[row["part"]] = row["launches"]
-    beside = {
+    other_parts = {
         path: {x: found[x] for x in found if x not in ("layer", "forward")}
         for path, found in parts.items()
     }
@@ -324,7 +340,7 @@ def metrics(result: Launches) -> dict[str, Any]:
         "flags": ", ".join(f"{k}={v}" for k, v in devices.COMPILER_OPTIONS.items()),
         **parts,
         **{f"per_{which}": result.per(which) for which in ("layer", "forward", "step")},
-        "parts": beside,
+        "parts": other_parts,
         "loops_outside_graphs": int(np.sum(result.waits.captured == 0)),
         "weight_copies": result.weight_copies,
         "compile_s": float(result.compiled.wall_s.sum()),
@@ -336,14 +352,14 @@ def metrics(result: Launches) -> dict[str, Any]:
 
 
 def summary(result: Launches) -> list[Sheet]:
-    """The tables of a report: each count once."""
+    """Tabulates the counts."""
     repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
     shown = {k: v for k, v in metrics(result).items() if k not in repeated}
-    return [*report.metric_sheets(config_json.plain(shown))]
+    return [*report.metric_sheets(config_json.to_plain(shown))]
 
 
 def plot(ax: Any, result: Launches) -> None:
-    """Draws what each part of a step launches, way beside way."""
+    """Draws the launches of each part of a step, grouped by path."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
     shown = ["layer", "forward", *PARTS, "other"]
     where, first = np.arange(len(shown)), list[int]()
@@ -352,9 +368,9 @@ def plot(ax: Any, result: Launches) -> None:
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
         lengths = [by_part.get(part, 0) for part in shown]
         place = where + 0.86 * ((nth + 0.5) / len(paths) - 0.5)
-        look = {"label": path} | systems.look(path).bar
+        look = {"label": path} | systems.system_style(path).bar
         bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
-        # A number that is that of the first path is not repeated.
+        # Counts equal to those of the first path are not repeated.
         first = first or lengths
         seen = [
             "" if nth and x == y else str(x)
@@ -372,19 +388,19 @@ def plot(ax: Any, result: Launches) -> None:
         num, around, layer = (result.per(name)[paths[0]] for name in names)
         title = f"A {paths[0]} step launches {num} kernels outside the model, {around} "
         title += f"around its layers and {layer} in each"
-    style.titled(ax, title, "launches [kernels]", "")
+    style.set_labels(ax, title, "launches [kernels]", "")
 
 
-@beside(__file__).judges
-def claims(result: Launches) -> Iterator[Ours]:
-    """Holds the counts against the bars."""
+@claims_file(__file__).judge
+def claims(result: Launches) -> Iterator[MeasuredValue]:
+    """Compares the counts with the bars."""
     names = {"step": "cached"} if result.prefix_cache else {}
     for which in ("layer", "forward", "step"):
         for path, num in result.per(which).items():
-            yield ours(names.get(which, which), num, path=path)
+            yield measured(names.get(which, which), num, path=path)
     captured = result.waits.captured
-    yield ours("captured", int(np.sum(captured == 0)), num=len(captured))
-    yield ours("weights", result.weight_copies)
-    yield ours("pool", result.alias_bytes, published=result.pool_bytes)
+    yield measured("captured", int(np.sum(captured == 0)), num=len(captured))
+    yield measured("weights", result.weight_copies)
+    yield measured("pool", result.alias_bytes, published=result.pool_bytes)
     for row in result.compiled.where(layers=32).rows():
-        yield ours("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")
+        yield measured("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")

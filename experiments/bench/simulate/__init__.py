@@ -1,1 +1,1 @@
-"""The simulation beside a scheduler in plain Python."""
+"""Simulator speed compared with a scheduler in plain Python."""

@@ -1,9 +1,9 @@
-"""How many steps of a scheduler does one simulate in a second, alone and mapped?
+"""How many scheduler steps per second are simulated, in one run and in mapped runs?
 
-Requests of lengths like ShareGPT's come to a simulated OPT-13B at rates up to its
-saturation. One run alone, all runs mapped together, and a plain-Python scheduler of the
-same policy take turns, from an idle machine each time; a row holds one round. Everyone
-keeps the same accounts: Python's is timed without them, too.
+Requests with lengths like those of ShareGPT arrive at a simulated OPT-13B at rates up
+to its saturation. One run, all runs mapped together, and a scheduler of the same policy
+in plain Python run in rotation, each from an idle machine; a row is one round. All of
+them record the same step statistics; Python is also timed without them.
 """
 
 import concurrent.futures
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.simulate import plain_scheduler
-from experiments.bench.simulate.plain_scheduler import Request
+from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
-from experiments.framework import Part, Sheet, units
+from experiments.framework import ReportPart, Sheet, units
 from experiments.harness import cost_models, length_distributions
 from experiments.plotting import style
 from jaxkv import clock, validation
@@ -30,47 +30,50 @@ from jaxkv.simulation import Part as Runner
 from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
-EVERYONE = {
+SYSTEMS = {
     "": "one run",
     "_vmapped": "all mapped, in parts on all threads",
-    "_vmapped_at_once": "all mapped at once",
+    "_vmapped_at_once": "all mapped in one call",
     "_python": "plain Python",
-    "_python_bare": "plain Python, no accounts",
+    "_python_bare": "plain Python, no statistics",
 }
-"""Who is timed: the ends of the names of their rates."""
+"""Timed systems, by suffix of the names of their rates."""
 PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 16, 2048, 2048
 NUM_PAGES = 15_728 // PAGE_SIZE
-"""An A100 of 40 GB beside OPT-13B.
+"""Pages of an A100 of 40 GB with OPT-13B.
 
-Source: Kwon et al. 2023, arXiv:2309.06180, table 1.
-"""
+Source: Kwon et al. 2023, arXiv:2309.06180, table 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is simulated, and how often."""
+    """Workload and repetitions."""
 
     num_runs: int = 64
-    """Runs that are mapped together, at rates from `min_rate` to `max_rate`."""
+    """Mapped runs, at rates from `min_rate` to `max_rate`."""
     num_steps: int = 4000
-    """Steps of each, from an idle machine on."""
+    """Steps of each run, from an idle machine."""
     min_rate: float = 0.5
-    """Requests per second."""
+    """Lowest rate in requests/s."""
     max_rate: float = 2.2
-    """Requests per second; the machine serves about 2."""
+    """Highest rate in requests/s; the machine serves about 2."""
     max_slots: int = 64
-    """Sequences that run at once at most."""
+    """Sequences that run concurrently."""
     head: int = 16
-    """Waiting requests that the policy sees."""
+    """Waiting requests visible to the policy."""
     num_python: int = 8
-    """Runs, spread over the rates, that plain Python does."""
+    """Runs in plain Python, spread over the rates."""
     rounds: int = 3
-    """Turns that everyone has."""
+    """Turns of every system."""
     seed: int = 0
-    """Of the requests."""
+    """Seed of the requests."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
         if not 1 <= self.num_python <= self.num_runs:
             raise ValueError(
@@ -92,18 +95,18 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times everyone, round after round; ended early, it has whole rounds."""
-    everyone, rows = members(config), []
+    """Times all systems, round after round; a stopped run has complete rounds."""
+    all_members, rows = make_members(config), []
     start = time.perf_counter()
-    alone = [_runner([everyone[len(everyone) // 2]], config)]
-    at_once = [_runner(everyone, config)]
-    # All runs as `driver` divides them, in parts of one size.
-    size = driver.part_size(len(everyone), config.max_slots)
-    starts = (min(i, len(everyone) - size) for i in range(0, len(everyone), size))
-    parts = [_runner(everyone[i : i + size], config) for i in starts]
+    alone = [_runner([all_members[len(all_members) // 2]], config)]
+    at_once = [_runner(all_members, config)]
+    # All runs, divided into equal parts like in `driver`.
+    size = driver.part_size(len(all_members), config.max_slots)
+    starts = (min(i, len(all_members) - size) for i in range(0, len(all_members), size))
+    parts = [_runner(all_members[i : i + size], config) for i in starts]
     compile_s = time.perf_counter() - start
     spread = np.linspace(0, config.num_runs - 1, config.num_python).round().astype(int)
-    serve = _plain([everyone[i] for i in spread], config)
+    serve = _plain([all_members[i] for i in spread], config)
     for index in progress.track(range(config.rounds), "rounds", "rounds"):
         progress.show("one run, then all together")
         for runner in (*alone, *parts, *at_once):
@@ -111,7 +114,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         rates = [_rate(_advance, runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
         rates += [_rate(serve, accounts) for accounts in (True, False)]
-        named = dict(zip(EVERYONE, rates, strict=True))
+        named = dict(zip(SYSTEMS, rates, strict=True))
         rows.append(
             {"round": index}
             | {f"steps_per_s{name}": per_s for name, (per_s, _) in named.items()}
@@ -121,33 +124,33 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-def members(config: Config) -> list[Members]:
-    """One machine for each rate, with requests for all of its steps."""
+def make_members(config: Config) -> list[Members]:
+    """Returns one machine per rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=TOKEN_BUDGET,
     )
-    # A step takes less than 0.1 s; who has no requests left would do nothing.
+    # A step takes less than 0.1 s, so no machine runs out of requests.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
     policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
-    loads = [load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
+    loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [Members(x, capacity, policy, cost) for x in loads]
 
 
-def load(rate: float, num: int, seed: int) -> Workload:
-    """Poisson arrivals, lengths like ShareGPT's."""
+def make_load(rate: float, num: int, seed: int) -> Workload:
+    """Returns Poisson arrivals with lengths like those of ShareGPT."""
     rng = np.random.default_rng(seed)
-    drawn = length_distributions.draw(lengths.SHAREGPT, num, MAX_LENGTH, rng)
+    drawn = length_distributions.draw_lengths(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
     return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
 def _runner(group: list[Members], config: Config) -> Runner:
-    """Machines that advance together, compiled."""
+    """Returns compiled machines that advance together."""
     bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
     runner = Runner(driver.stack(group), bounds, 0.0, None)
     runner.start()
@@ -155,7 +158,7 @@ def _runner(group: list[Members], config: Config) -> Runner:
 
 
 def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
-    """Steps in a second, and in one of the processor's time: all threads, no waits."""
+    """Returns steps per second of wall-clock time, and per second of processor time."""
     start, cpu = time.perf_counter(), time.process_time()
     num = work(*args)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
@@ -163,16 +166,16 @@ def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
 
 
 def _advance(runners: list[Runner]) -> float:
-    """Advances all, on as many threads as there are processors; gives their steps."""
+    """Advances all machines on as many threads as processors; returns their steps."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Runner.advance, runners))
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
-def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
-    """Makes runs of plain Python ready, one after the other; they give their steps."""
-    asked = [(requests(x.workload), price(x.cost)) for x in everyone]
-    bounds = plain_scheduler.Bounds(
+def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
+    """Returns a function that runs the Python scheduler, and returns its steps."""
+    asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
+    bounds = plain_scheduler.SchedulerLimits(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         token_budget=TOKEN_BUDGET,
@@ -184,7 +187,7 @@ def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
         num = 0
         for workload, cost in asked:
             note = [].append if accounts else None
-            served = plain_scheduler.serve(
+            served = plain_scheduler.run_scheduler(
                 workload, bounds, cost, note, config.num_steps
             )
             num += served.num_steps
@@ -193,17 +196,19 @@ def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
     return serve
 
 
-def requests(workload: Workload) -> list[Request]:
-    """The same for plain Python."""
+def to_requests(workload: Workload) -> list[SimpleRequest]:
+    """Converts a workload to requests of the Python scheduler."""
     arrival = np.asarray(workload.arrival, np.int64)
     times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
     columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
-    return [Request(*row) for row in zip(*(x.tolist() for x in columns), strict=True)]
+    return [
+        SimpleRequest(*row) for row in zip(*(x.tolist() for x in columns), strict=True)
+    ]
 
 
-def price(cost: Cost) -> plain_scheduler.Price:
-    """The same cost for plain Python."""
-    assert isinstance(cost, cost_models.Linear)
+def to_price(cost: Cost) -> plain_scheduler.Price:
+    """Converts a cost model to a function for the Python scheduler."""
+    assert isinstance(cost, cost_models.LinearCost)
     prefill, small, large = (
         [float(x) for x in values]
         for values in (cost.prefill, cost.decode, cost.decode_large)
@@ -221,7 +226,7 @@ def price(cost: Cost) -> plain_scheduler.Price:
 
 
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, and how they compare."""
+    """Returns medians over the rounds, and their ratios."""
     if not result:
         return dict.fromkeys(KEYS)
     names = [name for name in result[0] if name != "round"]
@@ -230,21 +235,21 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells the rates, side by side."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates the rates."""
     if not result:
         return []
     found = metrics(result)
     lines = []
-    for name, label in EVERYONE.items():
+    for name, label in SYSTEMS.items():
         cells = [label]
         for key in ("steps_per_s", "steps_per_cpu_s"):
             rate = found[f"{key}{name}"]
             cells += [f"{rate:,.0f}", f"{rate / found[f'{key}_python']:.2f}x"]
         lines.append(cells)
     note = (
-        f"medians of {found['rounds']} rounds; compiling and first calls, "
-        f"{units.seconds(found['first_calls_s'])}, stand apart."
+        f"Medians of {found['rounds']} rounds, without compilation and first calls "
+        f"({units.format_seconds(found['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
@@ -260,4 +265,4 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     if values[2]:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
-    style.titled(ax, title, "simulated [thousand steps/s]", "")
+    style.set_labels(ax, title, "simulated [thousand steps/s]", "")

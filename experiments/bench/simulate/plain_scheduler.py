@@ -1,8 +1,8 @@
-"""First come, first served in plain Python: the twin that `bench simulate` races.
+"""First come, first served in plain Python: the peer of `bench simulate`.
 
-The same decisions as `fcfs.fcfs` takes for requests of one sequence, and if asked
-for, the same accounts as `simulation.step` keeps: with lists, counts and a deque, as a
-scheduler on the host has them.
+It takes the same decisions as `fcfs.fcfs` for requests of one sequence and, on request,
+records the same step statistics as `simulation.step`, with lists, counts and a deque,
+like a scheduler on the host.
 """
 
 import dataclasses
@@ -11,27 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Request(NamedTuple):
-    """What somebody asks."""
+class SimpleRequest(NamedTuple):
+    """Arrival time and lengths of a request."""
 
     arrival_us: int
     prompt: int
     output: int
 
 
-class Bounds(NamedTuple):
-    """As `Capacity`, and the slots."""
+class SchedulerLimits(NamedTuple):
+    """Fields of `Capacity`, and the number of slots."""
 
     num_pages: int
     page_size: int
     token_budget: int
     max_slots: int
     head: int
-    """Waiting requests that are looked at in a step."""
+    """Waiting requests that are considered in a step."""
 
 
-class Step(NamedTuple):
-    """What a step did, as `simulation.StepInfo` tells it."""
+class SchedulerStep(NamedTuple):
+    """Statistics of a step, as in `simulation.StepInfo`."""
 
     start_us: int
     micros: int
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 type Price = Callable[[int, int, int, int], float]
-"""Seconds of decodes, prompt rows, and the tokens that either attend to."""
+"""Seconds for decodes, prompt rows, and the attended tokens of both."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,47 +60,47 @@ class _Sequence:
     pages: int = 0
 
 
-class Served(NamedTuple):
-    """What became of the requests."""
+class ScheduleResult(NamedTuple):
+    """Times of the requests, and counts."""
 
     first_us: list[int]
     finish_us: list[int]
     num_preempted: int
     num_steps: int
-    """That did something."""
+    """Steps with work."""
 
 
-def serve(
-    requests: Sequence[Request],
-    bounds: Bounds,
+def run_scheduler(
+    requests: Sequence[SimpleRequest],
+    bounds: SchedulerLimits,
     price: Price,
-    note: Callable[[Step], None] | None = None,
+    note: Callable[[SchedulerStep], None] | None = None,
     max_steps: int = 2**62,
-) -> Served:
+) -> ScheduleResult:
     """Serves requests to their end.
 
     Args:
-      requests: in order of arrival; each must fit alone.
-      bounds: of the machine.
-      price: what a step costs.
-      note: is told of every step.
-      max_steps: steps after which to stop.
+      requests: requests in order of arrival; each must fit on its own.
+      bounds: limits of the machine.
+      price: cost of a step.
+      note: called with the statistics of every step.
+      max_steps: largest number of steps.
     """
     num_pages, size, budget, max_slots, head = bounds
     first, finish = [-1] * len(requests), [-1] * len(requests)
     running: list[_Sequence] = []
     waiting: deque[_Sequence] = deque()
-    clock, taken, free, preempted, num_steps = 0, 0, num_pages, 0, 0
-    while (running or waiting or taken < len(requests)) and num_steps < max_steps:
+    clock, num_arrived, free, preempted, num_steps = 0, 0, num_pages, 0, 0
+    while (running or waiting or num_arrived < len(requests)) and num_steps < max_steps:
         while (
             len(waiting) < head
-            and taken < len(requests)
-            and requests[taken].arrival_us <= clock
+            and num_arrived < len(requests)
+            and requests[num_arrived].arrival_us <= clock
         ):
-            _, prompt, output = requests[taken]
-            waiting.append(_Sequence(taken, prompt, prompt + output, prompt))
-            taken += 1
-        # Those that run grow, in order; from the first that cannot, all are preempted.
+            _, prompt, output = requests[num_arrived]
+            waiting.append(_Sequence(num_arrived, prompt, prompt + output, prompt))
+            num_arrived += 1
+        # Running sequences grow in order; from the first failure on, all are preempted.
         gone = len(running)
         for place, sequence in enumerate(running):
             more = -(-sequence.known // size) - sequence.pages
@@ -119,9 +119,9 @@ def serve(
             for sequence in reversed(lost):
                 sequence.length = sequence.pages = 0
                 waiting.appendleft(sequence)
-        # Who decodes has a row; then prompts share the rest, and the next come in.
+        # One row per decode; then running prompts and new requests share the rest.
         rows_read = decode_context = prompt_context = 0
-        fed: list[tuple[_Sequence, int]] = []
+        scheduled: list[tuple[_Sequence, int]] = []
         left = budget
         for sequence in running:
             if sequence.known - sequence.length == 1:
@@ -129,11 +129,11 @@ def serve(
         for sequence in running:
             rows = sequence.known - sequence.length
             if rows == 1:
-                fed.append((sequence, 1))
+                scheduled.append((sequence, 1))
             elif left > 0:
                 rows = min(rows, left)
                 left -= rows
-                fed.append((sequence, rows))
+                scheduled.append((sequence, rows))
         if not lost:
             while waiting and left > 0 and len(running) < max_slots:
                 sequence = waiting[0]
@@ -146,14 +146,14 @@ def serve(
                 rows = min(sequence.known, left)
                 left -= rows
                 running.append(sequence)
-                fed.append((sequence, rows))
+                scheduled.append((sequence, rows))
         if not running and not waiting:
-            if taken < len(requests):
-                clock = max(clock, requests[taken].arrival_us)
+            if num_arrived < len(requests):
+                clock = max(clock, requests[num_arrived].arrival_us)
             continue
         num_steps += 1
         ended = []
-        for sequence, rows in fed:
+        for sequence, rows in scheduled:
             length = sequence.length + rows
             sequence.length = length
             if rows == 1 and length == sequence.known and length > sequence.prompt:
@@ -163,7 +163,7 @@ def serve(
                 prompt_context += length
             if length == sequence.known:
                 ended.append(sequence)
-        num_decodes = sum(rows for _, rows in fed) - rows_read
+        num_decodes = sum(rows for _, rows in scheduled) - rows_read
         took = price(num_decodes, rows_read, decode_context, prompt_context)
         micros, start = round(took * 1e6), clock
         clock += micros
@@ -175,7 +175,7 @@ def serve(
                     max(sequence.limit - 1, sequence.length), sequence.pages * size
                 )
             note(
-                Step(
+                SchedulerStep(
                     start,
                     micros,
                     num_decodes,
@@ -200,4 +200,4 @@ def serve(
                 done = True
         if done:
             running = [x for x in running if x.known < x.limit]
-    return Served(first, finish, preempted, num_steps)
+    return ScheduleResult(first, finish, preempted, num_steps)

@@ -1,1 +1,1 @@
-"""Our training beside PyTorch's."""
+"""Training rates compared with PyTorch."""

@@ -1,9 +1,9 @@
-"""How many tokens a second do we train on, and how many does PyTorch?
+"""How many tokens per second does training process, compared with PyTorch?
 
-Everyone trains the same transformer from the same weights: same vocabulary, heads,
-AdamW and number of threads. They take turns, round after round, and a row holds medians
-over the rounds: a disturbance hits everyone or is voted out. What the losses of the
-first steps differ by says whether it is the same training.
+All systems train the same transformer from the same weights, with the same vocabulary,
+heads, AdamW and number of threads. They run in rotation, and a row has medians over the
+rounds, so that a disturbance affects all systems or is removed by the median. The
+difference of the losses in the first steps shows whether the trainings are equal.
 """
 
 import contextlib
@@ -17,12 +17,20 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.bench import peer_process
-from experiments.bench.tables import split
+from experiments.bench.tables import split_details
 from experiments.bench.train import peers
-from experiments.bench.train.peers import Ours, Rival
-from experiments.framework import Floats, Ints, Part, Table, Texts, column, units
-from experiments.framework.table import shown
-from experiments.harness.timing import in_turns, middle
+from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
+from experiments.framework import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultTable,
+    Texts,
+    column,
+    units,
+)
+from experiments.framework.table import computed_column
+from experiments.harness.timing import measure_in_turns, median_and_spread
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -36,29 +44,33 @@ DETAILS += ("absent",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is trained, and beside whom."""
+    """Model and workload, and the peers."""
 
     width: tuple[int, ...] = (16, 32, 64, 128)
-    """Hidden sizes; each gives rows of its own."""
+    """Hidden sizes; each gives separate rows."""
     num_layers: int = 2
     """Layers, each with an MLP of four times the width."""
     head_dim: int = 16
-    """Features of an attention head; a width has as many heads as fill it."""
+    """Head size; the number of heads is width / head size."""
     batch_size: int = 32
     """Windows per step."""
     seq_len: int = 64
     """Predictions per window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of our forward and backward pass; peers compute in float32."""
+    """Type of the forward and backward pass of jaxkv; peers compute in float32."""
     rounds: int = 5
-    """Turns that everyone has."""
+    """Turns of every system."""
     seconds: float = 2.0
-    """How long a turn is."""
+    """Duration of a turn, in s."""
     peer_python: Path | None = None
-    """A Python that has torch, timed as it is and compiled."""
+    """Python interpreter with torch, which is timed in eager mode and compiled."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be trained."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a field is out of range.
+        """
         validation.at_least(
             self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
         )
@@ -84,62 +96,64 @@ CONFIGS = {
 }
 
 
-class Rates(Table):
-    """What is told of a result, of which every column is a key of the rows."""
+class TrainingRates(ResultTable):
+    """Columns of the report; each is a key of the rows."""
 
     width: Ints = column("hidden size", form=str)
-    implementation: Texts = column("who", heading="who")
-    tokens_per_s: Floats = column("median", heading="tokens/s")
-    ratio: np.ndarray = column("to plain PyTorch", form="{:.2f}")
-    spread: Floats = column("of rates", form=units.share)
-    flops_per_s: Floats = column("at that rate", heading="FLOP/s", form=units.flops)
-    ceiling_flops_per_s: Floats = column("of large products")
-    compile_s: Floats = column("before the first step", heading="compiling")
-    loss_gap: Floats = column("from ours, in the first steps", form="{:.1e}")
-    optimizer: Texts = column("whose AdamW", heading="AdamW")
+    implementation: Texts = column("name of the system", heading="system")
+    tokens_per_s: Floats = column("median rate", heading="tokens/s")
+    ratio: np.ndarray = column("rate / eager PyTorch's", form="{:.2f}")
+    spread: Floats = column("range of the rates / median", form=units.format_percent)
+    flops_per_s: Floats = column(
+        "operations per second at that rate", heading="FLOP/s", form=units.format_flops
+    )
+    ceiling_flops_per_s: Floats = column("operations per second of large products")
+    compile_s: Floats = column("time before the first step", heading="compiling")
+    loss_gap: Floats = column("loss difference to jaxkv, first steps", form="{:.1e}")
+    optimizer: Texts = column("implementation of AdamW", heading="AdamW")
 
     @property
-    @shown(heading="of products", form=units.share)
+    @computed_column(heading="of products", form=units.format_percent)
     def of_products(self) -> np.ndarray:
-        """Operations a second over those of large products."""
+        """Operations per second relative to those of large matrix products."""
         return self.flops_per_s / self.ceiling_flops_per_s
 
 
-TOLD = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops_per_s")
-TOLD += ("of_products", "compile_s", "loss_gap", "optimizer")
+REPORTED = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops_per_s")
+REPORTED += ("of_products", "compile_s", "loss_gap", "optimizer")
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Times every width with everyone; ended early, it has whole widths."""
+    """Times every width with all systems; a stopped run has complete widths."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        others, absent = peer_process.start(
-            stack, peers.Rival, config.peer_python, peers.WORDS, needed=True
+        rivals, absent = peer_process.start_peers(
+            stack, peers.PyTorchTrainer, config.peer_python, peers.WORDS, needed=True
         )
 
-        def begin(width: int) -> list[Ours | Rival]:
-            ours = _ours(config, width)
-            for other in others:
-                other.prepare(ours, config.seconds)
-            return [ours, *others]
+        def begin(width: int) -> list[JaxkvTrainer | PyTorchTrainer]:
+            trainer = _make_trainer(config, width)
+            for other in rivals:
+                other.prepare(trainer, config.seconds)
+            return [trainer, *rivals]
 
-        for width, everyone, rates in in_turns(
+        for width, systems, rates in measure_in_turns(
             config.width,
             config.rounds,
             begin,
             lambda width, one: one.rate(config.seconds),
             progress=progress,
-            doing="training",
-            what="width",
+            bar_label="training",
+            case_name="width",
         ):
-            said = {"absent": peer_process.in_a_line(absent)}
-            rows += [row | said for row in _rows(config, width, everyone, rates)]
+            reason = {"absent": peer_process.format_absent(absent)}
+            rows += [row | reason for row in _rows(config, width, systems, rates)]
     return rows
 
 
-def _ours(config: Config, width: int) -> Ours:
-    """The transformer of a width: GPT-2's layers, with the vocabulary of bytes."""
+def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
+    """Returns the trainer of jaxkv for a width."""
     model = architectures.transformer(
         width,
         num_heads=width // config.head_dim,
@@ -159,66 +173,69 @@ def _ours(config: Config, width: int) -> Ours:
         mlp_bias=True,
         family="gpt2",
     )
-    return Ours(model, config.batch_size, config.seq_len, config.dtype)
+    return JaxkvTrainer(model, config.batch_size, config.seq_len, config.dtype)
 
 
 def _rows(
-    config: Config, width: int, everyone: list[Any], rates: dict[str, list[float]]
+    config: Config, width: int, systems: list[Any], rates: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
-    ours, *others = everyone
+    trainer, *rivals = systems
     ceiling = peers.product_rate(config.dtype)
-    # Beside plain PyTorch, the first of them; compiled stands for itself.
-    peer = statistics.median(rates[others[0].name]) if others else None
-    for one in everyone:
-        rate, spread = middle(rates[one.name])
+    # Ratios are to eager PyTorch, the first peer.
+    peer = statistics.median(rates[rivals[0].name]) if rivals else None
+    for one in systems:
+        rate, spread = median_and_spread(rates[one.name])
         yield {
             "implementation": one.name,
             "width": width,
             "tokens_per_s": rate,
-            "flops_per_s": rate * ours.flops_per_token,
+            "flops_per_s": rate * trainer.flops_per_token,
             "compile_s": one.compile_s,
             "ratio": rate / peer if peer else None,
             "spread": spread,
-            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, ours.losses)))),
+            "loss_gap": float(np.max(np.abs(np.subtract(one.losses, trainer.losses)))),
             "optimizer": one.optimizer,
             "ceiling_flops_per_s": ceiling,
-            "mfu": ours.utilisation(rate),
+            "mfu": trainer.utilisation(rate),
             "version": one.version,
         }
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws tokens per second over the width."""
-    found = Rates.of(result)
+    """Draws tokens per second against the width."""
+    found = TrainingRates.of(result)
     for name in found.distinct("implementation"):
-        mine = found.where(implementation=name)
-        style.curve(ax, mine.width, mine.tokens_per_s / 1000, name, name)
-    style.powers_of_two(ax)
+        selected = found.where(implementation=name)
+        style.draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
+    style.use_powers_of_two(ax)
     title = "Rate of training by width"
-    ours = [x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]]
-    if ours:
-        title = (
-            f"jaxkv trains {min(ours):.2f} to {max(ours):.2f} times as fast as PyTorch"
-        )
+    ratios = [
+        x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]
+    ]
+    if ratios:
+        low, high = min(ratios), max(ratios)
+        title = f"jaxkv trains {low:.2f} to {high:.2f} times as fast as PyTorch"
     rate = "training [thousand tokens/s]"
-    style.titled(ax, title, "width [features]", rate, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "width [features]", rate, yscale="log")
+    style.label_log_axis(ax.yaxis)
     if result:
         ax.legend()
 
 
-metrics = functools.partial(split, names=NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=NAMES, details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Tells the rates of everyone, side by side, and how near they are to products."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
         return []
-    ceiling = units.flops(statistics.median(x["ceiling_flops_per_s"] for x in result))
+    ceiling = units.format_flops(
+        statistics.median(x["ceiling_flops_per_s"] for x in result)
+    )
     note = f"Products of 2,048 x 2,048 matrices: {ceiling} per second."
     used = [x["mfu"] for x in result if x["mfu"] is not None]
     if used:
-        note += f" Of the data sheet's rate: {units.share(max(used))} at best."
+        note += f" Of the data sheet's rate: {units.format_percent(max(used))} at best."
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
-    return [Rates.of(result).sheet("training", *TOLD, note=note)]
+    return [TrainingRates.of(result).sheet("training", *REPORTED, note=note)]

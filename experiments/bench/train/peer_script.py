@@ -1,10 +1,11 @@
-"""The same model in PyTorch, trained and timed, for `peer_main` in its interpreter.
+"""The benchmark's model in PyTorch, trained and timed, for `peer_main`.
 
-`{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay", "trial_s"}` has
-an .npz of starting weights (`layers.0.qkv.weight`, ...) and of `windows` [steps, batch,
-seq + 1]: it trains on those, one step each, and answers `{"losses", "compile_s",
-"optimizer"}`, having found which of AdamW's implementations is the fastest here.
-`{"seconds"}` then trains on, and is answered with `{"tokens_per_s"}`.
+A question `{"file", "num_heads", "eps", "learning_rate", "betas", "weight_decay",
+"trial_s"}` names an .npz of starting weights (`layers.0.qkv.weight`, ...) and of
+`windows` [steps, batch, seq + 1]. The peer trains one step on each batch and answers
+`{"losses", "compile_s", "optimizer"}` with the fastest implementation of AdamW on this
+machine. A question `{"seconds"}` continues the training and is answered with
+`{"tokens_per_s"}`.
 """
 
 import time
@@ -17,8 +18,8 @@ from torch.nn import functional
 OPTIMIZERS = ("fused", "foreach")
 
 
-class Layer(nn.Module):
-    """Causal attention and a tanh GELU, each behind its layer norm."""
+class TorchLayer(nn.Module):
+    """Causal attention and a tanh GELU MLP, each after a layer norm."""
 
     def __init__(self, size, mlp_size, num_heads, eps):
         super().__init__()
@@ -31,7 +32,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(mlp_size, size)
 
     def forward(self, x):
-        """Gives what comes out: `[batch, seq, size]`."""
+        """Returns the output: `[batch, seq, size]`."""
         batch, seq, size = x.shape
         q, k, v = (
             part.view(batch, seq, self.num_heads, -1).transpose(1, 2)
@@ -43,13 +44,13 @@ class Layer(nn.Module):
         return x + self.down(hidden)
 
 
-class Model(nn.Module):
-    """Learned positions, layers, tied tables; it starts from the weights it is given.
+class TorchModel(nn.Module):
+    """Learned positions, layers, tied embeddings; starts from given weights.
 
     Args:
-      arrays: those weights.
-      num_heads: of attention.
-      eps: of layer norms.
+      arrays: weights.
+      num_heads: attention heads.
+      eps: epsilon of layer norms.
     """
 
     def __init__(self, arrays, num_heads, eps):
@@ -60,19 +61,19 @@ class Model(nn.Module):
         self.embed = nn.Embedding(vocab, size)
         self.embed_positions = nn.Embedding(len(arrays["embed_positions.weight"]), size)
         self.layers = nn.ModuleList(
-            Layer(size, mlp_size, num_heads, eps) for _ in range(num_layers)
+            TorchLayer(size, mlp_size, num_heads, eps) for _ in range(num_layers)
         )
         self.final_norm = nn.LayerNorm(size, eps=eps)
         for name, parameter in self.named_parameters():
             array = arrays[name.replace("norm.weight", "norm.scale")]
             if ".qkv." in name:
-                # Head by head there; all queries, all keys, all values here.
+                # Grouped by head in the file; by queries, keys and values in PyTorch.
                 array = array.reshape(num_heads, 3, -1, *array.shape[3:])
                 array = array.swapaxes(0, 1)
             parameter.data.copy_(torch.tensor(array).reshape(parameter.shape))
 
     def forward(self, windows):
-        """Gives the mean loss of windows, `[batch, seq + 1]`."""
+        """Returns the mean loss of windows, `[batch, seq + 1]`."""
         tokens, targets = windows[:, :-1], windows[:, 1:]
         x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
         for layer in self.layers:
@@ -81,8 +82,8 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Eager:
-    """A model, its optimizer, and the text that it reads."""
+class EagerTrainer:
+    """A model with its optimizer and text, in eager mode."""
 
     is_compiled = False
     version = f"torch {torch.__version__}"
@@ -91,7 +92,7 @@ class Eager:
         torch.set_num_threads(int(num_threads))
 
     def answer(self, asked):
-        """Begins with a model, or trains on."""
+        """Starts with a model, or continues the training."""
         if "file" in asked:
             return self._begin(asked)
         return {"tokens_per_s": self.rate(asked["seconds"])}
@@ -101,7 +102,7 @@ class Eager:
             arrays = dict(file)
         self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
         self._asked = asked
-        self._plain = Model(arrays, asked["num_heads"], asked["eps"])
+        self._plain = TorchModel(arrays, asked["num_heads"], asked["eps"])
         self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
         torch._dynamo.reset()
         self._model = torch.compile(self._plain) if self.is_compiled else self._plain
@@ -122,16 +123,16 @@ class Eager:
         }
 
     def _build(self, optimizer):
-        """Puts the starting weights back, and begins with a new optimizer."""
+        """Restores the starting weights, and makes a new optimizer."""
         self._plain.load_state_dict(self._first)
         matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
-        decayed, others = [], []
+        decayed, undecayed = [], []
         for name, parameter in self._plain.named_parameters():
-            (decayed if name.endswith(matrices) else others).append(parameter)
+            (decayed if name.endswith(matrices) else undecayed).append(parameter)
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": self._asked["weight_decay"]},
-                {"params": others, "weight_decay": 0.0},
+                {"params": undecayed, "weight_decay": 0.0},
             ],
             lr=self._asked["learning_rate"],
             betas=tuple(self._asked["betas"]),
@@ -146,7 +147,7 @@ class Eager:
         return loss.detach()
 
     def rate(self, seconds):
-        """Tokens per second of training on."""
+        """Returns the tokens per second of continued training."""
         text = self._windows.flatten()
         batch, width = self._windows.shape[1:]
         places = torch.arange(width)
@@ -158,7 +159,7 @@ class Eager:
         return num * batch * (width - 1) / taken
 
 
-class Compiled(Eager):
-    """The same, compiled."""
+class CompiledTrainer(EagerTrainer):
+    """The same trainer with torch.compile."""
 
     is_compiled = True

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of training: us, and PyTorch in another process."""
+"""Systems of the training benchmark: jaxkv, and PyTorch in a separate process."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.timing import timed
+from experiments.harness.timing import time_call
 from jaxkv.models.config import ModelConfig
 from scaling.corpora import corpora
 from scaling.costs import devices
@@ -24,8 +24,11 @@ from scaling.training import (
 from scaling.training.step import compiled_steps, init_train_state
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
-WORDS = {"PyTorch": (SCRIPT, "Eager"), "PyTorch, compiled": (SCRIPT, "Compiled")}
-"""What each is made of, by name."""
+WORDS = {
+    "PyTorch": (SCRIPT, "EagerTrainer"),
+    "PyTorch, compiled": (SCRIPT, "CompiledTrainer"),
+}
+"""File and class of each peer, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
 RATE = 1e-3
@@ -33,14 +36,14 @@ OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
 _PROBE = 2048
 
 
-class Ours:
-    """Our own steps, many of them a call. Making it compiles.
+class JaxkvTrainer:
+    """Training steps of jaxkv, many per call. The constructor compiles.
 
     Args:
-      model: what is trained.
-      batch_size: windows a step.
-      seq_len: predictions a window.
-      dtype: of the forward and backward pass.
+      model: model to train.
+      batch_size: windows per step.
+      seq_len: predictions per window.
+      dtype: type of the forward and backward pass.
     """
 
     name = "jaxkv"
@@ -63,39 +66,39 @@ class Ours:
         self._call = compiled_steps(model, OPTIMIZER, batch_size, seq_len, how)
         self._state = init_train_state(model, OPTIMIZER, self._seed)
         self.params = self._state.params
-        first_s, first = timed(self._train, 1)
-        others = range(NUM_CHECKED - 1)
-        later_s, later = timed(lambda: [self._train(1) for _ in others])
+        first_s, first = time_call(self._train, 1)
+        later_steps = range(NUM_CHECKED - 1)
+        later_s, later = time_call(lambda: [self._train(1) for _ in later_steps])
         self.losses = [first, *later]
-        self._step_s = later_s / len(others)
+        self._step_s = later_s / len(later_steps)
         self.compile_s = max(0.0, first_s - self._step_s)
 
     def windows(self) -> np.ndarray:
-        """The text of the steps that are compared, [steps, batch, seq_len + 1]."""
+        """Returns the text of the compared steps, [steps, batch, seq_len + 1]."""
         draw = functools.partial(
             corpora.draw_windows, self._stream, self._seed, **self._shape
         )
         return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second of training on, in calls of a tenth of the time or so."""
+        """Returns the training rate in tokens/s, in calls of a tenth of the time."""
         taken_s, num = 0.0, 0
         while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
-            some_s, _ = timed(self._train, some)
+            some_s, _ = time_call(self._train, some)
             self._step_s = some_s / some
             taken_s += some_s
             num += some
         return num * self._tokens / taken_s
 
     def utilisation(self, rate: float) -> float | None:
-        """Share of what the accelerator's data sheet promises; None on a CPU."""
+        """Returns the share of the accelerator's peak rate; None on a CPU."""
         if jax.default_backend() == "cpu":
             return None
         kind = jax.local_devices()[0].device_kind
         try:
             device = devices.find(kind.removeprefix("NVIDIA "))
-        except ValueError:  # no data sheet of it
+        except ValueError:  # an unknown device
             return None
         return rate * self.flops_per_token / device.rate(self._dtype)
 
@@ -107,43 +110,43 @@ class Ours:
         return float(loss)
 
 
-class Rival(PeerProcess):
-    """PyTorch in a process of its own, as a context; leaving it ends the process."""
+class PyTorchTrainer(PeerProcess):
+    """PyTorch in a separate process, as a context; leaving it ends the process."""
 
-    def prepare(self, ours: Ours, seconds: float) -> None:
-        """Has it build our model from our weights, and train our first steps."""
-        arrays: dict[str, Any] = {"windows": ours.windows()}
-        for path, leaf in jax.tree.leaves_with_path(ours.params):
+    def prepare(self, trainer: JaxkvTrainer, seconds: float) -> None:
+        """Makes the peer build the same model, and train the first steps."""
+        arrays: dict[str, Any] = {"windows": trainer.windows()}
+        for path, leaf in jax.tree.leaves_with_path(trainer.params):
             name = ".".join(str(getattr(x, "key", getattr(x, "idx", ""))) for x in path)
             arrays[name] = np.asarray(leaf)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "start.npz")
             np.savez(file, **arrays)
-            said = self.ask(
+            reply = self.ask(
                 {
                     "file": str(file),
-                    "num_heads": ours.model.num_q_heads,
-                    "eps": ours.model.norm_eps,
+                    "num_heads": trainer.model.num_q_heads,
+                    "eps": trainer.model.norm_eps,
                     "learning_rate": RATE,
                     "betas": [OPTIMIZER.beta1, OPTIMIZER.beta2],
                     "weight_decay": OPTIMIZER.weight_decay,
                     "trial_s": seconds / 4,
                 }
             )
-        self.losses, self.compile_s = said["losses"], said["compile_s"]
-        self.optimizer = f"AdamW, {said['optimizer']}"
+        self.losses, self.compile_s = reply["losses"], reply["compile_s"]
+        self.optimizer = f"AdamW, {reply['optimizer']}"
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second of training on.
+        """Returns the tokens per second of continued training.
 
         Raises:
-          ValueError: the peer broke down; the line says what it said last.
+          ValueError: the peer failed, with its last error line.
         """
         return self.ask({"seconds": seconds})["tokens_per_s"]
 
 
 def product_rate(dtype: str) -> float:
-    """Operations per second of products of square matrices, the best of some."""
+    """Returns the operations per second of square matrix products, the best of 8."""
     x = jnp.ones((_PROBE, _PROBE), dtype)
     product = jax.jit(jnp.matmul)
 
@@ -151,4 +154,4 @@ def product_rate(dtype: str) -> float:
         return jax.block_until_ready(product(x, x))
 
     multiply()
-    return 2 * _PROBE**3 / min(timed(multiply)[0] for _ in range(8))
+    return 2 * _PROBE**3 / min(time_call(multiply)[0] for _ in range(8))

@@ -1,12 +1,12 @@
-"""What a person at a terminal sees, and how it is ended."""
+"""Output on a terminal, and interrupts."""
 
 from experiments.cli.console.terminal import Terminal as Terminal
 
 __all__ = [
     "Terminal",
+    "answer_writer",
     "interrupts",
-    "outputs",
     "printing",
+    "streams",
     "terminal",
-    "writing",
 ]

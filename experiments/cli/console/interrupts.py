@@ -1,10 +1,11 @@
-"""Ctrl-C while somebody else has the main thread: a compiler, an import, a collector.
+"""Ctrl-C while the main thread is blocked: compilation, imports, garbage collection.
 
-Python runs a signal's handler between two steps of the main thread's program. Compiling
-is one step of many seconds; and the `KeyboardInterrupt` that a handler raises can be
-lost or told at length, if it meets a library that imports or cleans up. So a thread of
-its own listens. What a cluster sends before it takes a machine away, and what a
-terminal sends when it is closed, are heard like Ctrl-C.
+Python runs a signal handler between two bytecode instructions of the main thread. A
+compilation is one such instruction of many seconds; and the `KeyboardInterrupt` of a
+handler can be lost or logged at length inside a library that imports or cleans up.
+Therefore a separate thread listens for signals. SIGTERM, which a cluster sends before
+it takes a machine away, and SIGHUP, which a closing terminal sends, are treated like
+Ctrl-C.
 """
 
 import contextlib
@@ -18,20 +19,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that ask for an end."""
+"""Signals that request an end."""
 STATUS = 130
 """Exit status after Ctrl-C, see `status_of`."""
-AGAIN = 75
-"""Exit status where the time was up and the same command goes on: the system's word
-for a failure that passes, EX_TEMPFAIL."""
+RESUMABLE = 75
+"""Exit status if the time limit was reached and the same command continues the work:
+EX_TEMPFAIL, a temporary failure."""
 
 
-class Stopped(KeyboardInterrupt):
+class WorkStopped(KeyboardInterrupt):
     """Work was stopped before it had a result.
 
     Args:
-      line: what there is now.
-      status: the exit status, as `status_of` has it for a signal, or `AGAIN`.
+      line: message about the current state.
+      status: exit status, as `status_of` returns it for a signal, or `RESUMABLE`.
     """
 
     def __init__(self, line: str = "", status: int = STATUS):
@@ -40,42 +41,42 @@ class Stopped(KeyboardInterrupt):
 
 
 def status_of(number: int) -> int:
-    """The exit status after a signal, as shells have it."""
+    """Returns the exit status after a signal, by the convention of shells."""
     return 128 + number
 
 
 @contextlib.contextmanager
-def handling(
+def handle_signals(
     handle: Callable[[int, FrameType | None], Any], hear: Callable[[int], Any]
 ) -> Generator[None]:
-    """Takes over Ctrl-C and its like, inside another such context too.
+    """Handles Ctrl-C and related signals; contexts can be nested.
 
-    Where signals do not arrive, in other threads than the main one, nothing changes;
-    nor for a signal that the process was started to ignore.
+    Has no effect outside the main thread, where signals do not arrive, or for a signal
+    that the process ignores since its start.
 
     Args:
-      handle: the signals' handler; runs in the main thread when Python has its turn.
-      hear: runs for every one, in the moment, in a thread of its own; is given the
-        signal's number.
+      handle: signal handler; runs in the main thread as soon as Python can run it.
+      hear: called with the signal number for every signal, immediately, in a separate
+        thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    taken = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
-    if not is_main or not taken:
+    handled = [x for x in SIGNALS if signal.getsignal(x) is not signal.SIG_IGN]
+    if not is_main or not handled:
         yield
         return
-    ours, signals = socket.socketpair()
+    receiver, signals = socket.socketpair()
     signals.setblocking(False)
 
     def listen() -> None:
-        while number := ours.recv(1):
-            if number[0] in taken:
+        while number := receiver.recv(1):
+            if number[0] in handled:
                 hear(number[0])
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    # The system writes to it when the signal comes, before Python has its turn.
+    # The system writes to the socket on a signal, before Python runs its handler.
     wakeup_before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
-    handlers_before = [(number, signal.signal(number, handle)) for number in taken]
+    handlers_before = [(number, signal.signal(number, handle)) for number in handled]
     try:
         yield
     finally:
@@ -84,26 +85,26 @@ def handling(
         signal.set_wakeup_fd(wakeup_before)
         signals.close()
         thread.join()
-        ours.close()
+        receiver.close()
 
 
-def leaving_at_once() -> contextlib.AbstractContextManager[None]:
-    """Lets Ctrl-C end the process: one line, status 130, nothing else said or done.
+def exit_on_interrupt() -> contextlib.AbstractContextManager[None]:
+    """Makes Ctrl-C end the process at once: one line, status 130.
 
-    For work of which there is nothing to keep.
+    For work without intermediate results.
     """
-    return handling(
-        lambda number, frame: None, lambda number: leave(status=status_of(number))
+    return handle_signals(
+        lambda number, frame: None, lambda number: exit_now(status=status_of(number))
     )
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Raises `Stopped`: a handler for work that keeps what it has."""
-    raise Stopped(status=status_of(number))
+def raise_stopped(number: int, frame: FrameType | None) -> NoReturn:
+    """Raises `WorkStopped`: a handler for work that keeps partial results."""
+    raise WorkStopped(status=status_of(number))
 
 
-def leave(line: str = "interrupted", status: int = STATUS) -> NoReturn:
+def exit_now(line: str = "interrupted", status: int = STATUS) -> NoReturn:
     """Ends the process from any thread."""
-    with contextlib.suppress(OSError, AttributeError):  # nobody is there to read it
+    with contextlib.suppress(OSError, AttributeError):  # standard error is closed
         print("jaxkv:", line, file=sys.stderr, flush=True)
     os._exit(status)

@@ -1,7 +1,7 @@
-"""Tables, texts and claims on standard output, in as many columns as there are.
+"""Tables, texts and claims on standard output, fitted to its width.
 
-Words and columns carry all of the meaning, in ASCII; colour only helps, and is left out
-where the output is not a terminal or `NO_COLOR` is set (no-color.org).
+Text and layout carry the full meaning, in ASCII. Colour is an addition, and is omitted
+if the output is not a terminal or `NO_COLOR` is set (no-color.org).
 """
 
 import os
@@ -12,26 +12,26 @@ from typing import Any
 from rich import console as rich_console
 from rich import padding, table, text
 
-from experiments.framework import Claim, Excerpts, Part, Sheet, report
+from experiments.framework import Claim, Excerpts, ReportPart, Sheet, report
 
 MAX_WIDTH = 100
-"""Columns used at most: longer lines are hard to read."""
+"""Largest number of columns: longer lines are hard to read."""
 PIPED_WIDTH = 80
-"""Columns used where the output is not a terminal and `COLUMNS` is not set: a terminal
-at the other end has a width that the reader of the output need not have."""
+"""Columns if the output is not a terminal and `COLUMNS` is not set, because the
+reader's width is unknown."""
 MIN_TEXT_WIDTH = 24
-"""Columns to which a column of sentences may shrink."""
+"""Smallest width of a column of sentences."""
 NUM_EXCERPTS = 2
-"""Texts shown; the report has the others."""
+"""Number of excerpts printed; the report has all of them."""
 
 GAP = 2
 COLORS = {"holds": "green", "fails": "bold red"}
 OTHER = "yellow"
-"""The colour of a claim without a verdict."""
+"""Colour of a claim without a verdict."""
 
 
 def make_console(*, stderr: bool = False) -> rich_console.Console:
-    """Opens standard output or error; nothing but text goes where no colour should."""
+    """Opens standard output or error, without escape sequences if `NO_COLOR` is set."""
     # Bold and dim are escape sequences, too.
     colors: Any = None if os.environ.get("NO_COLOR") else "auto"
     return rich_console.Console(
@@ -39,8 +39,8 @@ def make_console(*, stderr: bool = False) -> rich_console.Console:
     )
 
 
-def print_parts(parts: Sequence[Part]) -> None:
-    """Prints them, each with an empty line before it."""
+def print_parts(parts: Sequence[ReportPart]) -> None:
+    """Prints parts of a report, each after an empty line."""
     console = make_console()
     is_piped = not console.is_terminal and "COLUMNS" not in os.environ
     width = min(console.width, PIPED_WIDTH if is_piped else MAX_WIDTH)
@@ -54,23 +54,23 @@ def print_parts(parts: Sequence[Part]) -> None:
             heads = report.group_heads(part.claims).items()
             blocks += [(head, [_verdicts(claims)]) for head, claims in heads]
     for title, below in blocks:
-        with console.capture() as said:
+        with console.capture() as capture:
             if title:
                 console.print(text.Text(title, "bold"), width=width)
             for each in below:
                 console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
-        print("", *(line.rstrip() for line in said.get().splitlines()), sep="\n")
+        print("", *(line.rstrip() for line in capture.get().splitlines()), sep="\n")
 
 
 def _sheet(sheet: Sheet, width: int) -> Iterator[rich_console.RenderableType]:
-    """A table, on its side or in pieces where it is too wide, and its note."""
+    """Yields a table and its note; a table that is too wide is transposed or split."""
     if not sheet.rows:
-        yield "(nothing)"
+        yield "(no rows)"
     else:
         first, *rows = zip(sheet.columns, *sheet.rows, strict=True)
         shapes = (sheet, _broken_heads(sheet), Sheet("", first, rows))
         fitting = [shape for shape in shapes if _min_width(shape) <= width]
-        pieces = (  # every row a table of its own, of names and values
+        pieces = (  # every row becomes a table of names and values
             Sheet("", ("", ""), [*zip(sheet.columns, row, strict=True), ("", "")])
             for row in sheet.rows
         )
@@ -124,7 +124,7 @@ def _verdicts(claims: Sequence[Claim]) -> table.Table:
 
 
 def _plain_grid() -> table.Table:
-    """A grid of a narrow column and a wide one."""
+    """Returns a grid of a narrow column and a wide one."""
     grid = table.Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -132,7 +132,7 @@ def _plain_grid() -> table.Table:
 
 
 def _broken_heads(sheet: Sheet) -> Sheet:
-    """Breaks heads between words, to be no wider than what stands below them."""
+    """Breaks headings between words to the width of their cells."""
     heads = []
     for i, head in enumerate(sheet.columns):
         longest = max((len(word) for word in head.split()), default=1)
@@ -143,11 +143,13 @@ def _broken_heads(sheet: Sheet) -> Sheet:
 
 
 def _min_width(sheet: Sheet) -> int:
-    """Columns that a table needs, its sentences wrapped."""
+    """Returns the columns that a table needs with wrapped sentences."""
     needed = 0
     for i, head in enumerate(sheet.columns):
         lines = [line for row in sheet.rows for line in row[i].split("\n")]
-        cells = max(map(len, lines), default=0)  # one column turned has no rows
+        cells = max(
+            map(len, lines), default=0
+        )  # a transposed single column has no rows
         if _is_prose(sheet, i):
             cells = min(cells, MIN_TEXT_WIDTH)
         needed += GAP + max(cells, *map(len, head.split("\n")))

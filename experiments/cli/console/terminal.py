@@ -1,4 +1,4 @@
-"""Progress on standard error, and Ctrl-C while something runs."""
+"""Progress bars on standard error, and Ctrl-C during a run."""
 
 import contextlib
 import math
@@ -15,29 +15,29 @@ from rich import live, progress, text
 from experiments.cli.console import interrupts, printing
 from experiments.framework import units
 
-SAY_EVERY_S = 30.0
-"""How often a bar says something where there is no terminal to draw it on."""
+REPORT_EVERY_S = 30.0
+"""Seconds between two lines of a bar if there is no terminal."""
 PATIENCE_S = 1.0
-"""How long the main thread may take to hear of a second Ctrl-C."""
+"""Seconds in which the main thread must react to a second Ctrl-C."""
 
 
 class Terminal:
-    """Progress on standard error, as a context.
+    """Progress bars on standard error, as a context.
 
-    Inside it the first Ctrl-C sets `stopped`; the second interrupts at once; so do the
-    other `interrupts.SIGNALS`. A process that was started to ignore them goes on
-    doing so. `stopped` is also set when it is looked at after `max_seconds`. On a
-    terminal bars move and a text stands below them, which is gone at the end; elsewhere
-    a bar is a line now and then.
+    In the context, the first Ctrl-C sets `stopped`, and the second one interrupts at
+    once; the same holds for all `interrupts.SIGNALS`. Signals that the process ignores
+    since its start remain ignored. `stopped` is also set when it is read after
+    `max_seconds`. On a terminal, a text below the bars is removed at the end; without a
+    terminal, a bar prints a line at intervals.
 
     Args:
-      last_words: what there is after the second Ctrl-C, if the main thread hears of
-        nothing because a compiler has it; called from another thread, before the
-        process ends.
-      max_seconds: from now on; above 0.
+      last_words: returns the message after a second Ctrl-C if the main thread does not
+        react because it is compiling; called from another thread, before the process
+        ends.
+      max_seconds: time limit from now on, above 0.
 
     Attributes:
-      has_stopped: whether somebody who looked was told to stop.
+      has_stopped: True if a reader of `stopped` was asked to stop.
 
     Raises:
       ValueError: `max_seconds` is not above 0.
@@ -69,32 +69,33 @@ class Terminal:
 
     @property
     def stopped(self) -> bool:
-        """Whether Ctrl-C was pressed or the time is up."""
+        """True if Ctrl-C was pressed or the time limit is reached."""
         if not self.has_stopped and time.monotonic() >= self._end_s:
             self.has_stopped = True
-            self._console.print("time is up: stopping after this piece")
+            self._console.print("time limit reached: stopping after the current piece")
         return self.has_stopped
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time is up."""
+        """Seconds until the time limit."""
         return self._end_s - time.monotonic()
 
     @property
     def status(self) -> int:
-        """The exit status of work that was stopped, if it was: by whom."""
+        """Exit status by the cause of a stop; 0 if the work was not stopped."""
         if self._signal:
             return interrupts.status_of(self._signal)
-        return interrupts.AGAIN if self.has_stopped else 0
+        return interrupts.RESUMABLE if self.has_stopped else 0
 
     @property
     def reason(self) -> str:
-        """Why work was stopped, for a person."""
-        return "time is up" if self.status == interrupts.AGAIN else "interrupted"
+        """Cause of the stop as text."""
+        is_limit = self.status == interrupts.RESUMABLE
+        return "time limit reached" if is_limit else "interrupted"
 
     def __enter__(self) -> Self:
-        """Starts the display and takes over Ctrl-C."""
-        self._exits.enter_context(interrupts.handling(self._handle, self._hear))
+        """Starts the display and handles Ctrl-C."""
+        self._exits.enter_context(interrupts.handle_signals(self._handle, self._hear))
         if self._console.is_terminal:
             self._exits.enter_context(self._live)
             self._exits.callback(self.show, "")
@@ -106,26 +107,26 @@ class Terminal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leaves the bars as they stand and gives Ctrl-C back."""
+        """Freezes the bars and restores the signal handlers."""
         self._is_left.set()
         self._exits.close()
 
     def bar(
         self, label: str, total: float | None, unit: str
     ) -> Callable[[float], None]:
-        """Opens a bar with rate and time left."""
+        """Opens a bar with rate and remaining time."""
         task = self._bars.add_task(label, total=total, rate="")
         started_s = said_s = time.monotonic()
 
         def update(done: float) -> None:
             nonlocal said_s
             speed = self._bars.tasks[task].speed
-            # The speed of the last moments; of a whole it would say little.
+            # The recent speed, which is not meaningful for a completed bar.
             is_shown = speed and done != total
-            rate = f"{units.rate(speed)} {unit}/s" if is_shown else ""
+            rate = f"{units.format_rate(speed)} {unit}/s" if is_shown else ""
             self._bars.update(task, completed=done, rate=rate)
             now_s = time.monotonic()
-            is_time = done == total or now_s - said_s > SAY_EVERY_S
+            is_time = done == total or now_s - said_s > REPORT_EVERY_S
             if is_time and not self._console.is_terminal:
                 said_s = now_s
                 of = f" of {total:,.0f}" if total is not None else ""
@@ -135,7 +136,7 @@ class Terminal:
         return update
 
     def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
-        """Yields the items under a bar, until they end or Ctrl-C is pressed."""
+        """Yields the items under a bar, until they end or the work is stopped."""
         update = self.bar(label, len(items) if isinstance(items, Sized) else None, unit)
         for done, item in enumerate(items, 1):
             if self.stopped:
@@ -144,29 +145,29 @@ class Terminal:
             update(done)
 
     def show(self, content: str) -> None:
-        """Replaces the text that stands under the bars."""
+        """Replaces the text under the bars."""
         below = text.Text(content, "dim", no_wrap=True, overflow="crop")
         shown = [self._bars, below] if content else [self._bars]
         self._live.update(rich_console.Group(*shown))
 
     def _hear(self, number: int) -> None:
-        """Runs at once when Ctrl-C is pressed, in a thread of its own."""
+        """Called at once after Ctrl-C, in a separate thread."""
         self._signal = number
         self._num_heard += 1
         self.has_stopped = True
         if self._num_heard == 1:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            again = f"stopping after this piece; {name} again stops at once"
+            again = f"stopping after the current piece; {name} again stops at once"
             self._console.print(again)
         elif not self._is_left.wait(PATIENCE_S):
             self._live.stop()
-            interrupts.leave(self._last_words(), self.status)
+            interrupts.exit_now(self._last_words(), self.status)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs when Python has its turn; several presses may have become one."""
+        """Called in the main thread; several signals may be merged into one call."""
         self._signal = number
         self._num_handled += 1
         self.has_stopped = True
         if max(self._num_heard, self._num_handled) > 1:
             self._is_left.set()
-            raise interrupts.Stopped(status=self.status)
+            raise interrupts.WorkStopped(status=self.status)

@@ -1,4 +1,4 @@
-"""`jaxkv cost`."""
+"""The command `jaxkv cost`."""
 
 __all__ = [
     "command",

@@ -1,73 +1,80 @@
-"""The lecture's questions about a model, answered in words with its numbers."""
+"""Answers to the lecture's questions about a model, with its numbers."""
 
 import dataclasses
 
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.framework import units
 from scaling.costs import Layout, flops, memory, parameters, serving, traffic
 from scaling.shapes import MixtureShape, ModelShape
 
 
-def answers(case: Case) -> list[tuple[str, str]]:
-    """Answers every question, a pair of question and answer each."""
+def answer_questions(case: CostCase) -> list[tuple[str, str]]:
+    """Returns all questions with their answers."""
     return [
-        ("Why times 3?", _times_three(case)),
+        ("Why does training take 3 forward passes?", _times_three(case)),
         ("Q1: memory with checkpoints at layer boundaries?", _boundaries(case)),
-        ("Q2: what does a pipeline send?", _pipeline(case)),
+        ("Q2: how much does a pipeline send?", _pipeline(case)),
         ("Which terms grow with s squared, which with h?", _quadratic(case)),
-        ("What does a mixture of experts change?", _mixture(case)),
-        ("When is serving bound by products, when by memory?", _serving(case)),
+        ("How does a mixture of experts change the costs?", _mixture(case)),
+        ("When is serving compute-bound, when memory-bound?", _serving(case)),
     ]
 
 
-def _times_three(case: Case) -> str:
-    step = case.of(flops.training_step_flops)
+def _times_three(case: CostCase) -> str:
+    step = case.evaluate(flops.training_step_flops)
     return (
-        "A product y = W x is made once forward. Backward makes two of its size: W' dy "
-        "for what came before, dy x' for the gradient of W; of attention's scores one "
-        "for queries and one for keys. So forward "
-        f"{units.flops(step.forward)}, backward {units.flops(step.backward)}, a step "
-        f"{units.flops(step.model)}."
+        "The forward pass computes each product y = W x once. The backward pass "
+        "computes two products of the same size: W' dy for the gradient of the input "
+        "and dy x' for the gradient of W; for attention scores, one for the queries "
+        f"and one for the keys. Forward: {units.format_flops(step.forward)}; backward: "
+        f"{units.format_flops(step.backward)}; training step: "
+        f"{units.format_flops(step.model)}."
     )
 
 
-def _boundaries(case: Case) -> str:
+def _boundaries(case: CostCase) -> str:
     found, plain = (
-        case.of(memory.training_memory, layout=Layout(), checkpointing=policy)
+        case.evaluate(memory.training_memory, layout=Layout(), checkpointing=policy)
         for policy in ("boundary", "none")
     )
-    again = case.of(flops.training_step_flops, checkpointing="full").recomputed
+    again = case.evaluate(flops.training_step_flops, checkpointing="full").recomputed
     return (
         f"Each layer keeps its input, {case.bytes_per_param.weight} b s h bytes: "
         f"{found.activations:,.0f} bytes ({found.activations / 2**30:.3g} GiB) over "
-        f"{case.model.num_layers} layers, the embedding left out. At the peak one "
-        f"layer is computed again, {units.size(found.recomputed)} more. Without "
-        f"checkpoints the layers keep {units.size(plain.activations)}; the price is a "
-        f"second forward pass of the layers, {units.flops(again)}."
+        f"{case.model.num_layers} layers, without the embedding. At the peak one layer "
+        f"is recomputed, which adds {units.format_bytes(found.recomputed)}. "
+        "Without checkpoints the layers keep "
+        f"{units.format_bytes(plain.activations)}. The cost of checkpoints "
+        "is a second forward pass of the layers, "
+        f"{units.format_flops(again)}."
     )
 
 
-def _pipeline(case: Case) -> str:
+def _pipeline(case: CostCase) -> str:
     tokens = case.batch * case.sequence
     sent = tokens * case.model.hidden_size * 2
     stages = max(case.layout.pipeline, 2)
     if case.layout.pipeline == 1:
         layers = case.model.num_layers
         stages = next((p for p in (8, 4, 2, 3, 5) if layers % p == 0), layers)
-    once = case.of(flops.training_step_flops).forward / stages / case.device.bfloat16
+    step = case.evaluate(flops.training_step_flops)
+    once = step.forward / stages / case.device.bfloat16
+        case.evaluate(flops.training_step_flops).forward / stages / case.device.bfloat16
+    )
     link = sent / case.device.link
     return (
-        f"One activation of b s h numbers at each of the p - 1 boundaries, and its "
-        f"gradient back: {sent:,} bytes each way and micro-batch, whatever p. On the "
-        f"{case.device.link / 1e9:.0f} GB/s link of {case.device.name} that is "
-        f"{units.seconds(link)}, {units.share(link / once)} of the forward products of "
-        f"one of {stages} stages at peak: little beside the idle share "
-        "(p - 1) / (g + p - 1) of g micro-batches."
+        "One activation of b s h numbers forward and its gradient backward at each of "
+        f"the p - 1 stage boundaries: {sent:,} bytes per direction and micro-batch for "
+        f"every p. On the {case.device.link / 1e9:.0f} GB/s link of {case.device.name} "
+        f"the transfer takes {units.format_seconds(link)}, "
+        f"{units.format_percent(link / once)} of the time of the forward products of "
+        f"one of {stages} stages at peak. It is small compared with the pipeline "
+        "bubble, (p - 1) / (g + p - 1) of the time with g micro-batches."
     )
 
 
-def _quadratic(case: Case) -> str:
-    terms, model = case.of(flops.forward_terms), case.model
+def _quadratic(case: CostCase) -> str:
+    terms, model = case.evaluate(flops.forward_terms), case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
     whole = flops.total_flops(terms)
     seen = model.over_layers(
@@ -78,21 +85,22 @@ def _quadratic(case: Case) -> str:
     equal = (
         2 * parameters.count_parameters(model).matmul / (each * half * model.num_layers)
     )
-    said = (
-        "Scores and values alone: every query meets every key, 4 n d s operations a "
-        f"token and layer. Here {units.share(square / whole)} of the forward pass; as "
-        f"much as all else at s = {equal:,.0f}"
+    answer = (
+        "Only attention scores and the weighted sum of values: each query attends to "
+        "each key, 4 n d s operations per token and layer. For this model they are "
+        f"{units.format_percent(square / whole)} of the forward pass, and half of it "
+        f"at s = {equal:,.0f}"
     )
     if any(model.windows):
-        said += " if no layer had a window; layers that have one grow with s alone"
+        answer += " without sliding windows; layers with a window grow with s"
     return (
-        f"{said}. Projections and FFN grow with s h^2, head and embedding with h, "
-        "norms with s h. In memory the weights of attention take 2 n s^2 bytes a layer "
-        "if they are kept, in tiles 4 n s; K and V grow with s."
+        f"{answer}. Projections and FFN grow with s h^2, head and embedding with h, "
+        "norms with s h. The attention weights take 2 n s^2 bytes per layer if they "
+        "are kept, and 4 n s with tiled attention; K and V grow with s."
     )
 
 
-def _mixture(case: Case) -> str:
+def _mixture(case: CostCase) -> str:
     model = case.model
     if model.num_mixture_layers:
         return _real_mixture(case)
@@ -103,15 +111,16 @@ def _mixture(case: Case) -> str:
     )
     now, then = parameters.count_parameters(model), parameters.count_parameters(mixed)
     return (
-        f"{model.name} has none. With 8 experts of its FFN's width, 2 of them for a "
-        f"token, parameters would grow {then.total / now.total:.2f} times to "
-        f"{then.total / 1e9:.4g} G, and with them training memory for weights and "
-        f"optimizer to {units.size(16 * then.total)}; operations only "
-        f"{_growth(model, mixed, case)} times. {_where(mixed, case)}"
+        f"{model.name} has no experts. With 8 experts of the width of its FFN, 2 of "
+        f"them per token, it would have {then.total / now.total:.2f} times the "
+        f"parameters ({then.total / 1e9:.4g} G), "
+        f"{units.format_bytes(16 * then.total)} of training memory for weights and "
+        f"optimizer, and {_growth(model, mixed, case)} times the operations. "
+        f"{_where(mixed, case)}"
     )
 
 
-def _real_mixture(case: Case) -> str:
+def _real_mixture(case: CostCase) -> str:
     model, x = case.model, case.model.experts
     assert x is not None
     size = x.top_k * x.size + x.shared_size
@@ -121,16 +130,17 @@ def _real_mixture(case: Case) -> str:
     now, dense = parameters.count_parameters(model), parameters.count_parameters(plain)
     return (
         f"Of {now.total / 1e9:.4g} G parameters a token uses {now.active / 1e9:.4g} G. "
-        f"A dense model of the width that a token meets would have "
-        f"{dense.total / 1e9:.4g} G: the mixture has {now.total / dense.total:.3g} "
-        f"times the parameters, and memory for them ({units.size(16 * now.total)} for "
-        f"weights and optimizer), at {_growth(plain, model, case)} times the "
-        "operations, the router's among them. A decoding step reads the experts that "
-        f"its batch meets: few for one sequence, soon all. {_where(model, case)}"
+        "A dense model whose FFN has the width of a token's experts would have "
+        f"{dense.total / 1e9:.4g} G. The mixture has {now.total / dense.total:.3g} "
+        "times the parameters and their memory "
+        f"({units.format_bytes(16 * now.total)} for weights and optimizer), at "
+        f"{_growth(plain, model, case)} times the operations, including the router. A "
+        "decode step reads the experts to which its batch is routed: few for one "
+        f"sequence, and nearly all for a moderate batch. {_where(model, case)}"
     )
 
 
-def _growth(before: ModelShape, after: ModelShape, case: Case) -> str:
+def _growth(before: ModelShape, after: ModelShape, case: CostCase) -> str:
     one, other = (
         flops.total_flops(flops.forward_terms(x, sequence=case.sequence))
         for x in (before, after)
@@ -138,8 +148,8 @@ def _growth(before: ModelShape, after: ModelShape, case: Case) -> str:
     return f"{other / one:.2f}"
 
 
-def _where(model: ModelShape, case: Case) -> str:
-    """Tensor against expert parallelism, over as many devices as both allow."""
+def _where(model: ModelShape, case: CostCase) -> str:
+    """Compares tensor and expert parallelism, over the most devices that both allow."""
     x = model.experts
     assert x is not None
     for p in (8, 4, 2):
@@ -147,7 +157,7 @@ def _where(model: ModelShape, case: Case) -> str:
         shared = model.attention.num_kv_heads
         if any(size % p for size in sizes) or (shared % p and p % shared):
             continue
-        # As many tokens in all: tensor parallelism works on p times a device's batch.
+        # Equal total tokens: tensor parallelism processes p times a device's batch.
         tensor, expert = (
             traffic.training_traffic(model, layout, batch=batch, sequence=case.sequence)
             for layout, batch in (
@@ -161,38 +171,42 @@ def _where(model: ModelShape, case: Case) -> str:
         ]
         return (
             f"Over {p} devices with {case.batch} x {case.sequence} tokens each, tensor "
-            "parallelism cuts every matrix, attention's too, and sends "
-            f"{units.size(sent[0])} a device forward; expert parallelism keeps experts "
-            f"whole and sends {units.size(sent[1])}, k tokens' worth each way, but "
-            "copies the rest and waits for the busiest expert."
+            "parallelism divides every matrix, also those of attention, and sends "
+            f"{units.format_bytes(sent[0])} per device in the forward pass. Expert "
+            "parallelism keeps each expert whole and sends "
+            f"{units.format_bytes(sent[1])}, k copies of each token per direction, but "
+            "replicates all other weights and waits for the most loaded expert."
         )
-    return "Few devices divide all of it evenly."
+    return "No small number of devices divides all dimensions evenly."
 
 
-def _serving(case: Case) -> str:
+def _serving(case: CostCase) -> str:
     ridge = case.ridge
 
     def decode(batch: int) -> float:
-        return case.of(serving.decode_work, batch=batch).intensity
+        return case.evaluate(serving.decode_work, batch=batch).intensity
 
     def prefill(prompt: int) -> float:
-        return case.of(serving.prefill_work, prompt=prompt).intensity
+        return case.evaluate(serving.prefill_work, prompt=prompt).intensity
 
     batch = serving.find_compute_bound_size(lambda size: decode(size) > ridge)
     prompt = serving.find_compute_bound_size(
         lambda size: prefill(size) > ridge, most=1 << 20
     )
     decoding = (
-        f"from {batch:,} sequences on"
+        f"compute-bound from {batch:,} sequences"
         if batch is not None
-        else f"at no batch: K and V hold it below {decode(1 << 20):.3g}"
+        else "memory-bound at every batch size, because K and V limit it to "
+        f"{decode(1 << 20):.3g} operations per byte"
     )
-    reading = f"from {prompt:,} tokens on" if prompt is not None else "at no length"
+    reading = "memory-bound at every length"
+    if prompt is not None:
+        reading = f"compute-bound from {prompt:,} tokens"
     return (
-        f"{case.device.name} is bound by products above {ridge:.0f} operations a byte. "
-        "A step of decoding reads every weight for one token a sequence: "
-        f"{decode(1):.2f} operations a byte for one sequence, more with each that "
-        f"shares the weights. With {case.sequence:,} tokens kept of each, products "
-        f"bind {decoding}. A prompt uses a weight for every token: there they bind "
-        f"{reading}."
+        f"{case.device.name} is compute-bound above {ridge:.0f} operations per byte. A "
+        "decode step reads every weight for one token per sequence: "
+        f"{decode(1):.2f} operations per byte for one sequence, and more in a batch, "
+        f"whose sequences share the weights. With {case.sequence:,} cached tokens per "
+        f"sequence, decoding is {decoding}. Prefill uses each weight for every token "
+        f"of the prompt and is {reading}."
     )

@@ -1,4 +1,4 @@
-"""A model and what it is asked for: the settings that all formulas share."""
+"""A model with the settings that all cost formulas share."""
 
 import inspect
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from scaling.costs.memory import MIXED, SINGLE, BytesPerParam
 from scaling.shapes import ModelShape
 
 
-class Case(NamedTuple):
-    """A model and what it is asked for, looked up and checked.
+class CostCase(NamedTuple):
+    """A model with the settings of the formulas, validated.
 
     Attributes:
-      model: its shape.
-      batch: sequences.
-      sequence: tokens of each.
-      device: the accelerator.
-      layout: how the model is divided.
-      dtype: of weights, keys and values.
-      checkpointing: what training keeps.
-      attention: how pairs of query and key are counted.
-      flash: whether attention works in tiles.
-      dropout: whether training drops out.
+      model: shape of the model.
+      batch: number of sequences.
+      sequence: tokens per sequence.
+      device: accelerator.
+      layout: parallel layout.
+      dtype: type of weights, keys and values.
+      checkpointing: activation checkpointing in training.
+      attention: pairs of query and key that are counted.
+      flash: True for tiled attention.
+      dropout: True if training uses dropout.
     """
 
     model: ModelShape
@@ -40,32 +40,32 @@ class Case(NamedTuple):
 
     @property
     def number_bytes(self) -> int:
-        """Of a weight, and of a number of K or V, when serving."""
+        """Bytes of a weight, and of a number in K or V, in serving."""
         return devices.BYTES[self.dtype]
 
     @property
     def bytes_per_param(self) -> BytesPerParam:
-        """Of weights, gradients and optimizer when training."""
+        """Bytes of weights, gradients and optimizer state per parameter in training."""
         return SINGLE if self.dtype == "float32" else MIXED
 
     @property
     def ridge(self) -> float:
-        """Operations per byte from which on products take the device's time."""
+        """Operations per byte above which the device is compute-bound."""
         return self.device.ridge(self.dtype)
 
     @property
     def stored(self) -> tuple[activations.StoredTensor, ...]:
         """Tensors that a layer keeps for the backward pass."""
-        return self.of(
+        return self.evaluate(
             activations.stored_tensors, number_bytes=self.bytes_per_param.weight
         )
 
-    def of[T](self, formula: Callable[..., T], **change: Any) -> T:
-        """What a formula of `scaling.costs` gives for this case.
+    def evaluate[T](self, formula: Callable[..., T], **change: Any) -> T:
+        """Returns the value of a formula of `scaling.costs` for this case.
 
         Args:
-          formula: is given those settings that it has parameters for.
-          change: other settings, and what it needs beside them.
+          formula: function that gets the settings it has parameters for.
+          change: replacements of settings, and further arguments.
         """
         settings = self._asdict() | {
             "context": self.sequence,

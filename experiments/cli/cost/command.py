@@ -1,7 +1,7 @@
-"""What does a model cost? `jaxkv cost MODEL`: its numbers, tables, words and figure.
+"""Costs of a model: `jaxkv cost MODEL` prints numbers, tables, answers and a figure.
 
-Reads a description and asks `scaling` for everything; JAX stays asleep, so that the
-answer is there in a second.
+The command reads a model description and evaluates formulas of `scaling`; it does not
+import JAX, so it answers within a second.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from experiments.cli import parsing
 from experiments.cli.cost import answers as cost_answers
 from experiments.cli.cost import device_tables, drawing, tables
-from experiments.cli.cost.case import Case
-from experiments.cli.run import Output
+from experiments.cli.cost.case import CostCase
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json, report
 from experiments.harness import bundled
 from jaxkv import validation
@@ -22,74 +22,78 @@ from scaling.shapes import ModelShape, huggingface, published
 
 MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
-"""Tokens of a sequence where nothing is said, if the model takes as many."""
+"""Default tokens of a sequence, if the model supports as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the costs are asked for."""
+class CostOptions:
+    """Settings of the formulas."""
 
     batch: int = 1
-    """Sequences b: of a training micro-batch, and of a step of serving."""
+    """Sequences b: of a training micro-batch, and of a serving step."""
     sequence: Annotated[
-        int | None, parsing.without("4096, or as many as the model takes")
+        int | None, parsing.describe_default("4096, or as many as the model takes")
     ] = None
-    """Tokens s of each."""
+    """Tokens s of each sequence."""
     device: str = "a100-80gb"
-    """The accelerator of the roofline."""
+    """Accelerator of the roofline."""
     parallel: str = ""
-    """How the model is divided, such as tp=8,sp,pp=2,dp=4,ep=8,ulysses=8,ring=8."""
+    """Parallel layout, such as tp=8,sp,pp=2,dp=4,ep=8,ulysses=8,ring=8."""
     zero: int = 0
-    """What copies divide: 1 optimizer, 2 also gradients, 3 also weights."""
+    """ZeRO stage: 1 shards the optimizer, 2 also gradients, 3 also weights."""
     dtype: Literal["bfloat16", "float32", "float8"] = "bfloat16"
-    """Of weights, keys and values. Training: 16 bits with a float32 master copy and
-    Adam's moments, or float32 alone."""
+    """Type of weights, keys and values. Training: 16 bits with a float32 master copy
+    and Adam's moments, or float32 only."""
     checkpoint: Literal["none", "selective", "full", "boundary"] = "none"
-    """What training keeps: all; all but attention's weights; layer inputs; these and
-    one layer that is computed again."""
+    """Tensors kept in training: all; all but attention weights; layer inputs; layer
+    inputs and one recomputed layer."""
     attention: Literal["full", "causal"] = "full"
-    """Whether pairs of query and key are all counted, or half."""
+    """Pairs of query and key that are counted: all, or half."""
     flash: bool = True
-    """Whether attention works in tiles and keeps no weights."""
+    """Tiled attention, which keeps no attention weights."""
     dropout: bool = False
-    """Whether training drops out, and keeps the masks."""
+    """Dropout in training, with stored masks."""
     plot: bool = False
     """Draw the breakdown and the roofline."""
     out: Annotated[
-        Path | None, parsing.without("none, with --plot a new one under runs/")
+        Path | None, parsing.describe_default("none, with --plot a new one under runs/")
     ] = None
     """Folder for cost.json and the figure."""
 
     def __post_init__(self) -> None:
-        """Refuses sizes that cannot be."""
+        """Validates the sizes.
+
+        Raises:
+          ValueError: a size is out of range.
+        """
         sizes = ["batch"] if self.sequence is None else ["batch", "sequence"]
         validation.within(self, *sizes, low=1, high=MAX_TOKENS)
 
 
-def cost(name: str, options: Options) -> Output:
-    """Answers `jaxkv cost`.
+def count_costs(name: str, options: CostOptions) -> CommandOutput:
+    """Runs `jaxkv cost`.
 
     Args:
-      name: a published model, a bundled one, a `config.json` or a folder with one.
-      options: what is asked.
+      name: published model, bundled model, `config.json`, or a folder with one.
+      options: settings of the formulas.
 
     Raises:
-      ValueError: there is no such model or device, or a size or degree does not fit.
+      ValueError: the model or device is unknown, or a size or degree does not fit.
     """
-    case = look_up(name, options)
-    answers = cost_answers.answers(case)
-    document = describe(case)
-    sheets = tables.sheets(case, document)
+    case = resolve_case(name, options)
+    answers = cost_answers.answer_questions(case)
+    document = to_document(case)
+    sheets = tables.cost_sheets(case, document)
     document["answers"] = [{"question": x, "answer": y} for x, y in answers]
     lines = []
     if options.zero and case.layout.copies == 1:
         lines.append(
-            f"--zero {options.zero} divides nothing: there is one copy (dp=2 makes two)"
+            f"--zero {options.zero} has no effect with one replica (dp=2 makes two)"
         )
     if case.layout.pages > 1:
         lines.append(
-            f"cp={case.layout.pages} divides the pages of an engine: what is said of "
-            "training is without"
+            f"cp={case.layout.pages} divides the pages of an engine: numbers of "
+            "training are without it"
         )
     document["notes"] = [*lines]
     if options.plot or options.out is not None:
@@ -97,18 +101,18 @@ def cost(name: str, options: Options) -> Output:
 
         contents: dict[str, str | bytes] = {"cost.json": config_json.dumps(document)}
         if options.plot:
-            contents |= drawing.render(case)
-        document["out"] = run_folder.keep(
+            contents |= drawing.render_cost_figure(case)
+        document["out"] = run_folder.write_files(
             options.out, f"cost-{case.model.name}", contents
         )
-        lines.append(f"kept in {document['out']}")
-    said = [report.paragraph(*pair) for pair in answers]
-    return Output(document, [*sheets, *said], lines)
+        lines.append(f"folder: {document['out']}")
+    paragraphs = [report.paragraph(*pair) for pair in answers]
+    return CommandOutput(document, [*sheets, *paragraphs], lines)
 
 
-def look_up(name: str, options: Options) -> Case:
-    """Finds the model and the device, and checks that all sizes fit."""
-    model = find(name)
+def resolve_case(name: str, options: CostOptions) -> CostCase:
+    """Looks up the model and the device, and validates all sizes."""
+    model = find_description(name)
     most = model.max_positions or DEFAULT_SEQUENCE
     sequence = options.sequence or min(DEFAULT_SEQUENCE, most)
     if model.position_rows and model.max_positions and sequence > model.max_positions:
@@ -120,7 +124,7 @@ def look_up(name: str, options: Options) -> Case:
     parallelism.check_layout(model, layout, sequence=sequence)
     device = devices.find(options.device)
     device.rate(options.dtype)
-    return Case(
+    return CostCase(
         model=model,
         batch=options.batch,
         sequence=sequence,
@@ -134,48 +138,51 @@ def look_up(name: str, options: Options) -> Case:
     )
 
 
-def find(name: str) -> ModelShape:
-    """Finds a model: a path first, then a published name, then a bundled one.
+def find_description(name: str) -> ModelShape:
+    """Returns a model description by path, published name, or bundled name.
 
     Raises:
-      ValueError: there is none, or its file describes no model that is counted.
+      ValueError: the model is unknown, or its file describes an unsupported model.
     """
     if Path(name).exists():
         return huggingface.load_shape(Path(name))
     if name in published.CONFIGS:
         return published.describe(name)
-    if name in bundled.names():
-        return huggingface.load_shape(bundled.folder_of(name))
+    if name in bundled.bundled_names():
+        return huggingface.load_shape(bundled.find_model_folder(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    known = [*published.CONFIGS, *bundled.names()]
+    known = [*published.CONFIGS, *bundled.bundled_names()]
     line = config_json.format_unknown_name("model", name, known)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
-def names() -> str:
-    """Lists the models that are known by name."""
-    return f"one of: {', '.join([*published.CONFIGS, *bundled.names()])}"
+def list_models() -> str:
+    """Returns the models that are known by name, as text."""
+    return f"one of: {', '.join([*published.CONFIGS, *bundled.bundled_names()])}"
 
 
-def describe(case: Case) -> dict[str, Any]:
-    """Gives every number as a JSON document."""
+def to_document(case: CostCase) -> dict[str, Any]:
+    """Returns all numbers as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
     step, memory = (
-        case.of(flops.training_step_flops),
-        case.of(costs_memory.training_memory),
+        case.evaluate(flops.training_step_flops),
+        case.evaluate(costs_memory.training_memory),
     )
     params, places = parameters.count_parameters(model), parameters.place_counts(model)
-    decode, prefill = case.of(serving.decode_work), case.of(serving.prefill_work)
+    decode, prefill = (
+        case.evaluate(serving.decode_work),
+        case.evaluate(serving.prefill_work),
+    )
     schemes: dict[str, dict[str, float]] = {}
-    for each in case.of(traffic.training_traffic):
+    for each in case.evaluate(traffic.training_traffic):
         scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})
         scheme["forward"] += each.forward
         scheme["backward"] += each.backward
     terms = {
-        "forward": case.of(flops.forward_terms),
-        "prefill": case.of(flops.forward_terms, logits="last"),
-        "decode": case.of(flops.decode_terms),
+        "forward": case.evaluate(flops.forward_terms),
+        "prefill": case.evaluate(flops.forward_terms, logits="last"),
+        "decode": case.evaluate(flops.decode_terms),
     }
     return {
         "model": model.name,
@@ -207,7 +214,7 @@ def describe(case: Case) -> dict[str, Any]:
             f"{x.part}: {x.name}": x.bytes for x in case.stored
         },
         "one_layer": tables.one_layer(case),
-        "kv_bytes_per_token": case.of(serving.kv_bytes_per_token),
+        "kv_bytes_per_token": case.evaluate(serving.kv_bytes_per_token),
         "comms_bytes": schemes,
         "num_devices": case.layout.num_devices,
         "per_device": device_tables.per_device(case),
@@ -221,10 +228,10 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: Case, work: serving.ServingWork) -> dict[str, Any]:
+def _served(case: CostCase, work: serving.ServingWork) -> dict[str, Any]:
     return {
         **work._asdict(),
         "intensity": work.intensity,
         "ridge": case.ridge,
-        **case.of(serving.roofline, work=work)._asdict(),
+        **case.evaluate(serving.roofline, work=work)._asdict(),
     }

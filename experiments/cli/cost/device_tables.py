@@ -1,54 +1,61 @@
-"""The tables of `jaxkv cost` that depend on a device: serving, traffic, one device."""
+"""Tables of `jaxkv cost` that depend on the device: serving, traffic, one device."""
 
 from typing import Any
 
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.framework import Sheet, units
 from scaling.costs import flops, memory, serving, traffic
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
-    """Lays out what serving takes, what is sent, and one device's part."""
+def device_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
+    """Returns tables of serving, traffic, and the share of one device."""
     rows = [
-        (f"{x.scheme}: {x.name}", x.formula, *map(units.size, (x.forward, x.backward)))
-        for x in case.of(traffic.training_traffic)
+        (
+            f"{x.scheme}: {x.name}",
+            x.formula,
+            *map(units.format_bytes, (x.forward, x.backward)),
+        )
+        for x in case.evaluate(traffic.training_traffic)
     ]
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
     if (stages := case.layout.pipeline) > 1:
-        note += f" T = {2 * stages - 1} ticks; g micro-batches share the idle ones."
+        note += f" T = {2 * stages - 1} ticks; g micro-batches share the bubble."
     sent = [Sheet("communication", heads, rows, note)] if rows else []
     if case.layout.pages > 1:
         sent += _passes(case, heads[:3])
-    return [_serving(case, told), *sent, _device(case, told["per_device"])]
+    return [_serving(case, document), *sent, _device(case, document["per_device"])]
 
 
-def _serving(case: Case, told: dict[str, Any]) -> Sheet:
+def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     rows = []
     for name, step in (("prefill", "prefill"), ("decode, a step", "decode")):
-        work = told[step]
-        counted = units.flops(work["flops"]), units.rate(work["intensity"])
-        read = map(units.size, (work["weight_bytes"], work["kv_bytes"]))
-        times = map(units.seconds, (work["compute_s"], work["memory_s"]))
+        work = document[step]
+        counted = (
+            units.format_flops(work["flops"]),
+            units.format_rate(work["intensity"]),
+        )
+        read = map(units.format_bytes, (work["weight_bytes"], work["kv_bytes"]))
+        times = map(units.format_seconds, (work["compute_s"], work["memory_s"]))
         rows.append((name, counted[0], *read, counted[1], *times, work["bound"]))
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype, d = case.dtype, case.device
-    kept = case.of(serving.sequence_kv_bytes, tokens=case.sequence)
+    kept = case.evaluate(serving.sequence_kv_bytes, tokens=case.sequence)
     note = (
-        f"K and V: {told['kv_bytes_per_token']:,.0f} bytes a token, "
-        f"{units.size(kept)} for s tokens. "
+        f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
+        f"{units.format_bytes(kept)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
-        f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): products take the time from "
-        f"{case.ridge:.0f} op/byte on; beside the weights "
-        f"{case.of(serving.max_batch):,} such sequences fit."
+        f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
+        f"{case.ridge:.0f} op/byte; {case.evaluate(serving.max_batch):,} such "
+        "sequences fit in the memory that the weights leave."
     )
     more = ("products", "memory", "bound by")
-    return Sheet("serving, at best", (*heads, *more), rows, note)
+    return Sheet("serving, lower bounds", (*heads, *more), rows, note)
 
 
-def _passes(case: Case, heads: tuple[str, ...]) -> list[Sheet]:
-    """What a device of an engine sends, to decode and in a pass over whole prompts."""
+def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
+    """Returns the traffic of a device in decode and prefill steps of an engine."""
     batch, cp = case.batch, case.layout.pages
     size: Any = {"number_bytes": case.number_bytes}
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
@@ -63,30 +70,34 @@ def _passes(case: Case, heads: tuple[str, ...]) -> list[Sheet]:
         ),
     )
     found = []
-    for name, formula, given, what in kinds:
+    for name, formula, given, unit in kinds:
         rows = [
-            (f"{x.scheme}: {x.name}", x.formula, units.size(x.forward))
-            for x in case.of(formula, **given)
+            (f"{x.scheme}: {x.name}", x.formula, units.format_bytes(x.forward))
+            for x in case.evaluate(formula, **given)
         ]
-        note = f"Bytes that a device sends in one {what}."
+        note = f"Bytes that a device sends in one {unit}."
         found.append(Sheet(f"communication, {name}", heads, rows, note))
     return found
 
 
-def per_device(case: Case) -> dict[str, float]:
-    """What one device has to hold and to do in a training step of a micro-batch.
+def per_device(case: CostCase) -> dict[str, float]:
+    """Returns the memory and work of one device in a training step of a micro-batch.
 
-    Operations are those of an average device; the ends of a pipeline have more.
+    Operations are those of an average device; the first and last pipeline stages have
+    more.
     """
     layout, d = case.layout, case.device
-    step, parts = case.of(flops.training_step_flops), layout.tensor * layout.pipeline
+    step, parts = (
+        case.evaluate(flops.training_step_flops),
+        layout.tensor * layout.pipeline,
+    )
     each = (step.model + step.recomputed) / (parts * layout.context)
-    sent = sum(x.forward + x.backward for x in case.of(traffic.training_traffic))
-    kv = case.of(serving.kv_bytes_per_token)
+    sent = sum(x.forward + x.backward for x in case.evaluate(traffic.training_traffic))
+    kv = case.evaluate(serving.kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
         kv /= min(layout.tensor, case.model.attention.num_kv_heads) * layout.pages
     return {
-        "num_params": sum(case.of(memory.max_device_params)),
+        "num_params": sum(case.evaluate(memory.max_device_params)),
         "flops": each,
         "compute_s": each / d.bfloat16,
         "sent_bytes": sent,
@@ -95,19 +106,19 @@ def per_device(case: Case) -> dict[str, float]:
     }
 
 
-def _device(case: Case, found: dict[str, float]) -> Sheet:
+def _device(case: CostCase, found: dict[str, float]) -> Sheet:
     d = case.device
     rows = [
-        ("parameters of the fullest", f"{found['num_params']:,.0f}"),
-        ("operations of a training step", units.flops(found["flops"])),
-        ("their time at peak", units.seconds(found["compute_s"])),
+        ("parameters of the fullest device", f"{found['num_params']:,.0f}"),
+        ("operations of a training step", units.format_flops(found["flops"])),
+        ("time of these operations at peak", units.format_seconds(found["compute_s"])),
     ]
     if found["sent_bytes"]:
         rows += [
-            ("bytes sent", units.size(found["sent_bytes"])),
-            ("their time on the link", units.seconds(found["link_s"])),
+            ("bytes sent", units.format_bytes(found["sent_bytes"])),
+            ("time of these bytes on the link", units.format_seconds(found["link_s"])),
         ]
-    rows.append(("K and V of a token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
+    rows.append(("K and V per token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
     measured = []
     if d.measured_products:
         measured.append(f"{d.measured_products / 1e12:.0f} TFLOP/s")
@@ -115,10 +126,10 @@ def _device(case: Case, found: dict[str, float]) -> Sheet:
         measured.append(f"{d.measured_bandwidth / 1e9:.0f} GB/s")
     note = (
         f"{d.name}: {d.bfloat16 / 1e12:,.0f} TFLOP/s in 16 bits, "
-        f"{units.size(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
+        f"{units.format_bytes(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
         f"({d.source})."
     )
     if measured:
-        note += f" Measured at best: {', '.join(measured)} ({d.measured_source})."
+        note += f" Measured maximum: {', '.join(measured)} ({d.measured_source})."
     title = f"one of {case.layout.num_devices:,} devices"
     return Sheet(title, ("a micro-batch", "value"), rows, note)

@@ -1,9 +1,9 @@
-"""The figure of `jaxkv cost`: what a model's numbers are made of, and its roofline."""
+"""Figure of `jaxkv cost`: breakdown of operations and memory, and rooflines."""
 
 from collections import Counter
 from typing import Any
 
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.plotting import style, systems
 from scaling.costs import flops, memory, serving
 
@@ -11,7 +11,7 @@ _POLICIES = ("none", "selective", "boundary")
 _CONTEXTS = (128, 1024, 8192)
 
 
-def render(case: Case) -> dict[str, bytes]:
+def render_cost_figure(case: CostCase) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
 
     def draw(axes: Any) -> None:
@@ -20,16 +20,16 @@ def render(case: Case) -> dict[str, bytes]:
         _decode(axes[1, 0], case)
         _prefill(axes[1, 1], case)
 
-    return style.render(draw, panels=(2, 2), size_inches=(3.4, 3.7))
+    return style.render_figure(draw, panels=(2, 2), size_inches=(3.4, 3.7))
 
 
-def _flops(ax: Any, case: Case) -> None:
-    """Operations of a token against the length, stacked by part."""
+def _flops(ax: Any, case: CostCase) -> None:
+    """Draws the operations per token against the sequence length, stacked by part."""
     lengths = [2**x for x in range(8, 18)]
     parts: dict[str, list[float]] = {}
     for length in lengths:
         sums: Counter[str] = Counter()
-        for term in case.of(flops.forward_terms, batch=1, sequence=length):
+        for term in case.evaluate(flops.forward_terms, batch=1, sequence=length):
             part = "scores, values" if term.growth == "s^2" else _PARTS[term.part]
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
@@ -45,13 +45,13 @@ def _flops(ax: Any, case: Case) -> None:
     )
     for area, name in zip(areas, order, strict=True):
         area.set_hatch(_LOOKS[name][1])
-    style.reference(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
+    style.draw_reference_line(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
     share = parts.get("scores, values", [0.0])[-1] / sum(x[-1] for x in parts.values())
     title = f"{case.model.name}: scores are {100 * share:.0f} % of the operations at "
     title += f"{lengths[-1]:,} tokens"
-    style.titled(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
+    style.set_labels(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
     ax.legend(reverse=True)
 
 
@@ -69,13 +69,14 @@ _LOOKS = {
     "experts": (systems.ORANGE, ".."),
     "scores, values": (systems.RED, "\\\\"),
 }
-"""Colour and hatch of the parts that are drawn."""
+"""Colour and hatch of the parts."""
 
 
-def _memory(ax: Any, case: Case) -> None:
-    """Training memory of the fullest device under three policies, stacked."""
+def _memory(ax: Any, case: CostCase) -> None:
+    """Draws the training memory of the fullest device by checkpointing policy."""
     found = [
-        case.of(memory.training_memory, checkpointing=policy) for policy in _POLICIES
+        case.evaluate(memory.training_memory, checkpointing=policy)
+        for policy in _POLICIES
     ]
     bottom = [0.0] * len(found)
     groups = {
@@ -93,53 +94,54 @@ def _memory(ax: Any, case: Case) -> None:
         ax.bar(_POLICIES, heights, bottom=bottom, **look)
         bottom = [x + y for x, y in zip(bottom, heights, strict=True)]
     limit = case.device.memory_bytes / 1e9
-    style.reference(ax, limit, f"{case.device.name}, {limit:.0f} GB")
+    style.draw_reference_line(ax, limit, f"{case.device.name}, {limit:.0f} GB")
     number = case.layout.num_devices
     devices = "one device" if number == 1 else f"the fullest of {number:,} devices"
     title = f"{case.batch} x {case.sequence:,} tokens: {bottom[0]:,.0f} GB on {devices}"
-    style.titled(ax, title, "checkpointing", "training memory [GB]")
+    style.set_labels(ax, title, "checkpointing", "training memory [GB]")
     ax.legend()
 
 
-def _decode(ax: Any, case: Case) -> None:
-    """Operations per byte of decoding against the batch, by tokens kept."""
+def _decode(ax: Any, case: CostCase) -> None:
+    """Draws the intensity of decoding against the batch, by context length."""
     batches = [2**x for x in range(13)]
     bound = []
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
         works = [
-            case.of(serving.decode_work, batch=x, context=context) for x in batches
+            case.evaluate(serving.decode_work, batch=x, context=context)
+            for x in batches
         ]
         found = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
-        style.curve(ax, batches, found, color, f"{context:,} tokens kept", **look)
+        style.draw_curve(ax, batches, found, color, f"context {context:,}", **look)
         bound += [context] if max(found) < case.ridge else []
-    title = "Decoding by batch and tokens kept"
+    title = "Decoding by batch and context"
     if bound:
-        title = f"Decoding with {min(bound):,} tokens kept: memory binds at every batch"
+        title = f"Decoding at {min(bound):,} tokens is memory-bound at every batch"
     _roof(ax, case, batches, title, "batch [sequences]")
 
 
-def _prefill(ax: Any, case: Case) -> None:
-    """Operations per byte of reading a prompt against its length."""
+def _prefill(ax: Any, case: CostCase) -> None:
+    """Draws the intensity of prefill against the prompt length."""
     lengths = [2**x for x in range(14)]
-    works = [case.of(serving.prefill_work, batch=1, prompt=x) for x in lengths]
+    works = [case.evaluate(serving.prefill_work, batch=1, prompt=x) for x in lengths]
     found = [work.intensity for work in works]
-    style.curve(ax, lengths, found, 5, "one prompt", markevery=2)
+    style.draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
     free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
-    title = "Reading a prompt: memory binds at every length"
+    title = "Prefill is memory-bound at every length"
     if free:
-        title = f"Reading a prompt: products bind from {free[0]:,} tokens on"
+        title = f"Prefill is compute-bound from {free[0]:,} tokens"
     _roof(ax, case, lengths, title, "prompt [tokens]")
 
 
-def _roof(ax: Any, case: Case, sizes: list[int], title: str, x: str) -> None:
-    """The ridge: above it products take the time, below it memory."""
-    style.ridge(ax, case.device.name, case.ridge)
+def _roof(ax: Any, case: CostCase, sizes: list[int], title: str, x: str) -> None:
+    """Draws the ridge: steps above it are compute-bound, below it memory-bound."""
+    style.draw_ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)
     y = "intensity [FLOP/byte]"
-    style.titled(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
+    style.set_labels(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
     low, high = ax.get_ylim()
     ax.set_ylim(low, max(high, 3 * case.ridge))
-    style.plain_log(ax.yaxis)
+    style.label_log_axis(ax.yaxis)
     ax.legend()

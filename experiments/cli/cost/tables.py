@@ -1,26 +1,26 @@
-"""The tables of `jaxkv cost`, the way the lecture draws them: term, formula, number."""
+"""Tables of `jaxkv cost` in the lecture's form: term, formula, number."""
 
 import dataclasses
 from collections import Counter
 from typing import Any
 
 from experiments.cli.cost import device_tables
-from experiments.cli.cost.case import Case
+from experiments.cli.cost.case import CostCase
 from experiments.framework import Sheet, units
 from scaling.costs import activations, flops, memory, parameters
 from scaling.shapes import HeadAttention
 
 
-def sheets(case: Case, told: dict[str, Any]) -> list[Sheet]:
-    """Lays out everything that is counted, beside what the document has of it."""
+def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
+    """Returns all tables; `document` has the numbers that are also in the JSON."""
     found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
     found += [_memory(case), _activations(case)]
-    found.append(_one_layer(case, told["one_layer"]))
-    return [*found, *device_tables.sheets(case, told)]
+    found.append(_one_layer(case, document["one_layer"]))
+    return [*found, *device_tables.device_sheets(case, document)]
 
 
-def symbols(case: Case) -> list[tuple[str, int, str]]:
-    """The letters of the formulas, what they are here, and what they mean."""
+def symbols(case: CostCase) -> list[tuple[str, int, str]]:
+    """Returns the symbols of the formulas with values and meanings."""
     model, a, x = case.model, case.model.attention, case.model.experts
     found = [
         ("b", case.batch, "sequences"),
@@ -54,7 +54,7 @@ def symbols(case: Case) -> list[tuple[str, int, str]]:
     return [row for row in found if row[1]]
 
 
-def _shape(case: Case) -> Sheet:
+def _shape(case: CostCase) -> Sheet:
     model = case.model
     rows = [(x, f"{value:,}", meaning) for x, value, meaning in symbols(case)]
     notes = [
@@ -66,7 +66,7 @@ def _shape(case: Case) -> Sheet:
     return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
 
 
-def _weights(case: Case) -> Sheet:
+def _weights(case: CostCase) -> Sheet:
     rows, places = [], parameters.place_counts(case.model)
     for x in parameters.list_weights(case.model):
         if x.place == "ahead":
@@ -78,45 +78,48 @@ def _weights(case: Case) -> Sheet:
     if ahead := parameters.count_parameters(case.model).ahead:
         number = case.model.num_ahead_layers
         sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
-        rows.append(("layer that predicts ahead", "", *sizes))
+        rows.append(("layer for multi-token prediction", "", *sizes))
     heads = ("weight", "size", "each", "times", "parameters")
     return Sheet("parameters", heads, rows)
 
 
-def _conventions(case: Case) -> Sheet:
+def _conventions(case: CostCase) -> Sheet:
     p = parameters.count_parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
         ("non-embedding", p.non_embedding, "without tables and head"),
-        ("matmul", p.matmul, "what a token is multiplied with, the head included"),
+        ("matmul", p.matmul, "matrices that multiply a token, including the head"),
     ]
     if case.model.num_mixture_layers:
         rows += [
             ("matmul, all experts", p.matmul_total, "the same with every expert"),
-            ("active", p.active, "what a token uses"),
+            ("active", p.active, "parameters that a token uses"),
             ("active, non-embedding", p.active_non_embedding, "without the tables"),
         ]
     if p.ahead:
-        what = "layers that predict further ahead, not in total"
-        rows.append(("ahead", p.ahead, what))
-    table = [(name, f"{value:,}", what) for name, value, what in rows]
-    return Sheet("what N can mean", ("convention", "parameters", "counts"), table)
+        meaning = "layers for multi-token prediction, not in total"
+        rows.append(("ahead", p.ahead, meaning))
+    table = [(name, f"{value:,}", meaning) for name, value, meaning in rows]
+    return Sheet("conventions for N", ("convention", "parameters", "counts"), table)
 
 
-def _flops(case: Case) -> list[Sheet]:
-    terms, tokens = case.of(flops.forward_terms), case.batch * case.sequence
+def _flops(case: CostCase) -> list[Sheet]:
+    terms, tokens = case.evaluate(flops.forward_terms), case.batch * case.sequence
     step, params = (
-        case.of(flops.training_step_flops),
+        case.evaluate(flops.training_step_flops),
         parameters.count_parameters(case.model),
     )
     whole = flops.total_flops(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
-        each, share = units.flops(x.flops / tokens), units.share(x.flops / whole)
+        each, share = (
+            units.format_flops(x.flops / tokens),
+            units.format_percent(x.flops / whole),
+        )
         rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
-    note = f"Attention is counted {case.attention}: {t}, in a window at most that."
+    note = f"Attention pairs: {case.attention}, {t}, at most the window."
     heads = ("product", "per token", "a token", "share", "grows with")
     compared = {"total": params.total, "matmul": params.matmul}
     if case.model.experts is not None:
@@ -132,7 +135,7 @@ def _flops(case: Case) -> list[Sheet]:
         ),
     ]
     table = [
-        (name, formula, units.flops(value / tokens), units.flops(value))
+        (name, formula, units.format_flops(value / tokens), units.format_flops(value))
         for name, formula, value in sums
         if value
     ]
@@ -143,9 +146,9 @@ def _flops(case: Case) -> list[Sheet]:
     ]
 
 
-def _memory(case: Case) -> Sheet:
-    found, each = case.of(memory.training_memory), case.bytes_per_param
-    said = {
+def _memory(case: CostCase) -> Sheet:
+    found, each = case.evaluate(memory.training_memory), case.bytes_per_param
+    formulas = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
         "master": f"{each.master} N",
@@ -158,26 +161,30 @@ def _memory(case: Case) -> Sheet:
     }
     names = {"activations": "activations of the layers"}
     rows = [
-        (names.get(name, name.replace("_", " ")), said[name], units.size(value))
+        (
+            names.get(name, name.replace("_", " ")),
+            formulas[name],
+            units.format_bytes(value),
+        )
         for name, value in found._asdict().items()
         if value
     ]
-    rows.append(("total", "", units.size(found.total)))
+    rows.append(("total", "", units.format_bytes(found.total)))
     fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
     devices = case.layout.num_devices
     where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
     note = (
-        f"On {where}; it {fits} in the {units.size(case.device.memory_bytes)} of "
-        f"{case.device.name}. Workspace and fragmentation are not counted."
+        f"On {where}. It {fits} in the {units.format_bytes(case.device.memory_bytes)} "
+        f"of {case.device.name}. Workspace and fragmentation are not counted."
     )
     return Sheet("training memory", ("term", "formula", "bytes"), rows, note)
 
 
-def one_layer(case: Case) -> dict[str, int | float]:
-    """The last layer alone, trained with checkpoints at layer boundaries.
+def one_layer(case: CostCase) -> dict[str, int | float]:
+    """Returns the costs of the last layer, with checkpoints at layer boundaries.
 
-    The course's assignment asks for these: its parameters, the operations of its
-    forward pass, and its memory at the peak, when it is computed again.
+    Required by the course's assignment: parameters, operations of the forward pass, and
+    peak memory during recomputation.
     """
     model = case.model
     last = dataclasses.replace(
@@ -191,7 +198,7 @@ def one_layer(case: Case) -> dict[str, int | float]:
     size = sum(
         x.size * x.stored * places[x.place] for x in parameters.list_weights(last)
     )
-    terms = case.of(flops.forward_terms, model=last)
+    terms = case.evaluate(flops.forward_terms, model=last)
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
     sums = activations.per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
@@ -206,23 +213,23 @@ def one_layer(case: Case) -> dict[str, int | float]:
     }
 
 
-def _one_layer(case: Case, found: dict[str, Any]) -> Sheet:
+def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
     size = {
         "weights": found["weight_bytes"],
-        "its input, kept at the boundary": found["boundary_bytes"],
-        "its activations while it is computed again": found["activation_bytes"],
+        "input, kept at the boundary": found["boundary_bytes"],
+        "activations during recomputation": found["activation_bytes"],
         "weights, input and activations": found["peak_bytes"],
     }
     rows = [
         ("parameters", f"{found['num_params']:,.0f}"),
-        ("operations forward", units.flops(found["forward_flops"])),
-        *((name, units.size(value)) for name, value in size.items()),
+        ("operations forward", units.format_flops(found["forward_flops"])),
+        *((name, units.format_bytes(value)) for name, value in size.items()),
     ]
     title = f"one layer, {case.batch} x {case.sequence:,} tokens"
     return Sheet(title, ("", "value"), rows)
 
 
-def _activations(case: Case) -> Sheet:
+def _activations(case: CostCase) -> Sheet:
     tensors = case.stored
     divided = {"no": "", "sequence": "tp, with sp"}
     rows: list[tuple[str, ...]] = [
@@ -235,4 +242,4 @@ def _activations(case: Case) -> Sheet:
     if case.model.num_mixture_layers:
         rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
     heads = ("tensor", "part", "per token", "bytes", "divided by")
-    return Sheet("what a layer keeps for the backward pass", heads, rows)
+    return Sheet("activations that a layer keeps for the backward pass", heads, rows)

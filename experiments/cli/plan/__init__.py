@@ -1,4 +1,4 @@
-"""`jaxkv plan`."""
+"""The command `jaxkv plan`."""
 
 __all__ = [
     "command",

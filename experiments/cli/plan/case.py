@@ -1,4 +1,4 @@
-"""What `jaxkv plan` is asked, looked up and checked: law, offers, and the budget."""
+"""Resolves the options of `jaxkv plan`: law, offers, and budget."""
 
 import contextlib
 import difflib
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.cli.plan.options import MOST, Options
+from experiments.cli.plan.options import MOST, PlanOptions
 from experiments.framework import config_json
 from scaling.fits.fit import from_json
 from scaling.laws import published
@@ -24,12 +24,12 @@ from scaling.plan import (
 )
 
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
-"""Of architectures, where neither the options nor a sweep say otherwise."""
+"""Defaults of architectures, if neither the options nor a sweep give values."""
 _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
-def look_up(options: Options) -> PlanCase:
-    """Reads the law and the offers, chooses the device, and counts the budget."""
+def resolve_plan_case(options: PlanOptions) -> PlanCase:
+    """Reads the law and the offers, selects the device, and computes the budget."""
     try:
         offers = tuple(map(pricing.parse_offer, options.gpu))
     except ValueError as error:
@@ -41,9 +41,9 @@ def look_up(options: Options) -> PlanCase:
         served *= options.mfu / options.serve_mfu
     if served > MOST:
         raise ValueError(
-            f"serving takes {served:.4g} tokens' worth: more than {MOST:g}"
+            f"serving takes {served:.4g} tokens' worth: must be at most {MOST:g}"
         )
-    # All architectures have what was asked, or else what the fitted runs have.
+    # Properties of architectures: the options, or else those of the fitted runs.
     asked = {name: getattr(options, name) for name in USUAL}
     given = {name: value for name, value in asked.items() if value is not None}
     shared: dict[str, Any] = {**USUAL, **loss_model.shape, **given}
@@ -77,18 +77,18 @@ def look_up(options: Options) -> PlanCase:
 
 
 def read_law(name: str, group: str | None = None) -> LossModel:
-    """Finds published constants, or reads a fit.
+    """Returns published constants by name, or reads a fit.
 
     Args:
-      name: of the constants, of a fit.json, or of a folder that holds one.
-      group: which of the fits to read, where a log was fitted by groups.
+      name: name of the constants, or path of a fit.json or of a folder with one.
+      group: group of the fit, for a log that was fitted by groups.
 
     Raises:
-      ValueError: there is none, or it has no compute optimum.
+      ValueError: the law does not exist, or has no compute optimum.
     """
     path = Path(name)
     if group is not None and (name in published.CONSTANTS or not path.exists()):
-        raise ValueError(f"--group {group}: --law {name} is no fit of groups")
+        raise ValueError(f"--group {group}: --law {name} is not a fit of groups")
     if name in published.CONSTANTS:
         return make_loss_model(name, published.CHINCHILLA, published.CONSTANTS[name])
     if not path.exists():
@@ -111,7 +111,9 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
     fit = from_json(document)
     found = make_loss_model(str(path), fit.find_law(), fit.coefficients)
     if not {"num_params", "num_tokens"} <= {*fit.inputs}:
-        raise ValueError(f"a fit to {', '.join(fit.inputs)}")
+        raise ValueError(
+            f"the fit has inputs {', '.join(fit.inputs)}; N and D are needed"
+        )
     count, shape = document.get("count"), document.get("shape", {})
     if not isinstance(shape, dict) or any(
         type(shape[name]) is not _SHAPE.get(name) for name in shape
@@ -132,7 +134,7 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
 
 
 def _unknown_law(name: str) -> str:
-    """Says that there is no such law, and what comes near: a law, or a file beside."""
+    """Returns the message for an unknown law, with similar laws or files."""
     if name in published.LAWS:
         return (
             " has no published constants here: fit it with `jaxkv fit`, or take one "
@@ -150,14 +152,14 @@ def _unknown_law(name: str) -> str:
 
 
 def _of_group(document: Any, group: str | None) -> Any:
-    """Chooses the fit of a group, where a log was fitted by groups.
+    """Selects the fit of a group, for a log that was fitted by groups.
 
     Raises:
-      ValueError: there are several and none is named, or it is not there.
+      ValueError: there are several groups and none was selected, or it does not exist.
     """
     if not isinstance(document, dict) or not document.get("by"):
         if group is not None:
-            raise ValueError(f"--group {group}: it is no fit of groups (fit --by)")
+            raise ValueError(f"--group {group}: not a fit of groups (fit --by)")
         return document
     fits = [document, *document.get("others", [])]
     by_group: dict[str, Any] = {}
@@ -166,7 +168,7 @@ def _of_group(document: Any, group: str | None) -> Any:
     known = [*by_group]
     if group is None and len(known) > 1:
         raise ValueError(
-            f"it has a law for each {document['by']}; --group {known[0]}, or one of: "
+            f"it has a law for each {document['by']}; give --group, one of: "
             f"{', '.join(known)}"
         )
     if group is not None and group not in known:
@@ -174,8 +176,8 @@ def _of_group(document: Any, group: str | None) -> Any:
     return document | by_group[known[0] if group is None else group]
 
 
-def _flops(options: Options, offer: Offer | None) -> float:
-    """Counts the budget as operations; NaN until the law says how many."""
+def _flops(options: PlanOptions, offer: Offer | None) -> float:
+    """Returns the budget in operations; NaN if it follows from the law."""
     both_times = options.days is not None and options.devices is not None
     given = {
         "--budget-usd": options.budget_usd is not None,
@@ -185,9 +187,9 @@ def _flops(options: Options, offer: Offer | None) -> float:
     }
     names = [name for name, is_given in given.items() if is_given]
     if not names:
-        raise ValueError(f"which budget? One of: {', '.join(given)}")
+        raise ValueError(f"a budget is missing; one of: {', '.join(given)}")
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)}; which is the budget?")
+        raise ValueError(f"{' and '.join(names)}: give exactly one budget")
     if options.flops is not None or options.target_loss is not None:
         return math.nan if options.flops is None else options.flops
     if offer is None:

@@ -1,39 +1,39 @@
-"""Which model for a budget? `jaxkv plan`: device, operations, N, D, loss, architecture.
+"""`jaxkv plan`: device, operations, N, D, loss and architecture for a budget.
 
-`case` looks up what is asked, `find` finds the optimum and its designs, a document;
-`report` says it step by step, `drawing` draws it.
+`case` resolves the options, `find` computes the optimum and its designs as a document,
+`report` explains it step by step, and `drawing` draws it.
 """
 
 from experiments.cli.plan import find, report
-from experiments.cli.plan.case import look_up
-from experiments.cli.plan.options import Options
-from experiments.cli.run import Output
+from experiments.cli.plan.case import resolve_plan_case
+from experiments.cli.plan.options import PlanOptions
+from experiments.cli.run import CommandOutput
 from experiments.framework import config_json, run_folder
 
 
-def plan(options: Options) -> Output:
-    """Answers `jaxkv plan`.
+def plan_model(options: PlanOptions) -> CommandOutput:
+    """Runs `jaxkv plan`.
 
     Raises:
-      ValueError: there is no such law or device, no budget or two, or a budget for
-        which there is no design.
+      ValueError: the law or device is unknown, there is not exactly one budget, or no
+        design fits the budget.
     """
-    case = look_up(options)
-    told = find.find(options, case)
+    case = resolve_plan_case(options)
+    document = find.find_plan(options, case)
     lines = []
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {
-            "plan.json": config_json.dumps(told),
+            "plan.json": config_json.dumps(document),
             "architecture.json": config_json.dumps(
-                find.config(case, told["architecture"])
+                find.to_architecture_config(case, document["architecture"])
             ),
         }
         if options.plot:
             # matplotlib takes a second to import.
             from experiments.cli.plan import drawing
 
-            contents |= drawing.render(options, case, told)
-        folder = run_folder.keep(options.out, "plan", contents)
-        told["out"] = folder
-        lines.append(f"kept in {folder}; `jaxkv cost {folder}/architecture.json`")
-    return Output(told, report.sheets(options, case, told), lines)
+            contents |= drawing.render_plan_figure(options, case, document)
+        folder = run_folder.write_files(options.out, "plan", contents)
+        document["out"] = folder
+        lines.append(f"folder: {folder}; next: jaxkv cost {folder}/architecture.json")
+    return CommandOutput(document, report.plan_sheets(options, case, document), lines)

@@ -1,37 +1,39 @@
-"""The figure of a plan: loss along budgets and over the plane, tokens per parameter."""
+"""Figure of a plan: loss by budget, contours over N and D, tokens per parameter."""
 
 import itertools
 from typing import Any
 
 import numpy as np
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from experiments.plotting import style
 from scaling.laws import TwoPowers, published
 from scaling.plan import PlanCase, budgets
 
 _GREY = "0.6"
 _SPAN = 30.0
-"""How far the panels reach around the optimum's parameters."""
+"""Range of the panels around the optimum's parameters, as a factor."""
 _CONTOURS = (0.9, 1.0, 1.15, 1.4, 1.8)
-"""Of the loss above its floor, in those of the optimum."""
+"""Contour levels of the loss above its floor, relative to the optimum."""
 
 
-def render(options: Options, case: PlanCase, told: dict[str, Any]) -> dict[str, bytes]:
+def render_plan_figure(
+    options: PlanOptions, case: PlanCase, document: dict[str, Any]
+) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
     def draw(axes: Any) -> None:
-        _draw_budgets(axes[0], case, told, law)
-        _draw_plane(axes[1], case, told)
-        _draw_ratios(axes[2], case, told, law)
+        _draw_budgets(axes[0], case, document, law)
+        _draw_plane(axes[1], case, document)
+        _draw_ratios(axes[2], case, document, law)
 
-    return style.render(draw, panels=(3, 1), size_inches=(6.8, 3.2))
+    return style.render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
-def _draw_budgets(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> None:
-    """Loss against parameters for a few budgets, and the optimum of each."""
-    num_params, loss = told["num_params"], told["loss"]
+def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+    """Draws loss against parameters for a few budgets, and the optimum."""
+    num_params, loss = document["num_params"], document["loss"]
     highest, looks = (
         loss,
         zip((0.01, 0.1, 1.0, 10.0), (2, 3, 5, 1), "s^od", strict=True),
@@ -49,37 +51,37 @@ def _draw_budgets(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> No
             "markevery": 60,
             "linewidth": 2.2 if times == 1 else 1.2,
         }
-        style.curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
+        style.draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
     floor = case.loss_model.powers.floor
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
-        style.reference(ax, floor, "floor of the law")
+        style.draw_reference_line(ax, floor, "floor of the law")
     title = f"{case.flops:.3g} FLOP are best spent on {num_params:.3g} parameters "
     title += f"({law}): {loss:.3f} nats/token"
     x, y = f"parameters, {case.family.count} [1]", "loss [nats/token]"
-    style.titled(ax, title, x, y, xscale="log")
+    style.set_labels(ax, title, x, y, xscale="log")
     ax.legend()
 
 
-def _draw_plane(ax: Any, case: PlanCase, told: dict[str, Any]) -> None:
-    """Lines of equal loss, the budget, and the optima of all budgets."""
-    num_params, num_tokens = told["num_params"], told["num_tokens"]
+def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
+    """Draws contours of the loss, the budget, and the optima of all budgets."""
+    num_params, num_tokens = document["num_params"], document["num_tokens"]
     powers, colors = case.loss_model.powers, style.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
-    levels = [powers.floor + x * (told["loss"] - powers.floor) for x in _CONTOURS]
-    # Labels break the lines where the scale is known.
+    levels = [powers.floor + x * (document["loss"] - powers.floor) for x in _CONTOURS]
+    # Set the scales first, because the contour labels depend on them.
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=1)
     ax.clabel(lines, fmt="%.2f", fontsize=style.POINTS)
     ax.plot([], [], color=_GREY, linewidth=1, label="equal loss [nats/token]")
     left = budgets.tokens_left(case.flops, sizes, case.served)
-    style.curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
-    free = told["compute_optimum"]
+    style.draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
+    free = document["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
         budgets.allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
@@ -87,22 +89,22 @@ def _draw_plane(ax: Any, case: PlanCase, told: dict[str, Any]) -> None:
     ]
     look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
     ax.plot(*zip(*path, strict=True), "--", **look)
-    if told["num_params_interval"] is not None:
+    if document["num_params_interval"] is not None:
         bar = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
-        ax.plot(told["num_params_interval"], [num_tokens] * 2, **bar)
-        ax.plot([num_params] * 2, told["num_tokens_interval"], **bar)
+        ax.plot(document["num_params_interval"], [num_tokens] * 2, **bar)
+        ax.plot([num_params] * 2, document["num_tokens_interval"], **bar)
     _mark(ax, num_params, num_tokens)
     if (unique := case.unique_tokens) is not None:
         ax.axhline(unique, color=colors[1], linewidth=1.2, label="all unique tokens")
     ax.set(xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     title = f"The optimum: {num_params:.3g} parameters, {num_tokens:.3g} tokens"
     x, y = f"parameters, {case.family.count} [1]", "training data [tokens]"
-    style.titled(ax, title, x, y)
+    style.set_labels(ax, title, x, y)
     ax.legend()
 
 
-def _draw_ratios(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> None:
-    """Tokens per parameter against the budget, by law."""
+def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+    """Draws tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
     def line(
@@ -111,7 +113,7 @@ def _draw_ratios(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> Non
         how = {} if how is None else how
         optima = [budgets.allocate_budget(powers, x, **how) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
-        style.curve(ax, flops, ratios, color, name, markevery=15, **look)
+        style.draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
 
     looks = itertools.cycle(
         zip((0, 1, 3, 7, 2), "v^sdP", ("--", "-.", ":", "--", "-."), strict=True)
@@ -126,13 +128,12 @@ def _draw_ratios(ax: Any, case: PlanCase, told: dict[str, Any], law: str) -> Non
     if case.served:
         both = limit | {"inference_tokens": case.served}
         line(case.loss_model.powers, "with serving", 6, both, marker="X")
-    _mark(ax, case.flops, told["tokens_per_param"])
-    title = (
-        f"{told['tokens_per_param']:.3g} tokens per parameter at {case.flops:.3g} FLOP"
-    )
+    _mark(ax, case.flops, document["tokens_per_param"])
+    ratio = document["tokens_per_param"]
+    title = f"{ratio:.3g} tokens per parameter at {case.flops:.3g} FLOP"
     x, y = "budget [FLOP]", "data / size [tokens per parameter]"
-    style.titled(ax, title, x, y, xscale="log", yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 

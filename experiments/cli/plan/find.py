@@ -1,10 +1,10 @@
-"""What `jaxkv plan` finds: optimum, intervals and designs, a document in SI units."""
+"""Optimum, intervals and designs of `jaxkv plan`, as a document in SI units."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from scaling.costs import parameters, serving
 from scaling.costs.memory import training_memory
 from scaling.laws import Optimum
@@ -13,11 +13,11 @@ from scaling.plan.spread import OptimumSpread
 from scaling.shapes import HeadAttention
 
 
-def find(options: Options, case: PlanCase) -> dict[str, Any]:
-    """Finds the optimum, its interval, and designs.
+def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
+    """Computes the optimum, its intervals, and designs.
 
     Returns:
-      The document; what is told to a person is told from it.
+      The document; the report is derived from it.
 
     Raises:
       ValueError: the budget is too small or too large for any design.
@@ -33,23 +33,23 @@ def find(options: Options, case: PlanCase) -> dict[str, Any]:
     try:
         design = designs.nearest_design(family, best.num_params)
     except ValueError as error:
-        # Which vocabularies have designs small enough, or whose it is.
+        # Vocabularies that have small enough designs, or the origin of this one.
         size, way_out = family.vocab_size, ""
         most = designs.max_vocab_size(family, best.num_params)
         if most is not None and 1 <= most < size:
-            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller ones"
+            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller designs"
             if size == loss_model.shape.get("vocab_size"):
-                way_out = f", that of the runs behind {loss_model.name}"
+                way_out = f", that of the runs of {loss_model.name}"
         raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
-    try:  # all operations counted
+    try:  # with exact operation counts
         other, tokens, loss = designs.best_design(family, case.loss, case.flops, **how)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
     sure = spread.optimum_spread(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
     whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
-    told = {
+    document = {
         "device": case.offer and case.offer.name,
         "devices": [
             offer._asdict()
@@ -94,10 +94,10 @@ def find(options: Options, case: PlanCase) -> dict[str, Any]:
     }
     if whole.device_s is not None and train.device_s is not None:
         left = max(whole.device_s - train.device_s, 0.0)
-        told["serve_device_s"] = left if options.inference_tokens else 0.0
-    told["memory_bytes"] = told["architecture"]["memory_bytes"]["total"]
-    told["warnings"] = [*_warnings(case, told, sure)]
-    return told
+        document["serve_device_s"] = left if options.inference_tokens else 0.0
+    document["memory_bytes"] = document["architecture"]["memory_bytes"]["total"]
+    document["warnings"] = [*_warnings(case, document, sure)]
+    return document
 
 
 def _refusal(case: PlanCase, error: ValueError, way_out: str) -> ValueError:
@@ -108,16 +108,16 @@ def _refusal(case: PlanCase, error: ValueError, way_out: str) -> ValueError:
         limits += f" with {case.served:.4g} tokens to serve"
     target = case.target_loss
     aim = "" if target is None else f"--target-loss {target:g}: "
-    said = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
-    return ValueError(aim + said)
+    message = f"a budget of {case.flops:.4g} FLOPs{limits} is {error}{way_out}"
+    return ValueError(aim + message)
 
 
 def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, Any]:
-    """The nearest design: shape, exact counts, and what it takes to train."""
+    """Returns the nearest design: shape, exact counts, and training costs."""
     model, offer, sequence = design.model, case.offer, case.family.sequence
     memory = training_memory(model, sequence=sequence, checkpointing="boundary")
     train = case.bill(design.flops_per_token * best.num_tokens)
-    # What the budget trains it on; 0 where serving takes all.
+    # Training tokens within the budget; 0 if serving takes the whole budget.
     tokens = max(case.flops / design.flops_per_token - case.served / 3, 0.0)
     needed = None
     if offer is not None and offer.memory_bytes is not None:
@@ -153,7 +153,7 @@ def _shape(design: Design) -> dict[str, Any]:
     }
 
 
-def config(case: PlanCase, shape: dict[str, Any]) -> dict[str, Any]:
+def to_architecture_config(case: PlanCase, shape: dict[str, Any]) -> dict[str, Any]:
     """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -178,12 +178,12 @@ def _optimum(optimum: Optimum) -> dict[str, float]:
 
 
 def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
-    """Finds the cheapest model to train and serve at the loss of another design.
+    """Returns the cheapest model to train and serve at the loss of another design.
 
     Args:
-      case: with tokens to serve.
-      training_only: the best design when training takes the whole budget, under the
-        same limit on unique tokens.
+      case: case with tokens to serve.
+      training_only: best design if training takes the whole budget, under the same
+        limit on unique tokens.
     """
     served, target = case.served, training_only.loss
     how: Any = {"inference_tokens": served, "repeating": case.repeating}
@@ -200,23 +200,27 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
 
 
 def _warnings(
-    case: PlanCase, told: dict[str, Any], sure: OptimumSpread | None
+    case: PlanCase, document: dict[str, Any], sure: OptimumSpread | None
 ) -> Iterator[str]:
-    """Doubts about a plan, in words."""
-    loss_model, fit, shape = case.loss_model, case.loss_model.fit, told["architecture"]
+    """Yields warnings about a plan."""
+    loss_model, fit, shape = (
+        case.loss_model,
+        case.loss_model.fit,
+        document["architecture"],
+    )
     if fit is not None:
         yield from loss_model.doubts
         yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
         most = fit.ranges.get("flops", (math.nan, math.nan))[1]
-        if told["train_flops"] > 10 * most:
+        if document["train_flops"] > 10 * most:
             yield (
-                f"training takes {told['train_flops'] / most:,.3g} times the "
+                f"training takes {document['train_flops'] / most:,.3g} times the "
                 "operations of the largest run that was fitted"
             )
     if sure is not None and sure.num_without:
         yield (
             f"{sure.num_without} of {sure.num_resamples} resamples "
-            "have no optimum: the intervals of N and D are of the others"
+            "have no optimum: the intervals of N and D are without them"
         )
     if case.target_loss is not None and fit is not None:
         if sure is None:
@@ -224,8 +228,8 @@ def _warnings(
             yield f"the budget has no interval: {why}"
         elif sure.flops is not None and math.isinf(sure.flops[1]):
             yield (
-                f"by some resamples no budget reaches a loss of {case.target_loss:g}: "
-                "it may be below the floor"
+                f"in some resamples no budget reaches a loss of {case.target_loss:g}: "
+                "the loss may be below the floor"
             )
     if loss_model.count and case.family.count != loss_model.count:
         yield (
@@ -234,10 +238,10 @@ def _warnings(
         )
     if case.unique_tokens is not None:
         half = case._replace(flops=case.flops / 2).allocate()
-        if half.loss - told["loss"] < 1e-3 * (half.loss - loss_model.powers.floor):
+        if half.loss - document["loss"] < 1e-3 * (half.loss - loss_model.powers.floor):
             yield (
-                "the data is used up: half of the budget would reach a loss of "
-                f"{half.loss:.4f}, all of it {told['loss']:.4f}"
+                "the data is exhausted: half of the budget would reach a loss of "
+                f"{half.loss:.4f}, all of it {document['loss']:.4f}"
             )
     if abs(shape["off"]) > 0.01:
         yield f"the nearest design is {100 * shape['off']:+.1f} % off in parameters"

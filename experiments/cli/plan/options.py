@@ -1,4 +1,4 @@
-"""The options of `jaxkv plan`: a budget, what it is spent on, and a law of losses."""
+"""Options of `jaxkv plan`: a budget, its use, and a scaling law."""
 
 import dataclasses
 import math
@@ -8,74 +8,81 @@ from typing import Annotated, Literal
 from experiments.cli import parsing
 
 LEAST, MOST = 1e-6, 1e40
-"""Of any amount: beyond these nothing means anything, and products overflow."""
+"""Limits of any amount; products would overflow beyond them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """A budget, what it may be spent on, and what is believed of losses."""
+class PlanOptions:
+    """A budget, its use, and a scaling law."""
 
     gpu: tuple[str, ...] = ()
-    """A device to rent, NAME:USD_PER_HOUR:TFLOPS; once for each."""
+    """Device to rent, NAME:USD_PER_HOUR:TFLOPS; may be given several times."""
     budget_usd: Annotated[
-        float | None, parsing.without("--flops, or --days with --devices")
+        float | None, parsing.describe_default("--flops, or --days with --devices")
     ] = None
-    """Money to spend."""
+    """Budget in USD."""
     flops: Annotated[
-        float | None, parsing.without("--budget-usd, or --days with --devices")
+        float | None, parsing.describe_default("--budget-usd, or --days with --devices")
     ] = None
-    """Operations to spend, in place of money."""
+    """Budget in operations."""
     target_loss: Annotated[
-        float | None, parsing.without("--budget-usd, --flops, or --days with --devices")
+        float | None,
+        parsing.describe_default("--budget-usd, --flops, or --days with --devices"),
     ] = None
-    """Loss to reach, in nats per token, with the smallest budget that does."""
+    """Loss to reach, in nats per token, with the smallest sufficient budget."""
     mfu: float = 0.4
-    """Share of a device's peak that training reaches."""
+    """Share of a device's peak rate in training (MFU)."""
     law: str = "lecture"
-    """Published constants by name, or a fit.json, or the folder of a fit."""
-    group: Annotated[str | None, parsing.without("the only one")] = None
-    """Of a fit with --by, the group whose law is taken."""
-    days: Annotated[float | None, parsing.without("no limit")] = None
-    """How long training may take; the number of devices follows."""
-    devices: Annotated[int | None, parsing.without("as many as --days needs")] = None
-    """How many devices; the duration follows. With --days, the budget."""
+    """Name of published constants, or a fit.json, or the folder of a fit."""
+    group: Annotated[str | None, parsing.describe_default("the only one")] = None
+    """Group whose law is used, for a fit with --by."""
+    days: Annotated[float | None, parsing.describe_default("no limit")] = None
+    """Duration of training in days; the number of devices follows."""
+    devices: Annotated[
+        int | None, parsing.describe_default("as many as --days needs")
+    ] = None
+    """Number of devices; the duration follows. With --days it is the budget."""
     count: Annotated[
         Literal["total", "non-embedding", "matmul", "active"] | None,
-        parsing.without("as in the fit, or total"),
+        parsing.describe_default("as in the fit, or total"),
     ] = None
-    """Which parameters N counts."""
+    """Parameters that N counts."""
     inference_tokens: float = 0.0
-    """Tokens that the model will read and write; the budget is to pay for them too."""
-    serve_mfu: Annotated[float | None, parsing.without("as --mfu")] = None
-    """Share of the peak that serving reaches."""
-    unique_tokens: Annotated[float | None, parsing.without("as many as are needed")] = (
-        None
-    )
-    """Tokens that there are; more are repetitions."""
-    vocab_size: Annotated[
-        int | None, parsing.without("that of the sweep behind --law, or 32,000")
+    """Tokens that the model will read and write; the budget pays for them as well."""
+    serve_mfu: Annotated[float | None, parsing.describe_default("as --mfu")] = None
+    """Share of the peak rate in serving."""
+    unique_tokens: Annotated[
+        float | None, parsing.describe_default("as many as are needed")
     ] = None
-    """Of the architecture."""
+    """Available unique tokens; more tokens are repetitions."""
+    vocab_size: Annotated[
+        int | None,
+        parsing.describe_default("that of the sweep of --law, or 32,000"),
+    ] = None
+    """Vocabulary of the architecture."""
     sequence: Annotated[
-        int | None, parsing.without("that of the sweep behind --law, or 4,096")
+        int | None, parsing.describe_default("that of the sweep of --law, or 4,096")
     ] = None
     """Tokens of a training sequence."""
     tie_embeddings: bool = False
-    """Whether the architecture's head is its embedding; it is after a sweep of such
-    models."""
+    """Tie the head to the embedding; also the default after a sweep of such models."""
     attention: Literal["full", "causal"] = "full"
-    """How exact operations count pairs of query and key."""
+    """Pairs of query and key in the exact operations."""
     level: float = 0.9
     """Probability of the intervals of a fit."""
     plot: bool = False
     """Draw the figure."""
     out: Annotated[
-        Path | None, parsing.without("none, with --plot a new one under runs/")
+        Path | None, parsing.describe_default("none, with --plot a new one under runs/")
     ] = None
     """Folder for plan.json, architecture.json and the figure."""
 
     def __post_init__(self) -> None:
-        """Refuses numbers that cannot be."""
+        """Validates the amounts.
+
+        Raises:
+          ValueError: an amount is out of range.
+        """
         amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
         for name in (*amounts, "target_loss"):
             self._refuse_outside(name, f"[{LEAST:g}, {MOST:g}]", LEAST, MOST)

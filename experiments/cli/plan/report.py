@@ -1,83 +1,87 @@
-"""A plan said step by step: from prices to operations, N, D, loss and architecture."""
+"""Report of a plan, step by step: prices, operations, N, D, loss and architecture."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.cli.plan.options import Options
+from experiments.cli.plan.options import PlanOptions
 from experiments.framework import Sheet, units
-from experiments.framework.report import numbered, paragraph
+from experiments.framework.report import numbered_list, paragraph
 from scaling.plan import LossModel, PlanCase, budgets
 from scaling.plan.pricing import DAY_S, HOUR_S
 
-type Told = dict[str, Any]
-"""The document of a plan, or a part of it."""
+type PlanDocument = dict[str, Any]
+"""Document of a plan, or a part of it."""
 
 
-def sheets(options: Options, case: PlanCase, told: Told) -> list[Sheet]:
-    """Lays out the plan, and then the steps to it."""
+def plan_sheets(
+    options: PlanOptions, case: PlanCase, document: PlanDocument
+) -> list[Sheet]:
+    """Returns the plan, followed by the steps of its derivation."""
     steps = [
         step._replace(title=f"{number}. {step.title}")
-        for number, step in enumerate(_steps(options, case, told), 1)
+        for number, step in enumerate(_steps(options, case, document), 1)
     ]
-    doubts = told["warnings"]
+    doubts = document["warnings"]
     return [
-        Sheet("plan", ("", ""), list(_plan(told))),
+        Sheet("plan", ("", ""), list(_plan(document))),
         *steps,
-        *([numbered("warnings", doubts)] if doubts else []),
+        *([numbered_list("warnings", doubts)] if doubts else []),
     ]
 
 
-def _plan(told: Told) -> Iterator[tuple[str, str]]:
-    level = f"{told['level']:.0%} interval"
-    if told["device"] is not None:
-        yield "device", told["device"]
-    yield "operations", f"{told['flops']:.4g} FLOPs"
-    if told["flops_interval"] is not None:
-        low, high = told["flops_interval"]
-        most = "no end" if math.isinf(high) else f"{high:.4g}"
+def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
+    level = f"{document['level']:.0%} interval"
+    if document["device"] is not None:
+        yield "device", document["device"]
+    yield "operations", f"{document['flops']:.4g} FLOPs"
+    if document["flops_interval"] is not None:
+        low, high = document["flops_interval"]
+        most = "infinity" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
-    yield (
-        "parameters N",
-        f"{units.count(told['num_params'], '.4g', ' ')} ({told['count']})",
-    )
-    yield "tokens D", units.count(told["num_tokens"], ".4g", " ")
-    yield "tokens per parameter", f"{told['tokens_per_param']:.3g}"
-    yield "loss", f"{told['loss']:.4f} nats per token"
-    if told["interval"] is not None:
-        yield level, _range(told["interval"], ".4f")
-    yield "architecture", _short(told["architecture"])
-    yield "its parameters", f"{_counted(told, 'architecture'):,}"
-    if told["cost_usd"] is not None:
-        yield "cost", f"{told['cost_usd']:,.0f} USD"
-    if told["device_s"] is not None:
-        yield "device-hours of training", f"{told['device_s'] / HOUR_S:,.0f}"
-    if told["num_devices"] is not None:
-        yield "devices", f"{told['num_devices']:,}"
-    if told["duration_s"] is not None:
-        yield "duration", f"{told['duration_s'] / DAY_S:,.3g} days"
+    num_params = units.format_count(document["num_params"], ".4g", " ")
+    yield "parameters N", f"{num_params} ({document['count']})"
+    yield "tokens D", units.format_count(document["num_tokens"], ".4g", " ")
+    yield "tokens per parameter", f"{document['tokens_per_param']:.3g}"
+    yield "loss", f"{document['loss']:.4f} nats per token"
+    if document["interval"] is not None:
+        yield level, _range(document["interval"], ".4f")
+    yield "architecture", _short(document["architecture"])
+    yield "its parameters", f"{_counted(document, 'architecture'):,}"
+    if document["cost_usd"] is not None:
+        yield "cost", f"{document['cost_usd']:,.0f} USD"
+    if document["device_s"] is not None:
+        yield "device-hours of training", f"{document['device_s'] / HOUR_S:,.0f}"
+    if document["num_devices"] is not None:
+        yield "devices", f"{document['num_devices']:,}"
+    if document["duration_s"] is not None:
+        yield "duration", f"{document['duration_s'] / DAY_S:,.3g} days"
 
 
-def _steps(options: Options, case: PlanCase, told: Told) -> Iterator[Sheet]:
+def _steps(
+    options: PlanOptions, case: PlanCase, document: PlanDocument
+) -> Iterator[Sheet]:
     if case.offers:
-        yield _devices(case, told)
+        yield _devices(case, document)
     yield paragraph("How many operations?", _operations(options, case))
-    yield paragraph("Which N and D?", _division(case, told))
+    yield paragraph("Which N and D?", _division(case, document))
     if case.served:
-        yield _serving(options, case, told)
+        yield _serving(options, case, document)
     if case.unique_tokens is not None:
-        said = _repeating(case, told, case.unique_tokens)
-        yield paragraph("And if data is limited?", said)
-    yield _loss(case, told)
-    yield _architecture(case, told)
-    yield paragraph("And if every operation counts?", _exact(case, told))
+        text = _repeating(case, document, case.unique_tokens)
+        yield paragraph("How does limited data change the plan?", text)
+    yield _loss(case, document)
+    yield _architecture(case, document)
+    yield paragraph(
+        "How do exact operation counts change the plan?", _exact(case, document)
+    )
     if case.offer is not None:
-        yield paragraph("How long?", _time(told))
+        yield paragraph("How long?", _time(document))
 
 
-def _devices(case: PlanCase, told: Told) -> Sheet:
+def _devices(case: PlanCase, document: PlanDocument) -> Sheet:
     mfu, rows = case.mfu, []
-    for x, offer in zip(told["devices"], case.offers, strict=True):
+    for x, offer in zip(document["devices"], case.offers, strict=True):
         rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
         is_best = offer is case.offer and len(case.offers) > 1
         rows.append(
@@ -93,19 +97,22 @@ def _devices(case: PlanCase, told: Told) -> Sheet:
     heads = ("device", "USD an hour", "TFLOP/s", f"at {mfu:.0%}", "FLOPs per USD", "")
     note = "Operations per dollar: TFLOP/s x MFU x 3600 s / price."
     if len(rows) > 1:
-        note += f" The MFU is the same for all, so {told['device']} wins at any."
+        note += (
+            " The MFU is equal for all devices, so "
+            f"{document['device']} is best at every MFU."
+        )
     return Sheet("Which device?", heads, rows, note)
 
 
-def _operations(options: Options, case: PlanCase) -> str:
+def _operations(options: PlanOptions, case: PlanCase) -> str:
     flops, offer = case.flops, case.offer
     if options.flops is not None:
         return f"The budget is given: C = {flops:.4g} FLOPs."
     if options.target_loss is not None:
         return (
             f"The loss is given: L = {options.target_loss:g}. The smallest budget "
-            f"whose best N and D reach it is C = {flops:.4g} FLOPs: that N and D "
-            "follow below, and the loss comes out as it was asked for."
+            f"whose best N and D reach it is C = {flops:.4g} FLOPs: these N and D "
+            "follow below."
         )
     assert offer is not None
     reached = f"{offer.flops_per_s:.4g} FLOP/s x {options.mfu:g} MFU"
@@ -122,12 +129,12 @@ def _operations(options: Options, case: PlanCase) -> str:
     )
 
 
-def _division(case: PlanCase, told: Told) -> str:
-    free, searched = told["compute_optimum"], told["num_params_searched"]
+def _division(case: PlanCase, document: PlanDocument) -> str:
+    free, searched = document["compute_optimum"], document["num_params_searched"]
     loss_model, p = case.loss_model, case.loss_model.powers
     a = p.beta / (p.alpha + p.beta)
     ratio = (p.alpha * p.A / (p.beta * p.B)) ** (1 / (p.alpha + p.beta))
-    said = (
+    text = (
         f"The law {loss_model.name}: L = {loss_model.law.formula}, with "
         f"{_numbers(loss_model)}.{_plain(loss_model)} Training takes C = 6 N D, "
         "so D = C / (6 N), and dL/dN = 0 where alpha A / N^alpha = beta B / D^beta. In "
@@ -138,20 +145,20 @@ def _division(case: PlanCase, told: Told) -> str:
         "parameter."
     )
     if not case.served and case.unique_tokens is None:
-        said += (
-            " A search along 6 N D = C, which knows none of this, finds N = "
+        text += (
+            " A numerical search along 6 N D = C finds N = "
             f"{searched:.6g} (closed form {free['num_params']:.6g})."
         )
-    return said
+    return text
 
 
-def _serving(options: Options, case: PlanCase, told: Told) -> Sheet:
+def _serving(options: PlanOptions, case: PlanCase, document: PlanDocument) -> Sheet:
     served, serve = case.served, options.serve_mfu
     rows = []
     models = {
-        "training only": told["training_optimum"],
-        "same loss": told["equal_loss"],
-        "the plan": told,
+        "training only": document["training_optimum"],
+        "same loss": document["equal_loss"],
+        "the plan": document,
     }
     for name, x in models.items():
         num_params, num_tokens = x["num_params"], x["num_tokens"]
@@ -168,41 +175,41 @@ def _serving(options: Options, case: PlanCase, told: Told) -> Sheet:
         weighed = f", weighed x {factor:.3g} for serving's MFU of {serve:g}"
     note = (
         f"Serving {options.inference_tokens:.4g} tokens takes 2 N each{weighed}. At "
-        "the same loss a smaller model that trains longer saves "
-        f"{100 * told['equal_loss']['saved']:.3g} % of both. The plan is the last row: "
-        "training and serving together take the budget (Sardana et al. 2024, "
+        "the same loss, a smaller model that trains longer saves "
+        f"{100 * document['equal_loss']['saved']:.3g} % of the sum. The plan is the "
+        "last row: training and serving together use the budget (Sardana et al. 2024, "
         "arXiv:2401.00448)."
     )
     if options.unique_tokens is not None:
         note += f" No row has more than {options.unique_tokens:.4g} unique tokens."
     heads = ("", "N", "D", "loss", "to train", "to serve", "both")
-    return Sheet("And what serving costs?", heads, rows, note)
+    return Sheet("How much does serving cost?", heads, rows, note)
 
 
-def _repeating(case: PlanCase, told: Told, unique: float) -> str:
-    if told["num_tokens"] <= unique:
-        return f"The {unique:.4g} unique tokens are enough: nothing repeats."
-    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
+def _repeating(case: PlanCase, document: PlanDocument, unique: float) -> str:
+    if document["num_tokens"] <= unique:
+        return f"The {unique:.4g} unique tokens are enough: no token is repeated."
+    sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     halves, new = (
         case.loss_model.half_lives,
         case._replace(unique_tokens=None).allocate(),
     )
     return (
-        f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} that "
-        "would be best. A repetition is worth less and less, D' = U (1 + R_D* (1 - "
+        f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} of "
+        "the optimum. The value of repetitions decays, D' = U (1 + R_D* (1 - "
         "exp(-R_D / R_D*))) with R_D = D/U - 1 and R_D* = "
-        f"{halves.tokens:.3g}, and so are parameters beyond what suits U (R_N* = "
-        f"{halves.params:.3g}). A search along the budget's curve finds N = "
-        f"{told['num_params']:.4g} and D = {told['num_tokens']:.4g}: "
-        f"{told['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
-        f"{sizes:.4g} parameters. The loss is {told['loss']:.4f}, with new data it "
-        f"were {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
+        f"{halves.tokens:.3g}, as does that of parameters beyond the optimum for U "
+        f"(R_N* = {halves.params:.3g}). A search along the budget's curve finds N = "
+        f"{document['num_params']:.4g} and D = {document['num_tokens']:.4g}: "
+        f"{document['epochs']:.3g} epochs, worth {tokens:.4g} new tokens and "
+        f"{sizes:.4g} parameters. The loss is {document['loss']:.4f}; with new data it "
+        f"would be {new.loss:.4f} (Muennighoff et al. 2023, arXiv:2305.16264)."
     )
 
 
-def _loss(case: PlanCase, told: Told) -> Sheet:
-    p, confidence = case.loss_model.powers, told["interval"]
-    sizes, tokens = case.worth(told["num_params"], told["num_tokens"])
+def _loss(case: PlanCase, document: PlanDocument) -> Sheet:
+    p, confidence = case.loss_model.powers, document["interval"]
+    sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     terms = (
         ("floor", "E", p.floor),
         ("too few parameters", "A / N^alpha", p.A * sizes**-p.alpha),
@@ -213,30 +220,30 @@ def _loss(case: PlanCase, told: Told) -> Sheet:
         note = f"The loss is E + (A / N^alpha + B / D^beta)^{p.outer:.4g}"
     else:
         note = "The loss is their sum"
-    note += f", {told['loss']:.4f} nats per token. "
+    note += f", {document['loss']:.4f} nats per token. "
     if case.loss_model.fit is None:
         note += "Published constants come without an interval."
-    elif confidence is None or told["prediction_interval"] is None:
+    elif confidence is None or document["prediction_interval"] is None:
         note += "The fit has no interval for it."
     else:
         note += (
             f"{case.level:.0%} interval of the law {_range(confidence, '.4f')}, "
-            f"of a run {_range(told['prediction_interval'], '.4f')}."
+            f"of a run {_range(document['prediction_interval'], '.4f')}."
         )
-    if told["num_params_interval"] is not None:
-        note += f" N* {_range(told['num_params_interval'], '.3g')}, "
-        note += f"D* {_range(told['num_tokens_interval'], '.3g')}."
+    if document["num_params_interval"] is not None:
+        note += f" N* {_range(document['num_params_interval'], '.3g')}, "
+        note += f"D* {_range(document['num_tokens_interval'], '.3g')}."
     return Sheet("Which loss?", ("term", "formula", "value"), rows, note)
 
 
 def _plain(loss_model: LossModel) -> str:
-    """The law as a sum of two powers, where its own letters are others."""
+    """Returns the law as a sum of two powers, if its coefficients differ from that."""
     p = loss_model.powers
     if {"A", "B", "alpha", "beta"} <= {*loss_model.coefficients}:
         return ""
     inner = f"{p.A:.4g} / N^{p.alpha:.4g} + {p.B:.4g} / D^{p.beta:.4g}"
     outer = inner if p.outer == 1 else f"({inner})^{p.outer:.4g}"
-    return f" With A / N^alpha + B / D^beta for what falls: {p.floor:.4g} + {outer}."
+    return f" As floor + A / N^alpha + B / D^beta: {p.floor:.4g} + {outer}."
 
 
 def _numbers(loss_model: LossModel) -> str:
@@ -247,9 +254,9 @@ def _numbers(loss_model: LossModel) -> str:
     )
 
 
-def _architecture(case: PlanCase, told: Told) -> Sheet:
-    """Shows the design nearest to N with its counts and memory."""
-    has, counts = told["architecture"], told["architecture"]["num_params"]
+def _architecture(case: PlanCase, document: PlanDocument) -> Sheet:
+    """Returns the design nearest to N with its counts and memory."""
+    has, counts = document["architecture"], document["architecture"]["num_params"]
     width, mlp = has["hidden_size"], has["mlp_size"]
     rows = [
         ("width h", f"{width:,}"),
@@ -261,25 +268,24 @@ def _architecture(case: PlanCase, told: Told) -> Sheet:
         ("parameters, total", f"{counts['total']:,}"),
         ("non-embedding", f"{counts['non_embedding']:,}"),
         ("matmul", f"{counts['matmul']:,}"),
-        ("training memory", units.size(told["memory_bytes"])),
-        ("K and V of a token", units.size(has["kv_bytes_per_token"])),
+        ("training memory", units.format_bytes(document["memory_bytes"])),
+        ("K and V of a token", units.format_bytes(has["kv_bytes_per_token"])),
     ]
     held = ""
     if has["min_devices"] is not None and case.offer is not None:
-        size = units.size(case.offer.memory_bytes)
+        size = units.format_bytes(case.offer.memory_bytes)
         held = f": at least {has['min_devices']} {case.offer.name} of {size}"
     note = (
-        "Of all designs of Llama's kind on the grid, the nearest in "
+        "The Llama-style design on the grid that is nearest in "
         f"{case.family.count} parameters: {100 * has['off']:+.3g} % from N."
-        f"{_as_fitted(case)} Memory is that of one sequence of "
-        f"{case.family.sequence:,} tokens, checkpoints at layer boundaries, 16 bytes "
-        f"a parameter{held}."
+        f"{_as_fitted(case)} Memory: one sequence of {case.family.sequence:,} tokens, "
+        f"checkpoints at layer boundaries, 16 bytes per parameter{held}."
     )
     return Sheet("Which architecture?", ("", ""), rows, note)
 
 
 def _as_fitted(case: PlanCase) -> str:
-    """Says what the architecture has from the runs that were fitted."""
+    """Returns the properties that the architecture shares with the fitted runs."""
     family, fitted = case.family, case.loss_model.shape
     words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
     if family.tie_embeddings:
@@ -288,56 +294,60 @@ def _as_fitted(case: PlanCase) -> str:
     return f" As in the runs that were fitted: {', '.join(same)}." if same else ""
 
 
-def _exact(case: PlanCase, told: Told) -> str:
-    """Says what 6 N D leaves out, and which design is best without it."""
-    has, other, tokens = told["architecture"], told["exact_optimum"], told["num_tokens"]
+def _exact(case: PlanCase, document: PlanDocument) -> str:
+    """Explains the operations that 6 N D omits, and the best exact design."""
+    has, other, tokens = (
+        document["architecture"],
+        document["exact_optimum"],
+        document["num_tokens"],
+    )
     each = has["train_flops_per_token"]
-    said = (
-        f"Counting every product, attention over {case.family.sequence:,} tokens "
-        f"({case.family.attention}) too, this design takes "
-        f"{each:.4g} FLOPs a token to train, "
-        f"{each / (6 * _counted(told, 'architecture')):.3f} times 6 N. "
+    text = (
+        "With all products counted, including attention over "
+        f"{case.family.sequence:,} tokens ({case.family.attention}), this design takes "
+        f"{each:.4g} FLOPs per token to train, "
+        f"{each / (6 * _counted(document, 'architecture')):.3f} times 6 N. "
     )
     if has["loss"] is not None:
-        said += (
+        text += (
             f"So the budget trains it on {has['num_tokens']:.4g} tokens, not "
             f"{tokens:.4g}: loss {has['loss']:.4f}. "
         )
     if has["device_s"] is not None:
         usd = has["cost_usd"]
-        said += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
-        said += ". " if usd is None else f", {usd:,.0f} USD. "
-    return said + (
-        f"The best of all designs when each pays for its own operations: "
-        f"{_short(other)}, {_counted(told, 'exact_optimum'):,} parameters on "
+        text += f"All {tokens:.4g} take {has['device_s'] / HOUR_S:,.0f} device-hours"
+        text += ". " if usd is None else f", {usd:,.0f} USD. "
+    return text + (
+        "The best of all designs with exact counts: "
+        f"{_short(other)}, {_counted(document, 'exact_optimum'):,} parameters on "
         f"{other['num_tokens']:.4g} tokens, loss {other['loss']:.4f}."
     )
 
 
-def _time(told: Told) -> str:
-    """Says how long training takes, on how many devices."""
+def _time(document: PlanDocument) -> str:
+    """Explains the duration of training and the number of devices."""
     device_s, number, duration_s = (
-        told[name] for name in ("device_s", "num_devices", "duration_s")
+        document[name] for name in ("device_s", "num_devices", "duration_s")
     )
-    said = (
-        f"Training takes {device_s:.4g} seconds of one {told['device']}: "
+    text = (
+        f"Training takes {device_s:.4g} seconds of one {document['device']}: "
         f"{device_s / HOUR_S:,.0f} device-hours"
     )
     if number is None or duration_s is None:
-        return f"{said}. --days or --devices gives the other of the two."
+        return f"{text}. --days determines --devices, and vice versa."
     return (
-        f"{said}; on {number:,} of them {duration_s / DAY_S:,.4g} days, if the "
-        "utilisation holds at that number."
+        f"{text}; on {number:,} of them {duration_s / DAY_S:,.4g} days, at the "
+        "same utilization."
     )
 
 
-def _counted(told: Told, design: str) -> int:
-    """Parameters of a design, those that N counts."""
-    return told[design]["num_params"][told["count"].replace("-", "_")]
+def _counted(document: PlanDocument, design: str) -> int:
+    """Returns the parameters of a design, by the convention of N."""
+    return document[design]["num_params"][document["count"].replace("-", "_")]
 
 
-def _short(shape: Told) -> str:
-    """Names a design in a line."""
+def _short(shape: PlanDocument) -> str:
+    """Returns a design in one line."""
     return (
         f"{shape['num_layers']} layers x {shape['hidden_size']:,}, "
         f"{shape['num_q_heads']} heads ({shape['num_kv_heads']} KV), "
@@ -346,7 +356,7 @@ def _short(shape: Told) -> str:
 
 
 def _range(ends: tuple[float, float], form: str) -> str:
-    """Writes an interval; "unknown" where its ends are infinite or too far apart."""
+    """Returns an interval as text; "unknown" if an end is infinite or too far away."""
     low, high = ends
     if not (math.isfinite(low) and math.isfinite(high)) or high > _OPEN * abs(low):
         return "unknown"
@@ -354,4 +364,4 @@ def _range(ends: tuple[float, float], form: str) -> str:
 
 
 _OPEN = 1e8
-"""Ratio of the ends of an interval that leaves everything open."""
+"""Ratio of the ends from which an interval is uninformative."""

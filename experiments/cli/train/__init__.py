@@ -1,4 +1,4 @@
-"""`jaxkv train` and `jaxkv sweep`."""
+"""The commands `jaxkv train` and `jaxkv sweep`."""
 
 __all__ = [
     "command",

@@ -1,4 +1,4 @@
-"""`jaxkv train CONFIG` and `jaxkv sweep CONFIG`: one run, or many, into a folder."""
+"""`jaxkv train CONFIG` and `jaxkv sweep CONFIG`: training runs in a folder."""
 
 import contextlib
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
 from experiments.cli.console import interrupts, terminal
-from experiments.cli.run import Output
+from experiments.cli.run import CommandOutput
 from experiments.framework import Sheet, config_json, units
 from experiments.harness import sweep_tables
 from jaxkv import files, parallel
@@ -27,67 +27,70 @@ from scaling.training import train as training_train
 
 SWEEPS, TRAININGS = family.SWEEPS, family.TRAININGS
 NUM_EVAL_WINDOWS = 1024
-"""Held-out windows that the model of `train` is scored on."""
+"""Held-out windows that score a trained model."""
 MODEL = "model"
-"""Where in the run's folder the trained model lies."""
+"""Subfolder of the trained model in the run's folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What `train` takes beside its config."""
+    """Options of `train` in addition to its config."""
 
-    out: Annotated[Path | None, parsing.without("runs/train-CONFIG")] = None
-    """Folder of the run. A run that is there goes on."""
-    max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
-        math.inf
-    )
-    parallel: Annotated[str | None, parsing.without("as the config says")] = None
-    """How steps are divided over devices, as `jaxkv cost` has it: tp=2,pp=2,dp=2. A CPU
-    counts as many as are asked for. A run goes on under another layout, or in another
-    number of processes: parameters are restored bit for bit, and later losses agree to
-    a relative 2e-3, at a learning rate near divergence to 5e-2."""
-    zero: Annotated[int | None, parsing.without("as the config says")] = None
-    """1: devices that have the same parameters divide the optimizer's moments."""
+    out: Annotated[Path | None, parsing.describe_default("runs/train-CONFIG")] = None
+    """Folder of the run. An existing run is continued."""
+    max_seconds: Annotated[
+        float, parsing.describe_default("no limit", parsing.MAX_SECONDS)
+    ] = math.inf
+    parallel: Annotated[str | None, parsing.describe_default("as in the config")] = None
+    """Parallel layout in the syntax of `jaxkv cost`: tp=2,pp=2,dp=2. A CPU provides as
+    many virtual devices as needed. A run can continue under another layout or number of
+    processes: parameters are restored bit for bit, and later losses agree to a relative
+    2e-3, or 5e-2 at a learning rate near divergence."""
+    zero: Annotated[int | None, parsing.describe_default("as in the config")] = None
+    """ZeRO stage; 1: replicas shard the optimizer's moments."""
     resume: Literal["last", "previous"] = "last"
-    """The checkpoint to go on from: `last` refuses a damaged one; `previous` takes the
-    newest whole one, and removes damaged ones after it."""
+    """Checkpoint to continue from: `last` rejects a damaged one; `previous` takes the
+    newest intact one, and removes damaged ones after it."""
     print_config: bool = False
-    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """What `sweep` takes beside its config."""
+    """Options of `sweep` in addition to its config."""
 
-    out: Annotated[Path | None, parsing.without("runs/sweep-CONFIG")] = None
-    """Folder of the runs. If it holds some of them, the others are made."""
+    out: Annotated[Path | None, parsing.describe_default("runs/sweep-CONFIG")] = None
+    """Folder of the runs. Runs that it already contains are not repeated."""
     executor: Annotated[
-        Literal["local", "ray"] | None, parsing.without("as the config says: local")
+        Literal["local", "ray"] | None,
+        parsing.describe_default("as in the config: local"),
     ] = None
-    """In this process, or on a Ray cluster."""
+    """Run in this process, or on a Ray cluster."""
     mode: Annotated[
-        Literal["auto", "loop", "vmap"] | None, parsing.without("as the config says")
+        Literal["auto", "loop", "vmap"] | None,
+        parsing.describe_default("as in the config"),
     ] = None
-    """Runs of one model one after another or side by side; auto times both."""
-    max_seconds: Annotated[float, parsing.without("no end", parsing.MAX_SECONDS)] = (
-        math.inf
-    )
+    """Run trainings of one model one after another or vectorized; auto times both."""
+    max_seconds: Annotated[
+        float, parsing.describe_default("no limit", parsing.MAX_SECONDS)
+    ] = math.inf
     keep_models: bool = False
     """Keep the trained models."""
     print_config: bool = False
-    """Print the config as JSON, to be changed and passed as CONFIG; run nothing."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
 
 
-def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
-    """Reads a config.
+def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
+    """Returns a shipped config by name, or reads a JSON file.
 
     Args:
-      name: one that ships, or the path of a JSON file, as `--print-config` writes it.
-      config_type: its type.
-      shipped: those that ship.
+      name: name of a shipped config, or path of a JSON file as `--print-config` writes
+        it.
+      config_type: type of the config.
+      shipped: shipped configs by name.
 
     Raises:
-      ValueError: there is neither, or the file holds something else.
+      ValueError: the name is unknown, or the file is invalid.
     """
     if name in shipped:
         return shipped[name]
@@ -98,27 +101,27 @@ def find[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     return config_json.config_loads(config_type, files.read_text(path), name)
 
 
-def _printed(config: Any) -> Output:
+def _printed(config: Any) -> CommandOutput:
     text = config_json.config_dumps(config)
-    return Output(json.loads(text), [], [text])
+    return CommandOutput(json.loads(text), [], [text])
 
 
-def train(name: str, options: TrainOptions) -> Output:
-    """Trains a model, or goes on where its folder stands.
+def train_model(name: str, options: TrainOptions) -> CommandOutput:
+    """Trains a model, or continues the run in its folder.
 
     Args:
-      name: a shipped config, or the path of a JSON file.
-      options: the rest of the command line.
+      name: name of a shipped config, or path of a JSON file.
+      options: options of the command.
 
     Returns:
-      The folder, the losses and the model; status 130 if it was ended early, 143 if
-      by SIGTERM, 75 if by the clock, 1 if it diverged. A process that another one
-      stopped has the status of the first process that was asked to stop.
+      Folder, losses and model. The status is 130 if the run was ended early, 143 after
+      SIGTERM, 75 after the time limit, 1 if it diverged. A process that was stopped by
+      another one has the status of the first process that was asked to stop.
 
     Raises:
-      ValueError: there is no such config, or `training.train` refuses it.
+      ValueError: the config is unknown, or `training.train` rejects it.
     """
-    config = find(name, TrainConfig, TRAININGS)
+    config = find_config(name, TrainConfig, TRAININGS)
     layout = config.how.layout
     if options.parallel is not None:
         layout = parallelism.parse_layout(options.parallel, zero=layout.zero)
@@ -142,8 +145,8 @@ def train(name: str, options: TrainOptions) -> Output:
         per_step = architectures.training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
-        nothing = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
-        last: dict[str, Any] = result.curve[-1] if result.curve else nothing
+        no_step = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
+        last: dict[str, Any] = result.curve[-1] if result.curve else no_step
         document = {
             "out": out,
             "status": result.status,
@@ -172,21 +175,25 @@ def train(name: str, options: TrainOptions) -> Output:
                 document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
-    stopped = bars.status or interrupts.AGAIN
+    stopped = bars.status or interrupts.RESUMABLE
     if result.status == "stopped":
         asked = processes.gather_numbers(bars.status)
-        stopped = bars.status or next(filter(None, asked), interrupts.AGAIN)
+        stopped = bars.status or next(filter(None, asked), interrupts.RESUMABLE)
         why = bars.reason if bars.status else "another process was stopped"
-        lines = [f"{why}; the same command goes on"]
+        lines = [f"{why}; run the same command to continue"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
-    rows = [units.named(key, value) for key, value in document.items() if key != "out"]
+    rows = [
+        units.format_named(key, value)
+        for key, value in document.items()
+        if key != "out"
+    ]
     status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
-    return Output(document, [Sheet("run", ("", ""), rows)], lines, status)
+    return CommandOutput(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 
 def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:
-    """Writes a folder that the engine serves; None for a rival, which it does not."""
+    """Writes a folder for the engine; returns None for unsupported architectures."""
     if not isinstance(config.model, ModelConfig):
         return None
     tokenizer = None
@@ -198,27 +205,27 @@ def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path
         )
     except OSError as error:
         raise ValueError(
-            f"{folder}: cannot be written: {error.strerror or error}; the run is kept, "
-            "and the same command goes on"
+            f"{folder}: cannot be written: {error.strerror or error}; the run is kept: "
+            "run the same command to continue"
         ) from None
     return folder
 
 
-def sweep(name: str, options: SweepOptions) -> Output:
-    """Carries out a sweep, or what its folder lacks.
+def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
+    """Runs a sweep, or the missing runs of its folder.
 
     Args:
-      name: a shipped config, or the path of a JSON file.
-      options: the rest of the command line.
+      name: name of a shipped config, or path of a JSON file.
+      options: options of the command.
 
     Returns:
-      The folder and what is in it; status 130 if it was ended early, 143 if by
-      SIGTERM, 75 if by the clock.
+      Folder and counts. The status is 130 if the sweep was ended early, 143 after
+      SIGTERM, 75 after the time limit.
 
     Raises:
-      ValueError: there is no such config, or `sweep.run_sweep` refuses it.
+      ValueError: the config is unknown, or `sweep.run_sweep` rejects it.
     """
-    config = find(name, SweepConfig, SWEEPS)
+    config = find_config(name, SweepConfig, SWEEPS)
     given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
     config = dataclasses.replace(config, **{x: y for x, y in given.items() if y})
     if options.print_config:
@@ -229,7 +236,7 @@ def sweep(name: str, options: SweepOptions) -> Output:
         return f"interrupted at once; the runs that ended are in {out}"
 
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        outcome = sweep_tables.run(config, out, bars)
+        outcome = sweep_tables.run_sweep(config, out, bars)
     document = {
         "log": outcome.log,
         "completed": outcome.num("done"),
@@ -241,21 +248,21 @@ def sweep(name: str, options: SweepOptions) -> Output:
     }
     lines = [f"log: {out}"]
     if outcome.num("done"):
-        lines = [f"log: {out}; jaxkv fit {out} fits it"]
+        lines = [f"log: {out}; next: jaxkv fit {out}"]
     if outcome.is_stopped:
-        lines.insert(0, f"{bars.reason}; the same command goes on")
+        lines.insert(0, f"{bars.reason}; run the same command to continue")
     status = bars.status if outcome.is_stopped else 0
-    return Output(document, _sheets(document, outcome.records), lines, status)
+    return CommandOutput(document, _sheets(document, outcome.records), lines, status)
 
 
 def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
-    """Counts, and a line for each cell with its best run."""
-    counts = [(name, units.cell(value)) for name, value in document.items()]
+    """Returns counts, and a row for each cell with its best run."""
+    counts = [(name, units.format_number(value)) for name, value in document.items()]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
-        mine = [r for r in records if r["cell"] == cell]
-        done = [r for r in mine if r["status"] == "done"]
-        best = min(done or mine, key=lambda r: r["loss"] or 0.0)
+        selected = [r for r in records if r["cell"] == cell]
+        done = [r for r in selected if r["status"] == "done"]
+        best = min(done or selected, key=lambda r: r["loss"] or 0.0)
         rows.append(
             (
                 f"{best['hidden_size']}",
@@ -263,8 +270,8 @@ def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[She
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
                 f"{best['learning_rate']:.3g}",
-                sweep_tables.cell(mine),
-                f"{len(mine)}",
+                sweep_tables.format_best_loss(selected),
+                f"{len(selected)}",
             )
         )
     rows.sort(key=lambda row: (int(row[0]), float(row[3])))

@@ -1,1 +1,1 @@
-"""Cost check."""
+"""Check of the cost formulas against JAX and XLA."""

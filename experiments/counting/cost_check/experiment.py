@@ -1,10 +1,10 @@
-"""Do the cost formulas count what JAX and XLA count?
+"""Do the cost formulas agree with the counts of JAX and XLA?
 
-Small models of each family that we can run, counted twice: by the formulas, and by what
-is there. Parameters by `jax.eval_shape`; operations by XLA's own analysis of the
-compiled forward pass and gradient; what is kept for the backward pass by the residuals
-of `jax.vjp`. Beside it stands what XLA plans for the compiled gradient, which computes
-some of that again and never holds all at once: no formula claims that number.
+Small models of each family that the project can run are counted twice. Parameters: by
+`jax.eval_shape`. Operations: by XLA's analysis of the compiled forward pass and
+gradient. Bytes kept for the backward pass: by the residuals of `jax.vjp`. The temporary
+bytes that XLA plans for the compiled gradient are listed for comparison: XLA recomputes
+some residuals and never holds all of them at once, so no formula predicts that number.
 """
 
 import dataclasses
@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+)
 from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import transformer
@@ -27,27 +33,31 @@ from scaling.shapes import from_model
 from scaling.training import objectives
 
 _KEPT_SEQUENCE = 256
-"""Tokens of a sequence whose residuals are looked at: more than a tile of attention,
-which keeps the weights of shorter ones."""
+"""Tokens of a sequence whose residuals are counted: more than one attention tile,
+because attention over shorter sequences keeps its weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The models' size; small enough for one tile of attention."""
+    """Size of the models; small enough for one attention tile."""
 
     hidden_size: int = 256
-    """A multiple of 32: eight heads are even."""
+    """A multiple of 32: eight heads of even size."""
     num_layers: int = 2
     """Layers, unrolled."""
     batch: int = 4
     """Sequences."""
     sequence: int = 128
-    """Tokens; at most a tile, as XLA counts the body of a loop once."""
+    """Tokens; at most one tile, because XLA counts a loop body once."""
     families: tuple[str, ...] = ("llama", "qwen2", "qwen3", "gpt2", "opt")
-    """Which models."""
+    """Model families."""
 
     def __post_init__(self) -> None:
-        """Refuses what would not be one tile, or no model."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: the sequence exceeds one tile, or a family is unknown.
+        """
         if self.hidden_size < 32 or self.hidden_size % 32:
             raise ValueError(
                 f"hidden_size={self.hidden_size!r} must be a multiple of 32"
@@ -81,7 +91,7 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Counts every model; ended early, it has those that are done."""
+    """Counts every model; a run that is stopped early has the completed ones."""
     families = progress.track(config.families, "models", "models")
     return [_row(config, family) for family in families]
 
@@ -103,7 +113,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         shape, batch=config.batch, sequence=config.sequence
     )
     listed = residuals.list_residuals(model, number_bytes=4)
-    forward, gradient = (_compiled(model, config, what) for what in ("forward", "grad"))
+    forward, gradient = (_compiled(model, config, kind) for kind in ("forward", "grad"))
     held = jax.tree.leaves(transformer.param_shapes(model))
     more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
@@ -117,27 +127,27 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "kept_bytes": residuals.total_residual_bytes(
             listed, config.batch * _KEPT_SEQUENCE
         ),
-        # The difference of two batches leaves the weights out.
+        # The difference of two batch sizes cancels the weights.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
     }
 
 
-def _compiled(model: ModelConfig, config: Config, what: str) -> Any:
-    """The forward pass, or the gradient of the mean loss, compiled from shapes."""
+def _compiled(model: ModelConfig, config: Config, kind: str) -> Any:
+    """Compiles the forward pass, or the gradient of the mean loss, from shapes."""
 
     def loss(params: Any, windows: Any) -> Any:
         return jnp.mean(objectives.token_losses(params, windows, model=model))
 
-    width = config.sequence + (what == "grad")  # the last token is predicted only
+    width = config.sequence + (kind == "grad")  # the last token is predicted only
     tokens = jax.ShapeDtypeStruct((config.batch, width), jnp.int32)
     forward = functools.partial(transformer.logits, config=model)
-    step = jax.value_and_grad(loss) if what == "grad" else forward
+    step = jax.value_and_grad(loss) if kind == "grad" else forward
     return jax.jit(step).lower(transformer.param_shapes(model), tokens).compile()
 
 
 def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
-    """Bytes that the vjp of the forward pass holds, weights included; runs nothing."""
+    """Returns the bytes that the vjp of the forward pass holds, weights included."""
 
     def pull(params: Any, tokens: Any) -> Any:
         forward = functools.partial(transformer.logits, tokens=tokens, config=model)
@@ -148,16 +158,20 @@ def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
-@beside(__file__).judges
-def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
-    """Holds the formulas against what was counted."""
+@claims_file(__file__).judge
+def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
+    """Compares the formulas with the counts."""
     for row in result:
-        yield ours("parameters", row["params"], published=row["params_jax"], **row)
-        for what in ("forward", "training"):
-            name = f"{what}_flops"
+        yield measured("parameters", row["params"], published=row["params_jax"], **row)
+        for phase in ("forward", "training"):
+            name = f"{phase}_flops"
             counted = row[f"{name}_xla"]
-            yield ours("operations", row[name], published=counted, what=what, **row)
-        yield ours("kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row)
+            yield measured(
+                "operations", row[name], published=counted, phase=phase, **row
+            )
+        yield measured(
+            "kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row
+        )
 
 
 PAIRS = {
@@ -166,32 +180,32 @@ PAIRS = {
     "training": ("training_flops", "training_flops_xla"),
     "kept": ("kept_bytes", "kept_bytes_vjp"),
 }
-"""Formula and count of a row."""
+"""Formula and count of each quantity."""
 
 
-def ratio(row: dict[str, Any], what: str) -> float:
-    """The formula over the count, of one of `PAIRS`."""
-    formula, count = PAIRS[what]
+def formula_over_count(row: dict[str, Any], quantity: str) -> float:
+    """Returns the ratio of formula to count for one of `PAIRS`."""
+    formula, count = PAIRS[quantity]
     return row[formula] / row[count]
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
-    """Puts formulas beside counts."""
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+    """Tabulates formulas and counts."""
     rows = [
         (
             row["family"],
             f"{row['params']:,}",
-            f"{ratio(row, 'forward'):.4f}",
-            f"{ratio(row, 'training'):.4f}",
+            f"{formula_over_count(row, 'forward'):.4f}",
+            f"{formula_over_count(row, 'training'):.4f}",
             f"{row['kept_bytes']:,}",
-            f"{ratio(row, 'kept'):.4f}",
+            f"{formula_over_count(row, 'kept'):.4f}",
             f"{row['xla_temporary_bytes']:,}",
         )
         for row in result
     ]
     heads = ("model", "parameters", "forward", "training", "kept bytes", "kept")
     note = (
-        "Forward, training, kept: the formula over what was counted. Temporary: XLA's "
+        "Forward, training, kept: ratio of formula to count. Temporary bytes: XLA's "
         "plan for the compiled gradient."
     )
     return [Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
@@ -201,23 +215,23 @@ LOOKS = (
     *((systems.BLUE, "o"), (systems.SKY, "s"), (systems.GREEN, "^")),
     *((systems.ORANGE, "D"), (systems.RED, "v"), (systems.PURPLE, "P")),
 )
-"""Colour and marker of the families, in their order."""
+"""Colour and marker of the families, in order."""
 
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the ratios of formula and count."""
+    """Draws the ratio of formula to count."""
     places, off = np.arange(len(PAIRS)), [0.0]
     for i, (row, (color, marker)) in enumerate(zip(result, LOOKS, strict=False)):
         shift = (i - (len(result) - 1) / 2) * 0.14
-        ratios = [100 * ratio(row, what) for what in PAIRS]
+        ratios = [100 * formula_over_count(row, name) for name in PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
-        style.curve(ax, places + shift, ratios, color, row["family"], **look)
+        style.draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
-    style.reference(ax, 100, "equal")
-    ax.set_xticks(places, [NAMES.get(what, what) for what in PAIRS])
-    title = f"The formulas are within {max(off):.1f} % of what XLA counts"
-    style.titled(ax, title, "", "formula / count [%]", ylim=(96, 104))
+    style.draw_reference_line(ax, 100, "equal")
+    ax.set_xticks(places, [NAMES.get(name, name) for name in PAIRS])
+    title = f"The formulas are within {max(off):.1f} % of the counts of XLA"
+    style.set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 
@@ -226,4 +240,4 @@ NAMES = {
     "training": "operations,\ntraining",
     "kept": "bytes kept",
 }
-"""The names of the pairs in the figure, where they are others."""
+"""Labels of the quantities in the figure, if they differ from the keys."""

@@ -1,1 +1,1 @@
-"""Lecture numbers."""
+"""Bounds for numbers on serving that the lectures quote."""

@@ -1,4 +1,4 @@
-"""The figure of the lectures' numbers: latencies, caches and batches."""
+"""Figure of the lectures' numbers: latencies, KV caches and batches."""
 
 import math
 from typing import Any
@@ -6,43 +6,43 @@ from typing import Any
 from experiments.counting.lecture_numbers.bounds import (
     BATCHES,
     CONTEXTS,
-    Growth,
-    Latencies,
+    AttentionGrowth,
+    LatencyBounds,
     Result,
 )
 from experiments.plotting import style
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws latencies, the work of attention, and what a batch does."""
+    """Draws latencies, operations of attention, and intensity by batch size."""
     latencies, growth, intensity = axes
     _latencies(latencies, result.latencies)
     _growth(growth, result.growth)
     _intensity(intensity, result)
 
 
-def _latencies(ax: Any, found: Latencies) -> None:
-    """The quoted latency of every model over the bound, and the bound's share."""
+def _latencies(ax: Any, found: LatencyBounds) -> None:
+    """Draws the quoted latency and the bound of every model, with their ratio."""
     places, shares = range(len(found.model)), []
-    style.curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
-    style.curve(ax, places, found.bound_s, 5, "bound by bandwidth", linestyle="")
+    style.draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
+    style.draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
         at = x, math.sqrt(low * high)
-        style.note(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
+        style.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
     names = [str(name).removeprefix("gpt3-") for name in found.model]
     ax.set_xticks(places, [name.upper() for name in names])
     title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
     title += "of the bandwidth"
     y = f"time of {found.tokens} tokens [s]"
-    style.titled(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 
-def _growth(ax: Any, growth: Growth) -> None:
-    """Operations with a cache and without, of all and of attention alone."""
+def _growth(ax: Any, growth: AttentionGrowth) -> None:
+    """Draws operations with and without a KV cache, in total and of attention."""
     for values, label, name, line in (
         (growth.all_without, "all, without", "without the cache", "-"),
         (growth.scores_without, "attention, without", "without the cache", ":"),
@@ -50,26 +50,26 @@ def _growth(ax: Any, growth: Growth) -> None:
         (growth.scores_with, "attention, with", "with the cache", ":"),
     ):
         look = {"linestyle": line, "markersize": 3}
-        style.curve(ax, growth.length, values, name, f"{label} cache", **look)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
+    style.use_powers_of_two(ax)
     saved = growth.all_without[-1] / growth.all_with[-1]
     title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
     x, y = "tokens generated [tokens]", "operations [FLOP]"
-    style.titled(ax, title, x, y, yscale="log")
+    style.set_labels(ax, title, x, y, yscale="log")
     ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
     ax.legend()
 
 
 def _intensity(ax: Any, result: Result) -> None:
-    """Operations per byte by batch, and the ridge of the device."""
+    """Draws operations per byte by batch size, and the ridge of the device."""
     marks = "osv^"
     for i, context in enumerate(CONTEXTS):
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
-        label = f"{context:,} token{'s' * (context > 1)} kept"
-        style.curve(ax, BATCHES, result.intensity[i], color, label, **look)
-    style.ridge(ax, result.device, result.ridge)
-    style.powers_of_two(ax)
+        label = f"context of {context:,} token{'s' * (context > 1)}"
+        style.draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
+    style.draw_ridge(ax, result.device, result.ridge)
+    style.use_powers_of_two(ax)
     bound = [
         c
         for c, x in zip(CONTEXTS, result.intensity, strict=True)
@@ -77,10 +77,10 @@ def _intensity(ax: Any, result: Result) -> None:
     ]
     title = "Decoding LLaMA-7B by batch"
     if bound:
-        title = f"LLaMA-7B: with {min(bound):,} tokens kept no batch escapes "
-        title += "the memory bound"
+        title = f"LLaMA-7B with {min(bound):,} cached tokens: memory-bound at every "
+        title += "batch size"
     x, y = "batch [sequences]", "intensity [FLOP/byte]"
-    style.titled(ax, title, x, y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])
     ax.legend()

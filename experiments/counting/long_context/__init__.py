@@ -1,1 +1,1 @@
-"""Long context."""
+"""Memory and traffic of a long sequence that is sharded over devices."""

@@ -1,9 +1,9 @@
-"""How do memory and communication grow with a sequence that several devices divide?
+"""How do memory and communication grow with a sequence that is sharded over devices?
 
-The gradient of a training step of one long sequence, by Ulysses, by a ring, by both and
-by one device, compiled from shapes alone for devices that a CPU plays: what a device
-keeps at once, and what it sends for attention. Of two layers of the model: the rest
-does not depend on the sequence.
+The gradient of a training step of one long sequence is compiled from shapes for virtual
+CPU devices: by Ulysses, by ring attention, by both, and on one device. Counted are the
+peak memory of a device and the bytes it sends for attention. Two layers are enough,
+because the traffic of weights does not depend on the sequence length.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from typing import Any
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Record,
-    Table,
+    MeasuredValue,
+    ResultRecord,
+    ResultTable,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
 )
-from experiments.harness import divided_steps
+from experiments.harness import sharded_steps
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import ModelConfig
@@ -29,50 +29,54 @@ from jaxkv.progress import QUIET, Progress
 from scaling.costs import parallelism
 from scaling.training import meshes
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 PANELS = (1, 2)
-ALONE = "one device"
-"""The name of the way that divides nothing."""
+ONE_DEVICE = "one device"
+"""Name of the layout on a single device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model's layers, sequences, and ways to divide them."""
+    """Layers of a model, sequence lengths, and parallel layouts."""
 
     hidden_size: int = 1024
     num_q_heads: int = 16
     num_kv_heads: int = 8
     mlp_size: int = 2816
     vocab_size: int = 257
-    """Bytes: that the logits' memory does not hide the rest."""
+    """Bytes: a small vocabulary, so that logits do not dominate memory."""
     num_layers: int = 2
     sequences: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    """Tokens, ascending."""
+    """Sequence lengths in tokens, ascending."""
     layouts: tuple[str, ...] = ("", "ulysses=8", "ring=8", "ring=4,ulysses=2")
-    """As `jaxkv cost` takes them; of one sequence, so without dp."""
+    """Layouts in the syntax of `jaxkv cost`; one sequence, so without dp."""
 
     def __post_init__(self) -> None:
-        """Refuses what does not divide."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: a layout does not divide a sequence or the model.
+        """
         validation.ascending(self, "sequences", low=2)
         if not self.layouts:
             raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
             layout = parallelism.parse_layout(words)
             if layout.data > 1:
-                raise ValueError(f"{words} divides batches, and there is one sequence")
+                raise ValueError(f"layouts={words!r} must not have dp: one sequence")
             for sequence in self.sequences:
                 meshes.check_trainable(self.shape, layout, sequence_length=sequence)
 
     @property
     def mesh_devices(self) -> int:
-        """As many as a layout asks for at most; a CPU is to count as so many."""
+        """Number of virtual CPU devices: the largest number that a layout needs."""
         return max(
             parallelism.parse_layout(words).num_devices for words in self.layouts
         )
 
     @property
     def shape(self) -> ModelConfig:
-        """The model."""
+        """Config of the model."""
         return ModelConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -94,73 +98,81 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
-    """Sequences and ways to divide them, a row each; all of one device."""
+class SequenceLayouts(ResultTable):
+    """Counts of one device, a row per sequence length and layout."""
 
-    layout: Texts = column("as `jaxkv cost` takes it, or one device")
-    sequence: Ints = column("tokens", form="{:,}")
+    layout: Texts = column("layout in the syntax of `jaxkv cost`, or one device")
+    sequence: Ints = column("tokens of the sequence", form="{:,}")
     kept_bytes: Floats = column(
-        "that it keeps at once beside parameters and gradients", heading="kept"
+        "peak bytes without parameters and gradients", heading="memory"
     )
     attention_bytes: Floats = column(
-        "that it sends for attention, by the formulas", heading="for attention"
+        "bytes sent for attention, by the formulas", heading="for attention"
     )
-    sent_bytes: Floats = column("that it sends in all, by the formulas", heading="sent")
-    found_bytes: Floats = column("by the programs' collectives", heading="found")
+    sent_bytes: Floats = column("bytes sent in total, by the formulas", heading="sent")
+    found_bytes: Floats = column("bytes of the collectives", heading="collectives")
 
 
-class Result(Record):
-    """What was counted."""
+class Result(ResultRecord):
+    """Counts of all programs."""
 
-    ways: Ways = column(
-        "a row for each sequence and layout",
-        heading="a device's part of a training step of one sequence",
-        note="Kept: by XLA's plan of the program's memory. What is sent beside "
-        "attention are gradients of weights, whatever the sequence.",
+    ways: SequenceLayouts = column(
+        "a row per sequence length and layout",
+        heading="one device in a training step of one sequence",
+        note="Memory: XLA's plan for the program. Traffic other than attention is "
+        "that of weight gradients, for any sequence length.",
         prefix="",
     )
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Compiles every layout for every sequence; ended early, those done."""
+    """Compiles every layout and sequence; a stopped run has the completed ones."""
     jobs = [(words, size) for words in config.layouts for size in config.sequences]
     rows = []
     for words, size in progress.track(jobs, "programs", "compiling"):
         layout = parallelism.parse_layout(words)
-        found = divided_steps.counted(config.shape, layout, batch=1, sequence=size)
-        sent = divided_steps.sent(config.shape, layout, batch=1, sequence=size)
+        found = sharded_steps.count_compiled(
+            config.shape, layout, batch=1, sequence=size
+        )
+        sent = sharded_steps.predicted_traffic(
+            config.shape, layout, batch=1, sequence=size
+        )
         both = [(x.scheme, x.forward + x.backward) for x in sent]
         own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)
-        name = words or ALONE
+        name = words or ONE_DEVICE
         rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
-    return Result(Ways.of(rows))
+    return Result(SequenceLayouts.of(rows))
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
-    """Holds the formulas against the programs."""
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
+    """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {name: row[name] for name in ("layout", "sequence")}
-        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+        yield measured(
+            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+        )
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws what a device keeps, and what it sends for attention, by tokens."""
+    """Draws the memory of a device, and the bytes it sends for attention, by tokens."""
     (kept, sent), ways = axes, result.ways
     for name in ways.distinct("layout"):
-        mine = ways.where(layout=name)
-        # The name under which a layout has its colour.
-        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ALONE
-        style.curve(kept, mine.sequence, mine.kept_bytes / 1e9, system, name)
-        if mine.attention_bytes.any():
-            size = mine.attention_bytes / 1e9
-            style.curve(sent, mine.sequence, size, system, name)
+        selected = ways.where(layout=name)
+        # Name of the layout's colour.
+        system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
+        style.draw_curve(
+            kept, selected.sequence, selected.kept_bytes / 1e9, system, name
+        )
+        if selected.attention_bytes.any():
+            size = selected.attention_bytes / 1e9
+            style.draw_curve(sent, selected.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
-    whole = longest.where(layout=ALONE).kept_bytes
-    divided = longest.at(longest.layout != ALONE)
-    titles = ["Memory kept by a device", "Sent by a device for attention"]
+    whole = longest.where(layout=ONE_DEVICE).kept_bytes
+    divided = longest.at(longest.layout != ONE_DEVICE)
+    titles = ["Activation memory of a device", "Bytes sent by a device for attention"]
     if len(divided):
         if len(whole):
             most = whole[0] / divided.kept_bytes.min()
@@ -170,14 +182,14 @@ def plot(axes: Any, result: Result) -> None:
             titles[0] += f"{most:.0f}-fold"
         size = divided.attention_bytes
         names = [divided.layout[size.argmin()], divided.layout[size.argmax()]]
-        titles[1] = f"{names[0]} sends 1/{size.max() / size.min():.0f} of what "
-        titles[1] += f"{names[1]} sends"
+        titles[1] = f"{names[0]} sends 1/{size.max() / size.min():.0f} of the bytes "
+        titles[1] += f"of {names[1]}"
     x = "length of a sequence [1,024 tokens]"
-    labels = ("kept by a device [GB]", "sent by a device [GB]")
+    labels = ("activation memory of a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        style.titled(ax, title, x, y, **log)
+        style.set_labels(ax, title, x, y, **log)
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
-        style.plain_log(ax.yaxis)
+        style.label_log_axis(ax.yaxis)
         ax.legend()

@@ -1,1 +1,1 @@
-"""Parallelism."""
+"""Traffic, memory and operations of a device by kind of parallelism."""

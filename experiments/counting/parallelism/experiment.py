@@ -1,10 +1,10 @@
-"""What does each way to divide a model over devices send, keep and compute?
+"""How much does each kind of parallelism send, store and compute per device?
 
-The gradient of a training step, divided in every way over as many devices, compiled for
-devices that a CPU plays, from shapes alone: what its collectives send, what a device
-holds, what it computes. Beside it stand the formulas of `jaxkv cost`, which were
-derived before there was a program. Programs of one layer and of two say what the whole
-model sends, which is linear in the layers.
+The gradient of a training step is compiled from shapes for virtual CPU devices, with
+every layout over equally many devices. Bytes of collectives, parameters and operations
+of a device are compared with the formulas of `jaxkv cost`, which were derived before
+the programs existed. All counts are linear in the number of layers, so programs of one
+and two layers determine those of the whole model.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Part,
-    Record,
-    Table,
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
 )
-from experiments.framework.table import shown
-from experiments.harness import divided_steps
+from experiments.framework.table import computed_column
+from experiments.harness import sharded_steps
 from experiments.plotting import style, systems
 from jaxkv import validation
 from jaxkv.models import ModelConfig
@@ -35,19 +35,19 @@ from scaling.costs import flops, memory, parallelism
 from scaling.shapes import from_model, published
 from scaling.training import meshes
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model, a batch, and ways to divide both."""
+    """A model, a batch, and parallel layouts."""
 
     model: str = "llama-2-7b"
-    """One of `scaling.shapes.published`, dense."""
+    """Dense model of `scaling.shapes.published`."""
     batch: int = 8
-    """Sequences, over all devices."""
+    """Sequences over all devices."""
     sequence: int = 128
-    """Tokens of each; a tile of attention at most, as XLA counts the body of a loop
+    """Tokens per sequence; at most one attention tile, because XLA counts a loop body
     once."""
     layouts: tuple[str, ...] = (
         "dp=8",
@@ -60,10 +60,15 @@ class Config:
         "tp=2,ulysses=2,dp=2",
         "ring=4,ulysses=2",
     )
-    """As `jaxkv cost` takes them."""
+    """Layouts in the syntax of `jaxkv cost`."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to divide, and layouts that are none."""
+        """Validates the fields.
+
+        Raises:
+          ValueError: there is no layout, or a layout does not divide the model or the
+            batch.
+        """
         validation.at_least(self, "batch")
         validation.within(self, "sequence", low=2, high=128)
         if not self.layouts:
@@ -78,25 +83,25 @@ class Config:
 
     @property
     def mesh_devices(self) -> int:
-        """As many as a layout asks for at most; a CPU is to count as so many."""
+        """Number of virtual CPU devices: the largest number that a layout needs."""
         return max(
             parallelism.parse_layout(words).num_devices for words in self.layouts
         )
 
     def shape(self, num_layers: int) -> ModelConfig:
-        """The model, of so many layers."""
-        told = published.describe(self.model)
-        attention: Any = told.attention
+        """Returns the config of the model with `num_layers` layers."""
+        shape = published.describe(self.model)
+        attention: Any = shape.attention
         return ModelConfig(
-            vocab_size=told.vocab_size,
-            hidden_size=told.hidden_size,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
             num_layers=num_layers,
             num_q_heads=attention.num_q_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            mlp_size=told.mlp_size,
+            mlp_size=shape.mlp_size,
             max_positions=4096,
-            tie_embeddings=told.tie_embeddings,
+            tie_embeddings=shape.tie_embeddings,
         )
 
 
@@ -108,82 +113,83 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
-    """Ways to divide the model, a row each; all but the devices are of one device."""
+class LayoutCosts(ResultTable):
+    """Counts of one device, a row per layout."""
 
-    layout: Texts = column("as `jaxkv cost` takes it")
-    devices: Ints = column("of the mesh")
-    params: Floats = column("parameters that it has, by the formula")
-    params_given: Floats = column("that the programs are given", heading="given")
-    sent_bytes: Floats = column("that it sends in a step, by the formulas")
-    found_bytes: Floats = column("by the programs' collectives", heading="found")
+    layout: Texts = column("layout in the syntax of `jaxkv cost`")
+    devices: Ints = column("devices of the mesh")
+    params: Floats = column("parameters of a device, by the formula")
+    params_given: Floats = column("parameters in the programs", heading="in program")
+    sent_bytes: Floats = column("bytes sent in a step, by the formulas")
+    found_bytes: Floats = column("bytes of the collectives", heading="collectives")
     flops: Floats = column("operations in a step, by the formula")
-    flops_found: Floats = column("that XLA counts", heading="counted")
+    flops_found: Floats = column("operations counted by XLA", heading="counted")
 
     @property
-    @shown(heading="counted / formula", form="{:.3f}")
+    @computed_column(heading="counted / formula", form="{:.3f}")
     def flops_ratio(self) -> np.ndarray:
-        """Operations that XLA counts, over those of the formula."""
+        """Operations that XLA counts, divided by those of the formula."""
         return self.flops_found / self.flops
 
 
-class Parts(Table):
-    """What is sent, kind by kind, by the formulas."""
+class SentBytes(ResultTable):
+    """Bytes sent by kind of parallelism, according to the formulas."""
 
-    layout: Texts = column("as `jaxkv cost` takes it")
-    scheme: Texts = column("of `traffic.Traffic`")
-    forward_bytes: Floats = column("in the forward pass", heading="forward")
-    backward_bytes: Floats = column("in the backward pass", heading="backward")
+    layout: Texts = column("layout in the syntax of `jaxkv cost`")
+    scheme: Texts = column("scheme of `traffic.Traffic`")
+    forward_bytes: Floats = column("bytes of the forward pass", heading="forward")
+    backward_bytes: Floats = column("bytes of the backward pass", heading="backward")
 
 
-class Result(Record):
-    """What was counted."""
+class Result(ResultRecord):
+    """Counts of all programs."""
 
-    ways: Ways = column("a row for each layout")
-    parts: Parts = column("what is sent")
-    num_layers: int = column("of the whole model")
-    model: str = column("whose shape it is")
+    ways: LayoutCosts = column("a row per layout")
+    parts: SentBytes = column("bytes by kind of parallelism")
+    num_layers: int = column("layers of the whole model")
+    model: str = column("name of the model")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Compiles every layout for one layer and for two; ended early, those done."""
+    """Compiles every layout for one and two layers; a stopped run is partial."""
     num_layers = published.describe(config.model).num_layers
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse_layout(words)
         sizes: Any = {"batch": config.batch, "sequence": config.sequence}
         one, two = (
-            divided_steps.counted(config.shape(num), layout, **sizes)[:3]
+            sharded_steps.count_compiled(config.shape(num), layout, **sizes)[:3]
             for num in (1, 2)
         )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         model = config.shape(num_layers)
         shape, sent = (
             from_model.describe_config(model),
-            divided_steps.sent(model, layout, **sizes),
+            sharded_steps.predicted_traffic(model, layout, **sizes),
         )
         formulas = (
             float(sum(memory.max_device_params(shape, layout))),
             sum(each.forward + each.backward for each in sent),
             flops.training_step_flops(shape, **sizes).model / layout.num_devices,
         )
-        told = [x for pair in zip(formulas, whole, strict=True) for x in pair]
-        rows.append((words, layout.num_devices, *told))
+        pairs = [x for pair in zip(formulas, whole, strict=True) for x in pair]
+        rows.append((words, layout.num_devices, *pairs))
         for scheme in dict.fromkeys(each.scheme for each in sent):
-            mine = [each for each in sent if each.scheme == scheme]
+            selected = [each for each in sent if each.scheme == scheme]
             both = (
-                sum(getattr(x, way) for x in mine) for way in ("forward", "backward")
+                sum(getattr(x, phase) for x in selected)
+                for phase in ("forward", "backward")
             )
             parts.append((words, scheme, *both))
-    return Result(Ways.of(rows), Parts.of(parts), num_layers, config.model)
+    return Result(LayoutCosts.of(rows), SentBytes.of(parts), num_layers, config.model)
 
 
-def summary(result: Result) -> list[Part]:
-    """Tables: what a device has, sends and computes; and what it sends for what."""
-    what = f"{result.model}, {result.num_layers} layers"
+def summary(result: Result) -> list[ReportPart]:
+    """Tabulates parameters, traffic and operations of a device, and traffic by kind."""
+    model = f"{result.model}, {result.num_layers} layers"
     return [
         result.ways.sheet(
-            f"a device's part of a training step, {what}",
+            f"one device in a training step, {model}",
             "layout",
             "devices",
             "params",
@@ -191,11 +197,11 @@ def summary(result: Result) -> list[Part]:
             "sent_bytes",
             "found_bytes",
             "flops_ratio",
-            note="Given and found: programs of one layer and of two, and the line "
-            "through both.",
+            note="Parameters and collectives of the program: extrapolated from "
+            "programs of one and two layers.",
         ),
         result.parts.sheet(
-            "what a device sends, by the formulas",
+            "bytes sent by a device, by the formulas",
             "layout",
             "scheme",
             "forward_bytes",
@@ -204,18 +210,20 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
-    """Holds the formulas against the programs."""
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
+    """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {"layout": row["layout"]}
-        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
-        yield ours("params", row["params"], published=row["params_given"], **words)
-        yield ours("flops", row["flops"], published=row["flops_found"], **words)
+        yield measured(
+            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+        )
+        yield measured("params", row["params"], published=row["params_given"], **words)
+        yield measured("flops", row["flops"], published=row["flops_found"], **words)
 
 
 def plot(ax: Any, result: Result) -> None:
-    """Draws what a device sends: the formulas' parts, and what the programs say."""
+    """Draws the bytes a device sends: formulas by kind, and counts of the programs."""
     ways, parts = result.ways, result.parts
     place = {name: number for number, name in enumerate(ways.layout)}
     left = np.zeros(len(place))
@@ -223,25 +231,27 @@ def plot(ax: Any, result: Result) -> None:
         here = parts.where(scheme=scheme)
         rows = [place[name] for name in here.layout]
         size = (here.forward_bytes + here.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "label": scheme} | systems.look(scheme).bar
+        look: Any = {"left": left[rows], "label": scheme} | systems.system_style(
+            scheme
+        ).bar
         ax.barh(rows, size, 0.62, **look)
         left[rows] += size
     found = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
     label = "counted in the compiled program"
-    style.curve(ax, found, [*place.values()], 0, label, **look)
+    style.draw_curve(ax, found, [*place.values()], 0, label, **look)
     for i, value in enumerate(found):
-        style.note(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
+        style.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
     ax.set_yticks([*place.values()], [*place])
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0.1)
     ax.set_xlim(left=0)
     ax.invert_yaxis()
-    title = "What a device sends in a step"
+    title = "Bytes sent by a device in a step"
     if len(found):
         names = ways.layout.tolist()
         least, most = names[int(found.argmin())], names[int(found.argmax())]
         title = f"{least} sends least, {found.min():.1f} GB a step; "
         title += f"{most} sends {found.max() / found.min():.0f} times as much"
-    style.titled(ax, title, "sent by a device in a step [GB]", "")
+    style.set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()

@@ -28,7 +28,7 @@ def _block(ax: Any, picture: Any) -> None:
     title = "One greedy block: guesses that are right, by iteration"
     x, y = "place in the block [tokens]", "iteration [1]"
     if not len(picture):
-        style.titled(ax, title, x, y)
+        style.set_labels(ax, title, x, y)
         return
     tokens, fixed = picture.tokens[:, :MOST_SHOWN], picture.fixed
     place = np.arange(tokens.shape[1])[None, :]
@@ -45,7 +45,7 @@ def _block(ax: Any, picture: Any) -> None:
     num = int(np.argmax(fixed >= tokens.shape[1])) if len(fixed) else 0
     title = f"A block of {tokens.shape[1]} tokens is right for good after {num} "
     title += "iterations"
-    style.titled(ax, title, x, y)
+    style.set_labels(ax, title, x, y)
 
 
 def _steps(ax: Any, blocks: Any) -> None:
@@ -53,7 +53,7 @@ def _steps(ax: Any, blocks: Any) -> None:
     most = 0.0
     for temperature in blocks.distinct("temperature"):
         here, name = blocks.where(temperature=temperature), _kind(temperature)
-        style.curve(ax, here.length, here.steps, name, name)
+        style.draw_curve(ax, here.length, here.steps, name, name)
         most = max(most, float(np.max(here.length / here.steps)))
     title = "Iterations until nothing changes"
     if len(blocks):
@@ -63,7 +63,7 @@ def _steps(ax: Any, blocks: Any) -> None:
         ax.legend()
         title = f"Iterating finds {most:.2f} tokens a step at best"
     x, y = "length of a block [tokens]", "iterations [mean]"
-    style.titled(ax, title, x, y, ylim=(0, None))
+    style.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def _kind(temperature: float) -> str:
@@ -77,14 +77,16 @@ def speeds(ax: Any, found: Mapping[str, Any]) -> None:
         system = name if name in systems.SYSTEMS else (5, 6)[nth % 2]
         look = {"linestyle": ":", "marker": "^"}
         label = f"{name}, tokens a step"
-        style.curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)
-        style.curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
+        style.draw_curve(
+            ax, runs.num_drafts, runs.tokens_per_step, system, label, **look
+        )
+        style.draw_curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
         if len(runs):
             best = max(best, float(np.nanmax(runs.speed)))
-    style.reference(ax, 1, "plain decoding")
+    style.draw_reference_line(ax, 1, "plain decoding")
     title = "Speed of the engine by drafts"
     if any(map(len, found.values())):
         ax.legend()
         title = f"The engine has at best {best:.2f} times the speed of plain decoding"
     x, y = "drafts a step [tokens]", "over plain decoding [ratio]"
-    style.titled(ax, title, x, y, ylim=(0, None))
+    style.set_labels(ax, title, x, y, ylim=(0, None))

@@ -19,8 +19,21 @@ import numpy as np
 
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
-from experiments.framework import Ours, Part, Record, beside, ours
-from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    claims_file,
+    measured,
+)
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
 from experiments.harness import model_shapes
 from experiments.plotting import style
 from jaxkv import validation
@@ -32,7 +45,7 @@ from scaling.corpora import corpora, streams
 from scaling.training import TrainConfig, consistency, objectives, step, train
 from scaling.training.consistency import Consistency, Trajectory
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 BEFORE, AFTER = "as it was", "fine-tuned"
 TOGETHER = 32
 """Blocks that are found at once."""
@@ -99,7 +112,7 @@ CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 PANELS = (2, 2)
 
 
-class Models(Table):
+class Models(ResultTable):
     """The model before and after, a row each."""
 
     model: Texts = column("before or after")
@@ -109,21 +122,21 @@ class Models(Table):
     steps: Floats = column("until a block is found, mean", form="{:.2f}")
 
     @property
-    @shown(heading="tokens a step", form="{:.2f}")
+    @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Of a block, one iteration fixes so many tokens on the average."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was trained, and what came of it."""
 
     models: Models = column("the model before and after")
     runs: on_text.Runs = column("the engine's drafter")
-    trained: Ints = column("steps of training before each report", is_told=False)
+    trained: Ints = column("steps of training before each report", is_reported=False)
     loss: Floats = column(
         "nats of consistency per token of a block, since the report before",
-        is_told=False,
+        is_reported=False,
     )
     num_records: int = column("guesses that were learnt from", heading="guesses")
     train_s: float = column("time spent in training, on the clock")
@@ -136,7 +149,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the model cannot be served, or has no room for so many tokens.
     """
-    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     corpus = corpora.open_corpus(config.corpus)
     records = _records(config, model, corpus, progress)
     learnt = corpus._replace(stream=records)
@@ -280,7 +293,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: the model before and after, and the engine with each."""
     sheets = [
         result.models.sheet("before and after", note=NOTES[0]),
@@ -289,26 +302,26 @@ def summary(result: Result) -> list[Part]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens against plain decoding, and what is gained against CLLM's."""
     runs = result.runs
     if len(runs):
         num = int(runs.num_tokens.sum())
-        yield ours("lossless", runs.num_other.sum(), num=num)
+        yield measured("lossless", runs.num_other.sum(), num=num)
         best = [np.nanmax(runs.where(way=way).speed) for way in (AFTER, BEFORE)]
-        yield ours("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
+        yield measured("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the loss, blocks' tokens a step, and the engine's."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
-    style.curve(loss, result.trained, result.loss, 5, marker="")
+    style.draw_curve(loss, result.trained, result.loss, 5, marker="")
     title, x, y = "Loss of training", "training [steps]", "loss [nats/token]"
     if len(result.loss):
         title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
-    style.titled(loss, title, x, y, ylim=(0, None))
+    style.set_labels(loss, title, x, y, ylim=(0, None))
     models = result.models
     color = style.colors()[5]
     bars = blocks.bar(models.model, models.tokens_per_step, 0.6, color=color)
@@ -317,6 +330,6 @@ def plot(axes: Any, result: Result) -> None:
     blocks.margins(y=0.25)
     length = models.length[0] if len(models) else 0
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
-    style.titled(blocks, title, "", "found [tokens/step]")
+    style.set_labels(blocks, title, "", "found [tokens/step]")
     found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
     drawing.speeds(engine, found)

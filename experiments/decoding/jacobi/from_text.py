@@ -17,15 +17,28 @@ from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import Ours, Part, Sheet, beside, ours
-from experiments.framework.table import Floats, Ints, Record, Table, column, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+)
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultRecord,
+    ResultTable,
+    column,
+    computed_column,
+)
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.models.checkpoints import LoadedModel
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 WAY = "Jacobi"
 
 
@@ -72,7 +85,7 @@ CONFIGS = {
 }
 
 
-class Blocks(Table):
+class Blocks(ResultTable):
     """Blocks of one length."""
 
     length: Ints = column("tokens of a block", heading="tokens")
@@ -87,26 +100,26 @@ class Blocks(Table):
     )
 
     @property
-    @shown(heading="tokens a step", form="{:.2f}")
+    @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Of a block, one iteration fixes so many tokens on the average."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Picture(Table):
+class Picture(ResultTable):
     """How one block is found."""
 
     tokens: Int[np.ndarray, "rows places"] = column("guesses of an iteration")
     fixed: Ints = column("tokens from the first on that are right")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was measured."""
 
     blocks: Blocks = column("blocks, by length")
     picture: Picture = column("one block")
     runs: on_text.Runs = column("the engine's drafter")
-    output_tokens: int = column("of each answer", is_told=False)
+    output_tokens: int = column("of each answer", is_reported=False)
     device: str = column("kind of it")
 
 
@@ -116,7 +129,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the model cannot be served, or has no room for so many tokens.
     """
-    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     cases = [(t, m) for t in config.temperatures for m in config.lengths]
     answers: dict[float, list[list[int]]] = {}
     found = []
@@ -175,7 +188,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: blocks, and the engine."""
     sheets = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
@@ -191,21 +204,21 @@ def drafter_sheet(runs: on_text.Runs, device: str, by: str, *, note: str) -> She
     return runs.sheet(title, by, "num_drafts", *said, note=note)
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds steps and tokens against the theorem, and speeds against others'."""
     found, runs = result.blocks, result.runs
     if len(found):
         num = int(found.num_blocks.sum())
-        yield ours("steps", found.num_late.sum(), num=num)
-        yield ours("progress", found.num_stuck.sum(), num=num)
+        yield measured("steps", found.num_late.sum(), num=num)
+        yield measured("progress", found.num_stuck.sum(), num=num)
     other = sum(int(x.num_other.sum()) for x in (found, runs))
     tokens = int((found.num_blocks * found.length).sum() + runs.num_tokens.sum())
     if tokens:
-        yield ours("lossless", other, num=tokens)
+        yield measured("lossless", other, num=tokens)
     greedy = runs.where(temperature=0.0)
     if len(greedy):
-        yield ours("speed", np.nanmax(greedy.speed), device=result.device)
+        yield measured("speed", np.nanmax(greedy.speed), device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -18,8 +18,15 @@ from jaxtyping import Float
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN
 from experiments.decoding.speculation.theory import Tossed
-from experiments.framework import Ours, Part, Record, beside, column, ours
-from experiments.framework.table import shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+)
+from experiments.framework.table import computed_column
 from experiments.harness import model_shapes, timing
 from experiments.harness.serving import Server
 from jaxkv import validation
@@ -27,7 +34,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Speculation, Synthetic
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 FEW_STEPS = 30
 """Of the case with the fewest; below, nothing is said."""
 
@@ -101,32 +108,32 @@ class Priced(Tossed):
     )
 
     @property
-    @shown(heading="standard errors off", form="{:+.1f}")
+    @computed_column(heading="standard errors off", form="{:+.1f}")
     def errors_off(self) -> np.ndarray:
         """How far, in standard errors of so many steps; 0 where there is no chance."""
         error, off = self.chance_error, self.tokens_per_step - self.expected
         return off / np.where(error > 0, error, np.inf)
 
     @property
-    @shown(heading="step / plain step", form="{:.2f}")
+    @computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a verifying step costs, in plain ones; the median of rounds."""
         return serving.costs(self.step_s, self.plain_s)
 
     @property
-    @shown(heading="times as fast", form="{:.2f}")
+    @computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
         """Tokens a second over those of plain decoding."""
         return self.tokens_per_step / self.cost
 
     @property
-    @shown(heading="by theory", form="{:.2f}")
+    @computed_column(heading="by theory", form="{:.2f}")
     def predicted(self) -> np.ndarray:
         """Tokens by formula over the measured cost."""
         return self.expected / self.cost
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was measured."""
 
     priced: Priced = column("chances and drafts")
@@ -140,7 +147,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: there is no such model, or it has no room for so many tokens.
     """
-    model = model_shapes.load(config.shape, "float32")
+    model = model_shapes.load_benchmark_model(config.shape, "float32")
     longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
     turns = collections.Counter[Server]()
 
@@ -168,8 +175,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return *serving.given(server, num), step_s
 
     rows: list[tuple[Any, ...]] = []
-    words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
-    for num, servers, found in timing.in_turns(
+    words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
+    for num, servers, found in timing.measure_in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):
         plain_s = np.array([step_s for *_, step_s in found[servers[0].name]])
@@ -187,7 +194,7 @@ NOTE = (
 )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """A table of all cases."""
     if not len(result.priced):
         return []
@@ -195,15 +202,15 @@ def summary(result: Result) -> list[Part]:
     return [result.priced.sheet(title, note=NOTE)]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens a step against the formula."""
     priced = result.priced
     if len(priced):
         steps = int(priced.steps.min())
         words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
         words |= {"num": len(priced), "shape": result.shape}
-        yield ours("chance", np.abs(priced.errors_off).max(), **words)
+        yield measured("chance", np.abs(priced.errors_off).max(), **words)
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -36,8 +36,8 @@ def _lengths(ax: Any, runs: Any) -> None:
         if len(here) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        style.curve(ax, here.num_drafts, here.expected, way, **look)
-        style.curve(ax, here.num_drafts, here.tokens_per_step, way, way)
+        style.draw_curve(ax, here.num_drafts, here.expected, way, **look)
+        style.draw_curve(ax, here.num_drafts, here.tokens_per_step, way, way)
         most = float(here.tokens_per_step.max())
         best = (way, most) if most > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
@@ -46,7 +46,7 @@ def _lengths(ax: Any, runs: Any) -> None:
         title = f"Greedy: {best[0]} finds up to {best[1]:.1f} tokens a step"
     ax.legend()
     x, y = "drafts a step [tokens]", "found [tokens/step]"
-    style.titled(ax, title, x, y, ylim=(0, None))
+    style.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def bars(
@@ -66,7 +66,7 @@ def bars(
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
-            look = {"color": systems.look(kinds[i]).color, "edgecolor": "white"}
+            look = {"color": systems.system_style(kinds[i]).color, "edgecolor": "white"}
             look |= {"hatch": "////"} if nth else {}
             drawn = ax.barh(place, values[i], 0.92 * height, **look)
             ax.bar_label(drawn, [f"{values[i]:.2f}"], padding=3)
@@ -78,9 +78,9 @@ def bars(
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(max(len(order), 1) - 0.4, -0.6)
-    style.reference(ax, 1, "plain decoding", along="y")
+    style.draw_reference_line(ax, 1, "plain decoding", along="y")
     ax.margins(x=0.15)
-    style.titled(ax, "One sequence", label, "")
+    style.set_labels(ax, "One sequence", label, "")
     ax.legend()
 
 
@@ -92,15 +92,15 @@ def _batches(ax: Any, runs: Any) -> None:
         (runs.cost, systems.RED, "s", "cost of a step"),
         (runs.speed, systems.BLUE, "o", "speed"),
     ):
-        style.curve(ax, runs.batch, values, color, label, marker=mark)
-    style.reference(ax, 1, "plain decoding")
+        style.draw_curve(ax, runs.batch, values, color, label, marker=mark)
+    style.draw_reference_line(ax, 1, "plain decoding")
     title = "n-gram drafts by batch"
     if len(runs):
-        style.powers_of_two(ax)
+        style.use_powers_of_two(ax)
         title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
         title += "times as fast at every batch"
     x, y = "batch [sequences]", "over plain decoding [ratio]"
-    style.titled(ax, title, x, y, ylim=(0, None))
+    style.set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -113,7 +113,7 @@ def _coins(ax: Any, coins: Any) -> None:
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
         found = here.tokens_per_step
-        style.curve(ax, here.acceptance, found, color, f"{num}", **look)
+        style.draw_curve(ax, here.acceptance, found, color, f"{num}", **look)
         exact = theory.tokens_of(here.acceptance, np.full(len(here), num))
         off += np.abs(found / exact - 1).tolist()
     title = "Tokens a step by acceptance"
@@ -121,7 +121,7 @@ def _coins(ax: Any, coins: Any) -> None:
         ax.legend(title="drafts a step (line: formula)")
         title = f"Drafts accepted by coins meet the formula to {100 * max(off):.1f} %"
     x, y = "acceptance of a draft [share]", "found [tokens/step]"
-    style.titled(ax, title, x, y, ylim=(0, None))
+    style.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
@@ -141,14 +141,14 @@ def draw_priced(axes: Any, priced: Any) -> None:
             here, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
             line, found = getattr(here, theirs), getattr(here, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            style.curve(ax, here.acceptance, line, color, **look)
+            style.draw_curve(ax, here.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
-            style.curve(ax, here.acceptance, found, color, f"{num}", **look)
+            style.draw_curve(ax, here.acceptance, found, color, f"{num}", **look)
             off += np.abs(found / line - 1).tolist()
-        style.reference(ax, 1)
+        style.draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
         x = "acceptance of a draft [share]"
-        style.titled(ax, title, x, y, ylim=(0, None))
+        style.set_labels(ax, title, x, y, ylim=(0, None))
         if len(priced):
             ax.plot([], [], "--", color="0.45", linewidth=1, label="theory")
             ax.legend(title="drafts a step")

@@ -87,7 +87,7 @@ class TextConfig:
         ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
         rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
-        found = prompts.held_out(tokenizer, sizes, asks, rng)
+        found = prompts.cut_held_out_prompts(tokenizer, sizes, asks, rng)
         return [request.tokens for request in found], asks
 
 
@@ -144,8 +144,11 @@ def decode(
             [x.call_s / x.call_steps if x.call_steps else math.nan for _, x in rounds]
         )
 
-    words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
-    for setting, everyone, found in timing.in_turns(
+    words: dict[str, Any] = {
+        "bar_label": "decoding",
+        "case_name": "batch and temperature",
+    }
+    for setting, everyone, found in timing.measure_in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
         plain = found[everyone[0].name]

@@ -22,14 +22,28 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import Tossed
-from experiments.framework import Ours, Part, Record, Sheet, beside, ours
-from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    Sheet,
+    claims_file,
+    measured,
+)
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
 from experiments.harness import model_shapes
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.speculation import Speculation, Synthetic
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
 """Below, nothing is said of speeds, or of chances."""
 LOOKUP, JACOBI = "n-gram", "Jacobi"
@@ -112,17 +126,17 @@ CONFIGS = {
 }
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """Ways to decode, a row for each, and plain decoding of the same batch beside."""
 
     way: Texts = column("of `serving.WAYS`")
     num_drafts: Ints = column("guessed in a step at most", heading="drafts")
     batch: Ints = column("sequences decoded together")
     temperature: Floats = column("0 is greedy")
-    steps: Ints = column("of all sequences, each by itself", is_told=False)
-    emitted: Ints = column("tokens that they gave", is_told=False)
-    drafted: Ints = column("drafts that were fed", is_told=False)
-    first: Ints = column("steps whose first draft was accepted", is_told=False)
+    steps: Ints = column("of all sequences, each by itself", is_reported=False)
+    emitted: Ints = column("tokens that they gave", is_reported=False)
+    drafted: Ints = column("drafts that were fed", is_reported=False)
+    first: Ints = column("steps whose first draft was accepted", is_reported=False)
     step_s: Float[np.ndarray, "rows rounds"] = column(
         "that a step of the batch takes", heading="a step", of=np.median
     )
@@ -135,43 +149,43 @@ class Runs(Table):
     )
 
     @property
-    @shown(heading="drafts a step", form="{:.2f}")
+    @computed_column(heading="drafts a step", form="{:.2f}")
     def drafts_per_step(self) -> np.ndarray:
         """Drafts that were fed, misses of the n-grams counted as none."""
         return self.drafted / self.steps
 
     @property
-    @shown(heading="tokens a step", form="{:.2f}")
+    @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Tokens that a sequence gains in a step."""
         return self.emitted / self.steps
 
     @property
-    @shown(heading="accepted")
+    @computed_column(heading="accepted")
     def accepted_share(self) -> np.ndarray:
         """Of all drafts that were fed."""
         return (self.emitted - self.steps) / np.maximum(self.drafted, 1)
 
     @property
-    @shown(heading="first accepted")
+    @computed_column(heading="first accepted")
     def first_share(self) -> np.ndarray:
         """Steps whose first draft was accepted; it was not where there was none."""
         return self.first / self.steps
 
     @property
-    @shown(heading="by formula", form="{:.2f}")
+    @computed_column(heading="by formula", form="{:.2f}")
     def expected(self) -> np.ndarray:
         """Tokens a step if each draft were accepted like the first, independently."""
         return theory.tokens_of(self.first_share, self.num_drafts)
 
     @property
-    @shown(heading="step / plain step", form="{:.2f}")
+    @computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a step costs, in plain ones; the median of rounds."""
         return serving.costs(self.step_s, self.plain_s)
 
     @property
-    @shown(heading="times as fast", form="{:.2f}")
+    @computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
         """Tokens a second over those of plain decoding."""
         return self.tokens_per_step / self.cost
@@ -181,25 +195,25 @@ class Coins(Tossed):
     """Drafts accepted by tossing coins."""
 
     @property
-    @shown(heading="off", form="{:+.2%}")
+    @computed_column(heading="off", form="{:+.2%}")
     def off(self) -> np.ndarray:
         """How far, as a share."""
         return self.tokens_per_step / self.expected - 1
 
     @property
-    @shown(heading="standard error", form="{:.2%}")
+    @computed_column(heading="standard error", form="{:.2%}")
     def error(self) -> np.ndarray:
         """Of tokens a step, as a share of what they should be, by the formula."""
         return self.chance_error / self.expected
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was measured."""
 
     runs: Runs = column("ways to decode")
     coins: Coins = column("drafts judged by coins")
-    output_tokens: int = column("of each answer", is_told=False)
-    num_drafts: int = column("where ways are compared", is_told=False)
+    output_tokens: int = column("of each answer", is_reported=False)
+    num_drafts: int = column("where ways are compared", is_reported=False)
     device: str = column("kind of it")
 
 
@@ -210,7 +224,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model cannot be served, or has no room for so many tokens.
     """
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
-    model = model_shapes.load_with_text(config.model, max_length=longest)
+    model = model_shapes.load_text_model(config.model, max_length=longest)
     settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
     rows = held_out.decode(config, model, settings, config.cases, progress)
     runs, coins = Runs.of(rows), []
@@ -249,7 +263,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: ways, drafts, batches, and coins."""
     runs, num = result.runs, result.num_drafts
     alone = runs.where(batch=1)
@@ -274,41 +288,41 @@ def summary(result: Result) -> list[Part]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens, formulas and speeds against what was said of them."""
     runs, coins = result.runs, result.coins
     few = result.output_tokens < FEW_TOKENS
     if len(runs):
-        yield ours("lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum()))
+        yield measured("lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum()))
     if len(coins):
         steps = int(coins.steps.min())
         words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
-        yield ours("law", np.abs(coins.off).max(), **words)
+        yield measured("law", np.abs(coins.off).max(), **words)
     for id, formula in (
         ("tokens", theory.tokens_per_step),
         ("operations", theory.operations),
     ):
-        for chance, by_drafts in BOOK.published(id).items():
+        for chance, by_drafts in CLAIMS.published(id).items():
             for num in by_drafts:
                 words = {"acceptance": chance, "drafts": num}
-                yield ours(id, formula(float(chance), int(num)), **words)
+                yield measured(id, formula(float(chance), int(num)), **words)
     alone = runs.where(batch=1, temperature=0.0)
     if len(alone):
         best = alone.at([int(np.nanargmax(alone.speed))])
         words = {"way": best.way[0], "drafts": best.num_drafts[0]}
-        yield ours("speed", best.speed[0], differs=few, **words)
+        yield measured("speed", best.speed[0], differs=few, **words)
     alone = alone.where(num_drafts=result.num_drafts)
     lookup, jacobi = (alone.where(way=way) for way in (LOOKUP, JACOBI))
     if len(lookup):
-        yield ours("lookup", lookup.tokens_per_step[0], device=result.device)
+        yield measured("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):
-        yield ours("jacobi", jacobi.speed[0], device=result.device)
+        yield measured("jacobi", jacobi.speed[0], device=result.device)
     many = runs.at(runs.batch > 1)
     if len(lookup) and len(many):
         most = many.at([int(np.argmax(many.batch))])
         gain = most.speed[0] / lookup.speed[0]
-        yield ours("batch", gain, device=result.device, most=int(most.batch[0]))
+        yield measured("batch", gain, device=result.device, most=int(most.batch[0]))
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -119,7 +119,7 @@ def bounds(
     num_lengths: int = 1,
 ) -> EngineConfig:
     """An engine's, in which nobody lacks a page, nor rows for his drafts."""
-    return model_shapes.bounds(
+    return model_shapes.make_engine_config(
         batch,
         max_length,
         num_pages=batch * -(-(max_length + num_drafts) // 16),

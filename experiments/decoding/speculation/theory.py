@@ -8,8 +8,8 @@ Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Floats, Ints, Table, column
-from experiments.framework.table import shown
+from experiments.framework import Floats, Ints, ResultTable, column
+from experiments.framework.table import computed_column
 
 
 def tokens_per_step(acceptance: float, num_drafts: int) -> float:
@@ -56,22 +56,22 @@ def spread_of(
     return np.array(found)
 
 
-class Tossed(Table):
+class Tossed(ResultTable):
     """Steps whose drafts were accepted with one chance, each by itself."""
 
     acceptance: Floats = column("chance of each draft")
     num_drafts: Ints = column("in a step", heading="drafts")
     steps: Ints = column("that fed as many, of all sequences")
-    emitted: Ints = column("tokens that they gave", is_told=False)
+    emitted: Ints = column("tokens that they gave", is_reported=False)
 
     @property
-    @shown(heading="tokens a step", form="{:.3f}")
+    @computed_column(heading="tokens a step", form="{:.3f}")
     def tokens_per_step(self) -> np.ndarray:
         """As measured."""
         return self.emitted / np.maximum(self.steps, 1)
 
     @property
-    @shown(heading="by formula", form="{:.3f}")
+    @computed_column(heading="by formula", form="{:.3f}")
     def expected(self) -> np.ndarray:
         """As they should be: (1 - a^(g + 1)) / (1 - a)."""
         return tokens_of(self.acceptance, self.num_drafts)

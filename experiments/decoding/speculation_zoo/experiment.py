@@ -21,7 +21,15 @@ import numpy as np
 
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
-from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    Sheet,
+    claims_file,
+    column,
+    measured,
+)
 from experiments.harness import bundled, model_shapes
 from experiments.harness.serving import Server
 from jaxkv import validation
@@ -29,7 +37,7 @@ from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
 from jaxkv.speculation import head_folders
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
 """Below, nothing is said of speeds."""
 PUBLISHED = {
@@ -129,12 +137,12 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was measured."""
 
     ways: on_text.Runs = column("ways to decode, one sequence alone")
     adaptive: on_text.Runs = column("lengths that adapt, by batch")
-    output_tokens: int = column("of each answer", is_told=False)
+    output_tokens: int = column("of each answer", is_reported=False)
     device: str = column("kind of it")
 
 
@@ -145,13 +153,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model cannot be served, has no room for so many tokens, or no
         heads that a way needs.
     """
-    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     draft = None
     if config.draft:
-        draft = model_shapes.load_with_text(config.draft, max_length=config.max_length)
+        draft = model_shapes.load_text_model(config.draft, max_length=config.max_length)
     heads = {
         kind: head_folders.load_heads(
-            bundled.heads_of(config.model, kind), model.config, dtype="float32"
+            bundled.find_heads_folder(config.model, kind), model.config, dtype="float32"
         )
         for kind in head_folders.KINDS
         if any(
@@ -188,7 +196,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: ways, and lengths that adapt."""
     said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
     same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
@@ -203,8 +211,8 @@ def summary(result: Result) -> list[Part]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds tokens, acceptance and speeds against what was said of them."""
     ways, adaptive = result.ways, result.adaptive
     few = result.output_tokens < FEW_TOKENS
@@ -213,14 +221,14 @@ def claims(result: Result) -> Iterator[Ours]:
         for name in ("num_other", "num_tokens")
     )
     if total:
-        yield ours("lossless", other, num=total)
+        yield measured("lossless", other, num=total)
     if len(adaptive):
         speeds = adaptive.speed
-        yield ours("mean", np.exp(np.log(speeds).mean()), differs=few)
+        yield measured("mean", np.exp(np.log(speeds).mean()), differs=few)
         worst = adaptive.at([int(np.argmin(speeds))])
         words: dict[str, Any] = {"way": worst.way[0], "batch": int(worst.batch[0])}
         words["temperature"] = worst.temperature[0]
-        yield ours("worst", worst.speed[0], differs=few, **words)
+        yield measured("worst", worst.speed[0], differs=few, **words)
     drafters = ("EAGLE", "draft model")
     trained = ways.at(np.array([way.startswith(drafters) for way in ways.way], bool))
     sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
@@ -228,17 +236,17 @@ def claims(result: Result) -> Iterator[Ours]:
         best = sure.at([int(np.argmax(sure.speed))])
         words = {"way": best.way[0], "drafts": int(best.num_drafts[0])}
         words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
-        yield ours("pair", best.speed[0], differs=few, **words)
+        yield measured("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
     for method, way in PUBLISHED.items():
         here = greedy.where(way=way)
         if len(here):
             most = float(here.tokens_per_step.max())
-            yield ours("tokens", most, method=method, device=result.device)
+            yield measured("tokens", most, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):
         gain = tree.tokens_per_step.max() / chain.tokens_per_step.max()
-        yield ours("trees", gain, device=result.device)
+        yield measured("trees", gain, device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:

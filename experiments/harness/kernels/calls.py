@@ -1,4 +1,4 @@
-"""A kernel call on a shape, ready to be checked and timed, and its implementation."""
+"""A kernel call on a shape that can be checked and timed, and its implementation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,22 +8,23 @@ import jax
 from pallas_kernels.bench import AttentionProblem, GroupedProblem, Timing
 
 MAX_ERROR = {"float32": 2e-3, "bfloat16": 1e-2, "float16": 1e-2}
-"""Largest error, by type, with which an answer counts as one."""
+"""Largest relative error of a correct result, by type."""
 
 
-class Run(NamedTuple):
-    """An implementation on a shape.
+class KernelRun(NamedTuple):
+    """An implementation, prepared for a shape.
 
     Attributes:
       call: makes call number i; returns arrays to wait for.
-      error: how far a result is from the right one, as `Problem.error` says it.
-      measure: gives the times of calls made elsewhere; None where `call` is timed here.
-      plan: makes what `call` was given ready, once a step for all layers, and is timed
-        apart; None where there is nothing to prepare.
-      merge: puts arrays together as `call` does when its kernel is done, and is timed
-        apart, too; None where there is nothing to merge.
-      plan_s: seconds of a plan that was timed elsewhere.
-      how: the way it was done, where there are several.
+      error: returns the error of a result, as defined by `Problem.error`.
+      measure: returns the timing of calls in another process; None if `call` is timed
+        here.
+      plan: prepares the arguments of `call`, once per step for all layers, and is timed
+        separately; None without preparation.
+      merge: merges partial results as `call` does after its kernel, and is timed
+        separately; None without a merge.
+      plan_s: seconds of a plan that was timed in another process.
+      how: name of the variant, if there are several.
     """
 
     call: Callable[[int], Any]
@@ -36,18 +37,18 @@ class Run(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """Something that is timed.
+    """An implementation to be timed.
 
     Attributes:
-      name: as rows give it.
-      is_peer: whether it is held against ours.
-      prepare: makes a run; refuses with a ValueError that says why.
-      share: of the time, which it may use alone.
+      name: name in tables.
+      is_peer: True for a peer, False for a kernel of this project.
+      prepare: makes a run; raises ValueError with the reason if it cannot.
+      share: largest share of the total time.
     """
 
     name: str
     is_peer: bool
-    prepare: Callable[[Any], Run]
+    prepare: Callable[[Any], KernelRun]
     share: float = 1.0
 
 
@@ -55,11 +56,11 @@ def make_run(
     problem: AttentionProblem | GroupedProblem,
     function: Callable[..., Any],
     turns: Sequence[tuple[Any, ...]],
-) -> Run:
-    """Makes a run of a function that is jitted, and of its arguments in every turn."""
+) -> KernelRun:
+    """Makes a run of a function, which is jitted, with the arguments of every turn."""
     jitted = jax.jit(function)
 
     def call(index: int) -> jax.Array:
         return jitted(*turns[index % len(turns)])
 
-    return Run(call, lambda: problem.error(call(0)))
+    return KernelRun(call, lambda: problem.error(call(0)))

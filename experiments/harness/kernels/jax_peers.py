@@ -1,6 +1,6 @@
-"""jax's own ways to attend, with pages and without, and to multiply groups of rows.
+"""Attention and grouped matrix products of JAX itself, as peers.
 
-Bringing keys and values into the layout that each asks for is not timed.
+Converting keys and values to the layout of a peer is not timed.
 """
 
 import functools
@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness.kernels import calls
-from experiments.harness.kernels.calls import Run
+from experiments.harness.kernels.calls import KernelRun
 from pallas_kernels import devices
 from pallas_kernels.bench import AttentionProblem, GroupedProblem, Spec
 
 MAX_BYTES = 12_000_000_000
-"""Scores, or products of all rows with all experts, that a peer may have to hold."""
+"""Largest intermediate array of a peer: scores, or products of all rows with all
+experts."""
 
 
-def gather_and_sum(problem: AttentionProblem) -> Run:
-    """Gathers all pages of all sequences and sums, as one would write it."""
+def gather_and_sum(problem: AttentionProblem) -> KernelRun:
+    """Gathers all pages of all sequences and attends with plain operations."""
     spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
     _limit_scores(spec, length)
     shape = (spec.batch, length, spec.heads.kv_heads, -1)
@@ -37,8 +38,8 @@ def gather_and_sum(problem: AttentionProblem) -> Run:
     return calls.make_run(problem, attend, turns)
 
 
-def contiguous(implementation: Any, problem: AttentionProblem) -> Run:
-    """`jax.nn.dot_product_attention` on keys and values without pages."""
+def contiguous(implementation: Any, problem: AttentionProblem) -> KernelRun:
+    """`jax.nn.dot_product_attention` on contiguous keys and values."""
     spec, heads = problem.spec, problem.spec.heads
     length = int(problem.lengths().max())
     if implementation == "xla":
@@ -66,24 +67,24 @@ def contiguous(implementation: Any, problem: AttentionProblem) -> Run:
     return calls.make_run(problem, attend, _without_pages(problem, length, 2, mask))
 
 
-def head_major(problem: AttentionProblem) -> Run:
-    """Two products on keys and values without pages, each head's side by side."""
+def head_major(problem: AttentionProblem) -> KernelRun:
+    """Attention by two matrix products on contiguous keys and values, head-major."""
     spec, length = problem.spec, int(problem.lengths().max())
     _limit_scores(spec, length)
     seen = _seen(problem, length)
-    # Where all of them see all there is, nobody would ask.
+    # No mask if every row sees all positions.
     mask = [] if seen.all() else [jnp.asarray(seen)]
     attend = functools.partial(_sum, spec, "bhsd")
     return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
 
-def triton(problem: AttentionProblem) -> Run:
-    """The paged attention of jax itself, deprecated: pages lie head after head."""
+def triton(problem: AttentionProblem) -> KernelRun:
+    """Deprecated paged attention of JAX (Triton), with head-major pages."""
     spec = problem.spec
     _ask_for_gpu("Triton needs a GPU")
     if spec.rows > 1:
-        raise ValueError("one row a sequence is all it takes")
-    # Not imported by name: it is a peer here, as another framework would be.
+        raise ValueError("needs one row per sequence")
+    # Imported by a string: it is a peer, like another framework.
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
     k, v = (
         jnp.nan_to_num(x).swapaxes(0, 1) for x in (problem.k_pages, problem.v_pages)
@@ -91,7 +92,7 @@ def triton(problem: AttentionProblem) -> Run:
     lengths = jnp.asarray(problem.lengths(), jnp.int32)
     scale = spec.heads.head_dim**-0.5
     tables = _within(problem)
-    # Tables must be whole splits.
+    # Table lengths must be multiples of the split.
     tables = jnp.pad(tables, [(0, 0), (0, 0), (0, -tables.shape[2] % 16)])
 
     def attend(q, k, v, page_ids):
@@ -102,18 +103,20 @@ def triton(problem: AttentionProblem) -> Run:
     return calls.make_run(problem, attend, turns)
 
 
-def multiply(function: Callable[..., Any], problem: GroupedProblem) -> Run:
-    """Makes a run of a function of rows, weights and sizes."""
+def run_grouped_matmul(
+    function: Callable[..., Any], problem: GroupedProblem
+) -> KernelRun:
+    """Prepares a grouped matrix product, `function(rows, weights, group_sizes)`."""
     turns = [(problem.x, problem.w, sizes) for sizes in problem.group_sizes]
     return calls.make_run(problem, function, turns)
 
 
-def all_experts(problem: GroupedProblem) -> Run:
-    """Every row at every expert, and then the one that was asked for."""
+def all_experts(problem: GroupedProblem) -> KernelRun:
+    """Multiplies every row with every expert, and selects that of its own expert."""
     spec = problem.spec
     product_bytes = spec.experts.groups * problem.x.nbytes * spec.columns // spec.width
     if product_bytes > MAX_BYTES:
-        raise ValueError(f"{product_bytes=} are more than {MAX_BYTES}")
+        raise ValueError(f"{product_bytes=} must be at most {MAX_BYTES}")
 
     def by_all(x, w, group_sizes):
         row, ends = jnp.arange(x.shape[0]), jnp.cumsum(group_sizes)
@@ -121,11 +124,11 @@ def all_experts(problem: GroupedProblem) -> Run:
         everywhere = jnp.einsum("ri,gio->gro", x, w)
         return jnp.take_along_axis(everywhere, group[None, :, None], axis=0)[0]
 
-    return multiply(by_all, problem)
+    return run_grouped_matmul(by_all, problem)
 
 
-def ragged_dot(problem: GroupedProblem) -> Run:
-    """The example of jax itself, in Mosaic too, with sizes of its own list."""
+def ragged_dot(problem: GroupedProblem) -> KernelRun:
+    """Example kernel of JAX, in Mosaic GPU as well, with its own block sizes."""
     spec = problem.spec
     _ask_for_gpu("its kernel needs a GPU")
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
@@ -143,7 +146,7 @@ def ragged_dot(problem: GroupedProblem) -> Run:
             grid_block_n=8 if spec.columns % (8 * 128) == 0 else 1,
         )
 
-    return multiply(in_blocks, problem)
+    return run_grouped_matmul(in_blocks, problem)
 
 
 def _ask_for_gpu(why: str) -> None:
@@ -154,13 +157,13 @@ def _ask_for_gpu(why: str) -> None:
 def _limit_scores(spec: Spec, length: int) -> None:
     score_bytes = 4 * spec.batch * spec.rows * spec.heads.q_heads * length
     if score_bytes > MAX_BYTES:
-        raise ValueError(f"{score_bytes=} of scores are more than {MAX_BYTES}")
+        raise ValueError(f"{score_bytes=} must be at most {MAX_BYTES}")
 
 
 def _sum(
     spec: Spec, order: str, q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array
 ) -> jax.Array:
-    """Attends to keys and values whose axes lie in an order, letters of `einsum`."""
+    """Computes attention for keys and values with axes in the order `order`."""
     heads = spec.heads
     q = q.reshape(spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
     scores = jnp.einsum(f"bthgd,{order}->bhgts", q, k).astype(jnp.float32)
@@ -175,13 +178,13 @@ def _sum(
 def _without_pages(
     problem: AttentionProblem, length: int, head_axis: int, mask: list[jax.Array]
 ) -> list[tuple[jax.Array, ...]]:
-    """Turns over keys and values side by side, their heads on an axis, and a mask."""
+    """Returns the arguments of all turns, with contiguous keys, values and a mask."""
     spec, num_heads = problem.spec, problem.spec.heads.kv_heads
     middle = (num_heads, -1) if head_axis == 1 else (-1, num_heads)
 
     @jax.jit
     def lay_out(pages, page_ids):
-        # Heads stand on axis 2, between pages and their places.
+        # Heads are axis 2, between pages and positions within a page.
         found = jnp.nan_to_num(pages)[page_ids].swapaxes(head_axis, head_axis + 1)
         found = found.reshape(spec.batch, *middle, spec.heads.head_dim)
         return jax.lax.slice_in_dim(found, 0, length, axis=3 - head_axis)
@@ -194,12 +197,12 @@ def _without_pages(
 
 
 def _seen(problem: AttentionProblem, length: int) -> np.ndarray:
-    """Which places each row sees: `[batch, rows, length]`."""
+    """Returns the mask of visible positions per row: `[batch, rows, length]`."""
     spec = problem.spec
     every = range(spec.batch)
     return np.stack([problem.seen(i, np.arange(spec.rows), length) for i in every])
 
 
 def _within(problem: AttentionProblem) -> jax.Array:
-    """The tables with a page of the pool in every place."""
+    """Returns the page tables with ids clipped to the pool."""
     return jnp.minimum(problem.page_ids, problem.k_pages.shape[0] - 1)

@@ -1,7 +1,6 @@
-"""All implementations of a shape: ours by every name of the public calls, and jax's.
+"""All implementations for a shape: kernels of this project, and peers in JAX.
 
-Those of other frameworks run in processes of their own, and only `bench kernels` has
-them.
+Peers in other frameworks run in separate processes, only in `bench kernels`.
 """
 
 import functools
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.harness.kernels import calls, jax_peers
-from experiments.harness.kernels.calls import Implementation, Run
+from experiments.harness.kernels.calls import Implementation, KernelRun
 from pallas_kernels import row_packing
 from pallas_kernels.bench import (
     AttentionProblem,
@@ -29,22 +28,24 @@ from pallas_kernels.paged_attention import api, dispatch, merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 
 
-def of(spec: Spec | GroupedSpec) -> list[Implementation]:
-    """All that do the work of a spec here, ours first."""
+def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
+    """Returns all implementations for a spec, those of this project first."""
     if spec.kind == "grouped":
         peers = {
-            "XLA ragged_dot": functools.partial(jax_peers.multiply, lax.ragged_dot),
+            "XLA ragged_dot": functools.partial(
+                jax_peers.run_grouped_matmul, lax.ragged_dot
+            ),
             "XLA all experts": jax_peers.all_experts,
             "Pallas ragged_dot": jax_peers.ragged_dot,
         }
-        return _everyone(grouped_api.GroupedImplementation, _multiply, peers)
-    if spec.kind == "copy":  # XLA's own way is our reference
-        return _everyone(copy.CopyImplementation, _copy, {})
-    return of_attention()
+        return _implementations(grouped_api.GroupedImplementation, _multiply, peers)
+    if spec.kind == "copy":  # XLA's copy is the reference implementation
+        return _implementations(copy.CopyImplementation, _copy, {})
+    return attention_implementations()
 
 
-def of_attention() -> list[Implementation]:
-    """All that attend to pages, ours first."""
+def attention_implementations() -> list[Implementation]:
+    """Returns all implementations of paged attention, those of this project first."""
     peers = {
         "XLA gather": jax_peers.gather_and_sum,
         "XLA contiguous": functools.partial(jax_peers.contiguous, "xla"),
@@ -52,22 +53,24 @@ def of_attention() -> list[Implementation]:
         "cuDNN contiguous": functools.partial(jax_peers.contiguous, "cudnn"),
         "Pallas Triton": jax_peers.triton,
     }
-    return _everyone(api.AttentionImplementation, _attend, peers)
+    return _implementations(api.AttentionImplementation, _attend, peers)
 
 
-def _everyone(
+def _implementations(
     names: typing.TypeAliasType,
-    ours: Callable[[Any, Any], Run],
-    peers: dict[str, Callable[[Any], Run]],
+    own: Callable[[Any, Any], KernelRun],
+    peers: dict[str, Callable[[Any], KernelRun]],
 ) -> list[Implementation]:
-    """Ours under every name of a literal, then peers."""
-    mine = {x: functools.partial(ours, x) for x in typing.get_args(names.__value__)}
-    everyone = mine | peers
-    return [Implementation(x, x in peers, call) for x, call in everyone.items()]
+    """Returns the implementations of a literal type, then the peers."""
+    own_implementations = {
+        x: functools.partial(own, x) for x in typing.get_args(names.__value__)
+    }
+    implementations = own_implementations | peers
+    return [Implementation(x, x in peers, call) for x, call in implementations.items()]
 
 
-def _attend(name: Any, problem: AttentionProblem) -> Run:
-    """The plan, where there is one, is made before."""
+def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
+    """Prepares paged attention; a plan, if there is one, is made in advance."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
     )
@@ -87,7 +90,7 @@ def _attend(name: Any, problem: AttentionProblem) -> Run:
         ).out
 
     def plan_anew(index: int) -> Any:
-        # It knows lengths and no pages: the same for all turns.
+        # A plan depends on lengths and not on page ids: equal for all turns.
         return make_plan(problem.page_ids[0], *rows, trees)
 
     plan, pages = plan_anew(0), (problem.k_pages, problem.v_pages)
@@ -98,20 +101,22 @@ def _attend(name: Any, problem: AttentionProblem) -> Run:
     run = calls.make_run(problem, attend, turns)
     if plan is None:
         return run
-    # That of rows of slots with few of them; others leave nothing to merge.
-    merge = None if plan.few is None else merge_alone(problem, plan.few, plan.tiling)
+    # Only the kernel for few rows per slot has partial results to merge.
+    merge = (
+        None if plan.few is None else make_merge_call(problem, plan.few, plan.tiling)
+    )
     return run._replace(plan=plan_anew, merge=merge)
 
 
-def merge_alone(
+def make_merge_call(
     problem: AttentionProblem, plan: DecodePlan, tilings: dispatch.KernelTilings
 ) -> Callable[[int], Any]:
-    """Makes a call that merges states of the shapes that the decode kernel leaves.
+    """Returns a call that merges random partial results of the decode kernel's shapes.
 
     Args:
-      problem: what is attended to.
-      plan: made for it.
-      tilings: it is made with that of decode.
+      problem: attention problem.
+      plan: decode plan of the problem.
+      tilings: tilings; the decode tiling is used.
     """
     heads, tiling = problem.spec.heads, tilings.decode
     blocks = jax.eval_shape(
@@ -132,8 +137,8 @@ def merge_alone(
     return lambda index: merge(states, plan.schedule.ends, plan.packing)
 
 
-def _copy(name: Any, problem: CopyProblem) -> Run:
-    """Copies in place: every call takes the pages that the last one left."""
+def _copy(name: Any, problem: CopyProblem) -> KernelRun:
+    """Prepares copies in place: every call gets the pages of the previous one."""
     jitted = jax.jit(
         lambda pages, source, target: copy.copy_pages(
             pages, source, target, disjoint=True, implementation=name
@@ -151,11 +156,11 @@ def _copy(name: Any, problem: CopyProblem) -> Run:
         wanted = problem.pages.at[problem.target].set(problem.pages[problem.source])
         return 0.0 if bool(jnp.all(wanted == pages[0])) else float("nan")
 
-    return Run(call, error)
+    return KernelRun(call, error)
 
 
-def _multiply(name: Any, problem: GroupedProblem) -> Run:
-    """Cutting rows into blocks is part of the call."""
+def _multiply(name: Any, problem: GroupedProblem) -> KernelRun:
+    """Prepares grouped products; grouping rows into blocks is part of the call."""
     grouped_api.choose_grouped_matmul(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_api.grouped_matmul, implementation=name)
-    return jax_peers.multiply(function, problem)
+    return jax_peers.run_grouped_matmul(function, problem)

@@ -19,8 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours, report
-from experiments.framework.table import Record, column
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    report,
+)
+from experiments.framework.table import ResultRecord, column
 from experiments.harness import model_shapes
 from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps
@@ -30,7 +37,7 @@ from jaxkv.progress import QUIET, Progress
 
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Limits, and cost model."""
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 PANELS, PANEL_SIZE_INCHES = (4, 2), (3.4, 3.3)
 
@@ -62,7 +69,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All sweeps, and the lectures' pictures."""
 
     limits: Speeds = column("of `SYSTEMS`, by the longest output; of no load if served")
@@ -80,7 +87,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates all of it, or serves what can be served here."""
     model, limits, where = None, config.limits, config.cost
     if config.model:
-        model = model_shapes.load_with_text(config.model, max_length=config.longest)
+        model = model_shapes.load_text_model(config.model, max_length=config.longest)
         limits, where = (), jax.devices()[0].device_kind
     static, other = sweeps.simulate(config, progress, sweeps=model is None)
     if model:
@@ -100,18 +107,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges them all; what was not swept has none."""
     for name, times, drawn in (
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
-        yield ours("cells", lectures.num_equal(times, drawn), name=name)
+        yield measured("cells", lectures.num_equal(times, drawn), name=name)
     batches = lectures.batches(result.continuous_requests)[: len(lectures.BATCHES)]
     equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
-    yield ours("iterations", equal, batches=", then ".join(batches))
-    yield ours("joined", lectures.num_joined(result.static_requests))
+    yield measured("iterations", equal, batches=", then ".join(batches))
+    yield measured("joined", lectures.num_joined(result.static_requests))
     swept = result.limits
     if swept.value.size:
         static, continuous, paged = swept.means
@@ -123,23 +130,25 @@ def claims(result: Result) -> Iterator[Ours]:
             for z in (gain, more)
         )
         longest = swept.value[-1]
-        yield ours("never_slower", gain.min(), gains=gains)
-        yield ours("growth", np.diff(gain).min())
-        yield ours("about_the_same", gain[0])
-        yield ours("continuous", gain[-1], longest=longest)
-        yield ours("paged", paged[-1] / static[-1], longest=longest)
-        yield ours("doubled", more.min(), pages=pages)
+        yield measured("never_slower", gain.min(), gains=gains)
+        yield measured("growth", np.diff(gain).min())
+        yield measured("about_the_same", gain[0])
+        yield measured("continuous", gain[-1], longest=longest)
+        yield measured("paged", paged[-1] / static[-1], longest=longest)
+        yield measured("doubled", more.min(), pages=pages)
     found, uneven = result.clients, result.deviations
     if len(found):
         most, rates, took_s = found.clients[-1], found.tokens_per_s, found.s_per_token
         fastest = found.clients[took_s.argmin()]
-        yield ours("alone", fastest, most=most, times=took_s[-1] / took_s[0])
+        yield measured("alone", fastest, most=most, times=took_s[-1] / took_s[0])
         known = np.isfinite(rates).any()
         best = found.clients[np.nanargmax(rates)] if known else np.nan
-        yield ours("largest", best, published=float(most), times=rates[-1] / rates[0])
+        yield measured(
+            "largest", best, published=float(most), times=rates[-1] / rates[0]
+        )
     if uneven.value[0] == 0:
         fewer = (uneven.steps[0, 0] / uneven.steps[1, 0]).mean()
-        yield ours("equal", fewer, differs=not result.limits.value.size)
+        yield measured("equal", fewer, differs=not result.limits.value.size)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -156,7 +165,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Shows the pictures as tables, and the sweeps."""
     found = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
@@ -203,12 +212,12 @@ def plot(axes: Any, result: Result) -> None:
         # Speeds over that of static batching, and those published of the ends.
         gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
         for i, name in enumerate(NAMES[1:], 1):
-            style.curve(gain, limits.value, gains[i], name, name)
+            style.draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
-            look["marker"] = systems.look(name).marker
-            theirs, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
-            style.curve(gain, [longest], theirs, "published", label, **look)
-        style.reference(gain, 1)
+            look["marker"] = systems.system_style(name).marker
+            theirs, label = [CLAIMS.published(SYSTEMS[i])], f"published, {name}"
+            style.draw_curve(gain, [longest], theirs, "published", label, **look)
+        style.draw_reference_line(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
         gain.legend()
         title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
@@ -218,7 +227,7 @@ def plot(axes: Any, result: Result) -> None:
         gain.set_title(f"Up to {title}")
     for ax in (rate, gain):
         if limits.value.size:
-            style.powers_of_two(ax)
+            style.use_powers_of_two(ax)
             ax.set(xticks=limits.value, xlabel="limit of outputs [tokens]")
         else:
             ax.remove()
@@ -235,26 +244,28 @@ def plot(axes: Any, result: Result) -> None:
 def _draw_speeds(ax: Any, found: Speeds) -> None:
     rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
-        style.curve(ax, found.value, mean, name, name)
+        style.draw_curve(ax, found.value, mean, name, name)
         if seeds.shape[1] > 1:
             low, high = seeds.min(axis=1), seeds.max(axis=1)
-            style.band(ax, found.value, low, high, systems.look(name).color, 0.2)
+            style.shade_band(
+                ax, found.value, low, high, systems.system_style(name).color, 0.2
+            )
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
 
 
 def _draw_clients(ax: Any, found: Latencies) -> None:
     token_ms = 1e3 * found.s_per_token
-    style.curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
+    style.draw_curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
     rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]
     for clients, *at in rows:
-        style.note(ax, str(clients), at, (6, -4), va="top")
+        style.annotate(ax, str(clients), at, (6, -4), va="top")
     title = "Requests served together"
     if rows:
         (few, slow, less), (many, fast, more) = rows[0], rows[-1]
         title = f"{many} requests together: {more / less:.0f} times the throughput of "
         title += f"{few}, {fast / slow:.2f} times the latency"
     x, y = "time of a token, points: requests [ms]", "throughput [tokens/s]"
-    style.titled(ax, title, x, y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.margins(x=0.1, y=0.12)

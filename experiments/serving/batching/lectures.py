@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import Ints, Table, column
+from experiments.framework import Ints, ResultTable, column
 from experiments.plotting import boxes, style
 from jaxkv.workloads import arrivals
 
@@ -45,7 +45,7 @@ _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
 R5 during the second."""
 
 
-class Times(Table):
+class Times(ResultTable):
     """When requests drew tokens, in iterations from 1: a row for each."""
 
     first: Ints = column("the first token")
@@ -158,7 +158,7 @@ _NAMES[WAITS] = "waits"
 def _fill(kind: int) -> dict[str, Any]:
     """The colour and hatch of a kind of cell."""
     palette = style.colors()
-    fills = {PROMPT: palette[4], TOKEN: boxes.pale(palette[5]), END: palette[6]}
+    fills = {PROMPT: palette[4], TOKEN: boxes.lighten(palette[5]), END: palette[6]}
     look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
     waits = {"facecolor": "white", "edgecolor": "0.7", "hatch": "/////"}
     return waits if kind == WAITS else look
@@ -172,13 +172,13 @@ def _key(ax: Any, kinds: tuple[int, ...]) -> None:
 
 def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell whose upper left corner is (x, y)."""
-    boxes.rectangle(ax, boxes.Box(x, y, 1, 1), **_fill(kind))
+    boxes.draw_rectangle(ax, boxes.Box(x, y, 1, 1), **_fill(kind))
     look: dict[str, Any] = {"color": "white" if kind == END else boxes.INK}
     ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
 
 
 def _frame(ax: Any, columns: int, names: list[str], title: str, label: str) -> None:
-    style.titled(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
+    style.set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
     ax.set_xticks(np.arange(columns) + 0.5, [str(x + 1) for x in range(columns)])
     ax.set_yticks(np.arange(len(names)) + 0.5, names)
     ax.tick_params(length=0)

@@ -72,7 +72,7 @@ def _engine(
 ) -> Engine:
     """An engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
-    bounds = model_shapes.bounds(
+    bounds = model_shapes.make_engine_config(
         slots,
         config.longest,
         page_size=PAGE_SIZE,
@@ -81,7 +81,7 @@ def _engine(
         submit_width=num,
         token_budget=max(TOKEN_BUDGET, slots),
     )
-    return model_shapes.engine(model, bounds, has_text=False, policy=policy)
+    return model_shapes.make_engine(model, bounds, has_text=False, policy=policy)
 
 
 def _serve(
@@ -93,7 +93,7 @@ def _serve(
         for most in np.asarray(load.output).tolist()
     ]
     rng, sizes = np.random.default_rng(seed), np.asarray(load.prompt).tolist()
-    asked = prompts.held_out(model.tokenizer, [*sizes], asks, rng)
+    asked = prompts.cut_held_out_prompts(model.tokenizer, [*sizes], asks, rng)
     engine.trace.clear()
     start_s = time.perf_counter()
     engine.generate([x.tokens for x in asked], asks)

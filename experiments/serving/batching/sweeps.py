@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.framework import Floats, Ints, Record, Table, column, table, units
+from experiments.framework import (
+    Floats,
+    Ints,
+    ResultRecord,
+    ResultTable,
+    column,
+    table,
+    units,
+)
 from experiments.harness import named_costs
 from experiments.serving.batching import lectures
 from jaxkv import validation
@@ -74,7 +82,7 @@ class Config:
         return self.prompt_tokens + self.limits[-1]
 
 
-class Speeds(Record):
+class Speeds(ResultRecord):
     """Speeds of some systems under some loads; NaN where a run was stopped."""
 
     value: Float[np.ndarray, " loads"] = column("what was swept")
@@ -98,10 +106,10 @@ class Speeds(Record):
             found[f"{system}_tokens_per_s"] = rates
         found["gain"] = self.means[-1] / self.means[0]
         found["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        return table.by_row(found)
+        return table.to_rows(found)
 
 
-class Latencies(Table):
+class Latencies(ResultTable):
     """How equal requests of so many clients fare, side by side: a row for each."""
 
     clients: Ints = column("requests side by side")
@@ -110,7 +118,7 @@ class Latencies(Table):
         "mean over requests of time from asking to the end, by tokens drawn",
         key="token_s",
         heading="token",
-        form=units.seconds,
+        form=units.format_seconds,
     )
 
 
@@ -272,7 +280,7 @@ def _bursts(
 def _simulate(
     config: Config, groups: dict[str, list[_Member]], policy: Any, progress: Progress
 ) -> Runs:
-    cost = named_costs.find(config.cost).cost
+    cost = named_costs.find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]
     progress.show(f"{len(members)} simulations side by side")
     stacked = driver.stack(

@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, beside, ours, report
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    claims_file,
+    measured,
+    report,
+)
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
@@ -111,16 +117,16 @@ def plot(axes: Any, result: list[Row]) -> None:
     if "paged" in found:
         title = f"OPT-13B bears {found['paged'].rate:.2f} chats a second with pages"
     runs.draw(latency, result, title)
-    style.reference(latency, AXIS, "end of the paper's axis", along="y")
+    style.draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
     bounds, gains = np.linspace(*runs.BOUNDS, 33), [0.0]
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
             gain = [load_curves.load_ratio(curves["paged"], curve, x) for x in bounds]
-            style.curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
+            style.draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
             gains.append(load_curves.load_ratio(curves["paged"], curve, runs.BOUND))
-    style.reference(ratio, 2, "the paper's")
+    style.draw_reference_line(ratio, 2, "the paper's")
     title = "Load with pages over Orca's"
     if gains[1:]:
         title = (
@@ -128,23 +134,23 @@ def plot(axes: Any, result: list[Row]) -> None:
         )
         title += "not 2" if max(gains) < 2 else "the paper 2"
     x, y = "bound on the latency [s/token]", "load of paged / Orca's [ratio]"
-    style.titled(ratio, title, x, y, ylim=(0, None))
+    style.set_labels(ratio, title, x, y, ylim=(0, None))
     ratio.legend()
 
 
-@beside(__file__).judges
-def claims(result: list[Row]) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: list[Row]) -> Iterator[MeasuredValue]:
     """Holds what is printed against ours."""
     found = runs.sustained(result)
     if len(found) < len(SYSTEMS):
         return
     orcas = [found[name].rate for name in settings.ORCAS]
     span = "; ".join(f"{name} {found[name].text}" for name in SYSTEMS)
-    yield ours("history", float(result[0]["full_share"]), differs=True)
-    yield ours("alike", max(orcas) / min(orcas))
+    yield measured("history", float(result[0]["full_share"]), differs=True)
+    yield measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = found["paged"].rate / found[name].rate
-        yield ours("twice", times, name=name, bound=runs.BOUND, span=span)
+        yield measured("twice", times, name=name, bound=runs.BOUND, span=span)
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def metrics(result: list[Row]) -> dict[str, Any]:
     return {"capacities": runs.told(result), "rows": result}
 
 
-def summary(result: list[Row]) -> list[Part]:
+def summary(result: list[Row]) -> list[ReportPart]:
     """Puts the systems beside each other."""
     found = runs.sustained(result)
     if not found:

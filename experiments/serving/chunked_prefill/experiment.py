@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours
-from experiments.framework.table import shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    Sheet,
+    claims_file,
+    column,
+    measured,
+)
+from experiments.framework.table import computed_column
 from experiments.plotting import style, systems
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import (
@@ -74,13 +82,13 @@ RATIOS = (
     Ratio("Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"),
     Ratio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
 )
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was simulated."""
 
-    timeline: Timeline = column("of the four ways", is_told=False)
+    timeline: Timeline = column("of the four ways", is_reported=False)
     ways: Loads = column("the four ways at one rate, and under one budget")
     budgets: Loads = column("chunks of several sizes, mixed, at the same rate")
     loads: Loads = column("systems against the rate")
@@ -88,7 +96,7 @@ class Result(Record):
     chunk_cost: np.ndarray = column("time of a prompt in such chunks, over the whole's")
 
     @property
-    @shown()
+    @computed_column()
     def capacities(self) -> Capacities:
         """Requests a second that each system sustains."""
         return runs.capacities(self.loads)
@@ -127,7 +135,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts ways, budgets and capacities beside each other."""
     names = ("budget", "rate", "ttft_s", "tbt_p50_s", "tbt_p99_s", "longest_s")
     kinds = ("strict", "relaxed")
@@ -155,10 +163,10 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Finds everything; parts that were not simulated are left out."""
-    for data in BOOK.published("ttft"):
+    for data in CLAIMS.published("ttft"):
         rows = result.ways.where(data=data)
         if not len(rows):
             continue
@@ -175,10 +183,10 @@ def claims(result: Result) -> Iterator[Ours]:
             "both_shortest": tail[2] / min(tail[:2]),
         }
         for id, ratio in order.items():
-            yield ours(id, ratio, data=data, load=load)
+            yield measured(id, ratio, data=data, load=load)
         for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
-            yield ours("ttft", ttft_s, data=data, way=way)
-            yield ours("tbt", tbt_s, data=data, way=way)
+            yield measured("ttft", ttft_s, data=data, way=way)
+            yield measured("tbt", tbt_s, data=data, way=way)
     found = result.capacities.rows()
     for x in RATIOS:
         # How many times the load of a rival a system sustains, on the better data.
@@ -196,11 +204,13 @@ def claims(result: Result) -> Iterator[Ours]:
             data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
             words: dict[str, Any] = x._asdict() | {"data": data}
             words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
-            yield ours("more" if x.data else "more_on_better", ratios[data], **words)
+            yield measured(
+                "more" if x.data else "more_on_better", ratios[data], **words
+            )
     cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
     for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
-        yield ours(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
-    yield ours("tiles", 100 * (cost[257] / cost[256] - 1))
+        yield measured(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT)
+    yield measured("tiles", 100 * (cost[257] / cost[256] - 1))
 
 
 COLORS = tuple(x.name for x in settings.SYSTEMS)
@@ -230,16 +240,18 @@ def _draw_timeline(ax: Any, timeline: Timeline) -> None:
             y = np.full(len(at), i + 0.14 * sequence - 0.28)
             label, color = kinds[sequence >= PATIENTS]
             is_named = not i and sequence in (0, PATIENTS)
-            style.curve(ax, at, y, color, label if is_named else "", **look)
+            style.draw_curve(ax, at, y, color, label if is_named else "", **look)
             if sequence < PATIENTS:
                 longest = max(longest, np.diff(at).max())
         stalls[name] = 1000 * longest
         text = f"{stalls[name]:,.0f} ms"
-        style.note(ax, text, (last, i), (6, 0), va="center_baseline")
+        style.annotate(ax, text, (last, i), (6, 0), va="center_baseline")
     worst, best = (f(stalls, key=lambda x: stalls[x]) for f in (max, min))
     title = f"Two long prompts arrive: answers stall {stalls[worst]:,.0f} ms with "
     title += f"{worst}, {stalls[best]:,.0f} ms with {best}"
-    style.titled(ax, title, "time, a tick for each token; right: longest stall [s]", "")
+    style.set_labels(
+        ax, title, "time, a tick for each token; right: longest stall [s]", ""
+    )
     ax.set_yticks(range(len(names)), names)
     ax.set(xlim=(0, 1.02 * last), ylim=(len(names) - 0.5, -0.6))
     ax.tick_params(axis="y", length=0)
@@ -260,14 +272,14 @@ def _draw_budgets(ax: Any, budgets: Loads) -> None:
         ("between tokens, 99 %", budgets.tbt_p99_s, systems.RED, "s"),
         ("between tokens, median", budgets.tbt_p50_s, systems.BLUE, "o"),
     ):
-        style.curve(ax, budgets.budget, values, color, label, marker=mark)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, budgets.budget, values, color, label, marker=mark)
+    style.use_powers_of_two(ax)
     _draw_limits(ax, budgets.model[0])
     slow = budgets.tbt_p99_s[-1] / budgets.tbt_p99_s[0]
     title = f"From {budgets.budget[0]:,.0f} to {budgets.budget[-1]:,.0f} tokens a step "
     title += f"the tail between tokens grows {slow:.0f}-fold"
-    style.titled(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -276,7 +288,7 @@ def _draw_loads(ax: Any, loads: Loads) -> None:
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:
         mine = loads.where(model=model, data=data, system=system)
-        style.curve(ax, mine.rate, mine.tbt_p99_s, system, system)
+        style.draw_curve(ax, mine.rate, mine.tbt_p99_s, system, system)
         if len(mine):
             ends[system] = float(mine.tbt_p99_s[-1])
     _draw_limits(ax, model)
@@ -284,8 +296,8 @@ def _draw_loads(ax: Any, loads: Loads) -> None:
     title = f"{model}, {data}: {best} keeps the tail between tokens at "
     title += f"{ends[best]:.2g} s"
     y = "between tokens, 99 % [s]"
-    style.titled(ax, title, "load [requests/s]", y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "load [requests/s]", y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -309,22 +321,22 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             if not 0 < gain < 100:
                 continue
             place, label = i + (k - 1.5) * width, "" if system in seen else system
-            look = systems.look(system).bar | {"label": label or None}
+            look = systems.system_style(system).bar | {"label": label or None}
             ax.bar(place, gain, width * 0.94, **look)
             seen.add(system)
             best = (system, gain) if gain > best[1] else best
             if ratio := theirs.get((model, data, kind, system)):
                 label = "" if "published" in seen else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
-                style.curve(ax, [place], [ratio], "published", label, **look)
+                style.draw_curve(ax, [place], [ratio], "published", label, **look)
                 seen.add("published")
     labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
     labels = [label.replace("openchat", "open-\nchat") for label in labels]
     ax.set_xticks(range(len(groups)), labels)
-    style.reference(ax, 1)
+    style.draw_reference_line(ax, 1)
     title = "Load within the objective, over vLLM's"
     if best[0]:
         title = f"{best[0]} bears up to {best[1]:.1f} times vLLM's load within the "
         title += "objective"
         ax.legend()
-    style.titled(ax, title, "", "load / vLLM's [ratio]")
+    style.set_labels(ax, title, "", "load / vLLM's [ratio]")

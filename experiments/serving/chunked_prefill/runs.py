@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Table, Texts, column
+from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
 from jaxkv import clock
@@ -19,7 +19,7 @@ MAX_DELAY_S = 2.0
 """Median delay of scheduling, at most."""
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """What became of some loads, a row for each."""
 
     model: Texts = column("who serves")
@@ -42,7 +42,7 @@ class Loads(Table):
     preempted: Floats = column("times that one was preempted")
 
 
-class Capacities(Table):
+class Capacities(ResultTable):
     """Requests a second that systems sustain, a row for each."""
 
     model: Texts = column("that is served")
@@ -52,7 +52,7 @@ class Capacities(Table):
     relaxed_per_s: Floats = column("within the relaxed one")
 
 
-class Timeline(Table):
+class Timeline(ResultTable):
     """When each token was drawn, a row for each."""
 
     way: Texts = column("how prompts are read")

@@ -71,7 +71,7 @@ class Model:
 
         Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes a token = 306,000 tokens.
         """
-        return cost_models.num_pages(self.description, DEVICE, self.num_devices)
+        return cost_models.max_kv_pages(self.description, DEVICE, self.num_devices)
 
     @functools.cached_property
     def cost(self) -> cost_models.Roofline:

@@ -17,9 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Excerpts, Ours, Part, beside, ours, report
-from experiments.framework.table import Record, Texts, column
-from experiments.harness import model_shapes, prompts, showing
+from experiments.framework import (
+    Excerpts,
+    MeasuredValue,
+    ReportPart,
+    claims_file,
+    measured,
+    report,
+)
+from experiments.framework.table import ResultRecord, Texts, column
+from experiments.harness import model_shapes, prompts, terminal_text
 from experiments.harness.serving import Server
 from experiments.plotting import style, systems, timelines
 from jaxkv.engine import StepInfo
@@ -106,7 +113,7 @@ class Served(NamedTuple):
         return self.reason != ""
 
 
-class Result(Record):
+class Result(ResultRecord):
     """The same requests, served twice."""
 
     prompt: Texts = column("text of every prompt")
@@ -128,15 +135,15 @@ POLICIES = {
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves the requests under both policies; ended early, it has what is done."""
-    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     progress.show("cutting prompts from files that the model has not seen")
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng)
     num, pages = len(requests), -(-config.max_length // config.page_size)
-    bounds = config.bounds(config.max_slots * pages, config.max_length)
+    bounds = config.engine_config(config.max_slots * pages, config.max_length)
     served = []
     for name, policy in POLICIES.items():
-        server = Server(model_shapes.engine(model, bounds, policy=policy))
+        server = Server(model_shapes.make_engine(model, bounds, policy=policy))
         update = progress.bar(name, num, "requests")
         compile_s, done = 0.0, {}
         if not progress.stopped:
@@ -160,11 +167,11 @@ def plot(axes: Any, result: Result) -> None:
         kind, steps = name.split()[0], len(served.num_rows)
         rate = numbers(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
-        style.titled(ax, title, "time [steps]", "slot [1]")
+        style.set_labels(ax, title, "time [steps]", "slot [1]")
         edges = np.arange(steps + 1)
         reserved = served.used_pages * served.page_size
         peaks[kind] = int(reserved.max(initial=0))
-        color = systems.look(kind).color
+        color = systems.system_style(kind).color
         look = {"color": color, "baseline": None, "linewidth": 1.4}
         held = served.used_places
         memory.stairs(reserved, edges, label=f"{kind}: reserved", linestyle=":", **look)
@@ -173,7 +180,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.xaxis.set_major_formatter("{x:,.0f}")
     title = "KV memory reserved, at most: "
     title += ", ".join(f"{peak:,} places {kind}" for kind, peak in peaks.items())
-    style.titled(memory, title, "time [steps]", "KV memory [token places]")
+    style.set_labels(memory, title, "time [steps]", "KV memory [token places]")
     memory.set(xlim=(0, num_steps), ylim=(0, None))
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")
@@ -198,7 +205,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Compares the two in words, and shows some answers."""
     found = metrics(result)
     requests, slots = found["requests"], result.static.held.shape[1]
@@ -216,22 +223,24 @@ def summary(result: Result) -> list[Part]:
     return [sheet._replace(title=title, note=note), *([shown] if shown.pairs else [])]
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds published numbers against ours, where both policies came to an end."""
     if (result.static.is_done & result.continuous.is_done).all():
         static, continuous = map(numbers, result.both.values())
-        yield ours("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
-        yield ours("reserved", static["kv_utilisation"])
-        yield ours("paged", continuous["kv_utilisation"])
+        yield measured("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
+        yield measured("reserved", static["kv_utilisation"])
+        yield measured("paged", continuous["kv_utilisation"])
 
 
 def _shown(result: Result) -> list[tuple[str, str]]:
     """The ends of some prompts and the beginnings of their answers."""
     pairs = []
     for i in np.flatnonzero(result.continuous.is_done):
-        given = showing.visible(result.prompt[i][-NUM_CHARS:]).split("\n")
-        wrote = showing.visible(result.continuous.text[i][:NUM_CHARS]).split("\n")
+        given = terminal_text.make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
+        wrote = terminal_text.make_printable(
+            result.continuous.text[i][:NUM_CHARS]
+        ).split("\n")
         pairs.append((given[-NUM_LINES:], wrote[:NUM_LINES]))
     # Those of several lines first: a line alone says little.
     pairs.sort(key=lambda pair: min(map(len, pair)) < NUM_LINES // 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Record, column, table
+from experiments.framework import ResultRecord, column, table
 from experiments.harness import cost_models
 from experiments.serving.disaggregation.settings import Config
 from jaxkv.progress import QUIET, Progress
@@ -31,7 +31,7 @@ WARM_UP = 1 / 16
 """Of the requests: those who come first find emptier machines than others."""
 
 
-class Queues(Record):
+class Queues(ResultRecord):
     """Machines under loads: all but the rate is `[machines, loads]`."""
 
     rate: np.ndarray = column("requests a second: [loads]")
@@ -47,11 +47,11 @@ class Queues(Record):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each machine and load."""
-        rate, *values = table.parts(self).values()
+        rate, *values = table.field_values(self).values()
         machines, rates = np.repeat(MACHINES, len(rate)), np.tile(rate, len(MACHINES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
         columns = (machines, rates, *(x.ravel() for x in values))
-        return table.by_row(dict(zip(names, columns, strict=True)))
+        return table.to_rows(dict(zip(names, columns, strict=True)))
 
 
 def formula_s(machine: str, rate: float) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Table, Texts, column
+from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import Progress
@@ -21,7 +21,7 @@ type Placement = tuple[str, int, int, int, int, float]
 """Role, degrees of either phase, replicas of either, and the link: as in `Loads`."""
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """What became of some loads, a row for each."""
 
     name: Texts = column("of the application")
@@ -43,7 +43,7 @@ class Loads(Table):
     preempted: Ints = column("times")
 
 
-class Goodputs(Table):
+class Goodputs(ResultTable):
     """Requests a second that the GPUs of applications sustain, a row for each."""
 
     name: Texts = column("of the application", heading="application")
@@ -52,7 +52,7 @@ class Goodputs(Table):
     placement: Texts = column("of the split phases")
 
 
-class Phases(Table):
+class Phases(ResultTable):
     """Requests a second that a GPU sustains of one phase, a row per kind of replica."""
 
     name: Texts = column("of the application", heading="application")

@@ -23,8 +23,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours, units
-from experiments.framework.table import Floats, Ints, Record, Table, Texts, column
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    units,
+)
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultRecord,
+    ResultTable,
+    Texts,
+    column,
+)
 from experiments.harness import bundled, cost_models, model_shapes, prompts
 from experiments.plotting import style
 from jaxkv import validation
@@ -41,7 +55,7 @@ from scaling.corpora import corpora
 from scaling.costs import serving
 from scaling.shapes import from_model
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
 SWITCH = ("shares_served", True)
 WAYS = ("both phases", "either phase")
@@ -117,38 +131,41 @@ CONFIGS = {
 }
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """Requests at a rate, served one way."""
 
     way: Texts = column("what a worker does")
     rate: Floats = column("requests a second", form="{:.1f}")
     requests: Ints = column("that came")
-    first_s: Floats = column("median time to the first token", form=units.seconds)
-    first_p90_s: Floats = column("90 % are faster", form=units.seconds)
-    between_s: Floats = column("median time between tokens", form=units.seconds)
-    between_p90_s: Floats = column("90 % are faster", form=units.seconds)
+    first_s: Floats = column(
+        "median time to the first token", form=units.format_seconds
+    )
+    first_p90_s: Floats = column("90 % are faster", form=units.format_seconds)
+    between_s: Floats = column("median time between tokens", form=units.format_seconds)
+    between_p90_s: Floats = column("90 % are faster", form=units.format_seconds)
     said_first_s: Floats = column(
-        "median time to the first token, simulated", form=units.seconds
+        "median time to the first token, simulated", form=units.format_seconds
     )
     said_between_s: Floats = column(
-        "median time between tokens, simulated", form=units.seconds
+        "median time between tokens, simulated", form=units.format_seconds
     )
     sent_s: Floats = column(
-        "median time for pages to be copied out, sent and written", form=units.seconds
+        "median time for pages to be copied out, sent and written",
+        form=units.format_seconds,
     )
 
 
-class Costs(Table):
+class Costs(ResultTable):
     """What was calibrated: one worker, nothing else running."""
 
     what: Texts = column("that was timed")
     size: Ints = column("tokens of the prompt, or sequences at once")
     seconds: Floats = column(
-        "median: to the first token, or between tokens", form=units.seconds
+        "median: to the first token, or between tokens", form=units.format_seconds
     )
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was served."""
 
     loads: Loads = column("a row for each rate and way")
@@ -170,17 +187,17 @@ class Asked(NamedTuple):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Calibrates, then serves every load both ways; ended early, those done."""
     with contextlib.ExitStack() as stack:
-        if config.model in model_shapes.RANDOM:
+        if config.model in model_shapes.RANDOM_SHAPES:
             # Random weights, which read bytes, are kept in a folder for now.
             words = ByteTokenizer(corpora.VOCAB_SIZE)
-            shape = model_shapes.RANDOM[config.model]
+            shape = model_shapes.RANDOM_SHAPES[config.model]
             shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
             params = transformer.init_params(shape, jax.random.key(0))
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             folder = Path(scratch) / config.model
             checkpoints.save_model(folder, shape, params, tokenizer=words)
         else:
-            folder = bundled.folder_of(config.model)
+            folder = bundled.find_model_folder(config.model)
         loaded = checkpoints.load_model(folder)
         with _service(config, folder, ["decode"], [config.token_budget]) as service:
             progress.show("calibrating")
@@ -281,7 +298,10 @@ def _prompts(
 ) -> list[list[int]]:
     """Cuts prompts from held-out text."""
     drawn = [Sampling()] * len(sizes)
-    return [x.tokens for x in prompts.held_out(loaded.tokenizer, sizes, drawn, rng)]
+    return [
+        x.tokens
+        for x in prompts.cut_held_out_prompts(loaded.tokenizer, sizes, drawn, rng)
+    ]
 
 
 def _times_s(served: RoutedAnswer) -> tuple[float, float]:
@@ -359,7 +379,7 @@ def _simulated(
     return float(np.median(first)), float(np.median(between))
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: loads, measured and simulated; what was calibrated."""
     return [
         result.loads.sheet(
@@ -379,16 +399,16 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the ways against each other, and the simulator against both."""
-    yield ours("served_same", result.different, num=f"{result.answers:,}")
-    yield ours("served_bytes", result.page_bytes, published=result.formula_bytes)
+    yield measured("served_same", result.different, num=f"{result.answers:,}")
+    yield measured("served_bytes", result.page_bytes, published=result.formula_bytes)
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
         for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
             said = row[f"said_{name}"]
-            yield ours(id, row[name], published=said, differs=True, **words)
+            yield measured(id, row[name], published=said, differs=True, **words)
 
 
 SYSTEMS = dict(zip(WAYS, ("both phases", "split"), strict=True))
@@ -410,7 +430,7 @@ def plot(axes: Any, result: Result) -> None:
                 f"{way}, simulated": (unit * getattr(mine, f"said_{name}_s"), ":"),
             }
             for label, (values, line) in found.items():
-                style.curve(ax, mine.rate, values, system, label, linestyle=line)
+                style.draw_curve(ax, mine.rate, values, system, label, linestyle=line)
             if len(mine):
                 last[way] = float(found[f"{way}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
@@ -421,9 +441,9 @@ def plot(axes: Any, result: Result) -> None:
         scale = "log" if name == "first" else "linear"
         y = f"{'time to the' if name == 'first' else 'time'} {words} "
         y += "[s]" if unit == 1 else "[ms]"
-        style.titled(ax, title, "load [requests/s]", y, yscale=scale)
+        style.set_labels(ax, title, "load [requests/s]", y, yscale=scale)
         if name == "first":
-            style.plain_log(ax.yaxis)
+            style.label_log_axis(ax.yaxis)
         else:
             ax.set_ylim(bottom=0)
         ax.set_xticks(result.loads.distinct("rate"))

@@ -40,7 +40,7 @@ class Instance(NamedTuple):
     ways: int
 
     @property
-    def cost(self) -> cost_models.Linear:
+    def cost(self) -> cost_models.LinearCost:
         """How long its steps take."""
         return cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
 
@@ -48,7 +48,7 @@ class Instance(NamedTuple):
     def num_pages(self) -> int:
         """Pages that fit beside the weights."""
         description = published.describe(self.model)
-        return cost_models.num_pages(description, DEVICE, self.ways)
+        return cost_models.max_kv_pages(description, DEVICE, self.ways)
 
     @property
     def replica(self) -> Replica:

@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, beside, ours, report, table
-from experiments.framework.table import Record, column, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    claims_file,
+    measured,
+    report,
+    table,
+)
+from experiments.framework.table import ResultRecord, column, computed_column
 from experiments.plotting import style, systems
 from experiments.serving.disaggregation import queues, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
@@ -36,7 +43,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was simulated."""
 
     alone: Loads = column("single machines: for both phases, and for either")
@@ -45,7 +52,7 @@ class Result(Record):
     queues: Queues = column("prompts that wait for one machine, or two")
 
     @property
-    @shown()
+    @computed_column()
     def goodput(self) -> Goodputs:
         """Rates that each application's GPUs sustain; the example's are first."""
         return runs.goodputs(self.alone, self.split)
@@ -94,24 +101,24 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Finds everything; parts that were not simulated are left out."""
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
     reads, decodes = runs.phases(result.alone).rate_per_s[:2]
-    yield ours("example", together, what="both phases on one GPU")
-    yield ours("example", reads, what="prompts alone")
-    yield ours("example", decodes, what="decoding alone")
+    yield measured("example", together, what="both phases on one GPU")
+    yield measured("example", reads, what="prompts alone")
+    yield measured("example", decodes, what="decoding alone")
     coupled = "two GPUs that read and one that decodes, for each GPU"
-    yield ours("example", split, what=coupled)
-    yield ours("more", split / together if together > 0 else math.nan)
+    yield measured("example", split, what=coupled)
+    yield measured("more", split / together if together > 0 else math.nan)
     for row in found.at(slice(1, None)).rows():
         together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
         if math.isnan(apart):
             continue
         (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
-        yield ours(
+        yield measured(
             "application" if low == high else "span",
             apart / together if together > 0 else math.nan,
             published=low if low == high else (low, high),
@@ -122,17 +129,19 @@ def claims(result: Result) -> Iterator[Ours]:
             f"{row['placement']}",
         )
     size = 512 * settings.kv_bytes("opt-66b") / 2**30
-    yield ours("kv", size)
-    yield ours("need", 10 * size)
+    yield measured("kv", size)
+    yield measured("need", 10 * size)
     chat = result.split.where(name="chat, 66B")
     if len(chat):
         quick, slowest_s = float(chat.quick_share.min()), float(chat.transfer_s.max())
-        yield ours("transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s)
+        yield measured(
+            "transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s
+        )
     off, known = abs(line.off).max(1), (line.error_s / line.waiting_s).max(1)
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
     for machine, most, error in zip(MACHINES, off, known, strict=True):
-        yield ours("queue", 100 * most, machine=machine, error=100 * error, **words)
+        yield measured("queue", 100 * most, machine=machine, error=100 * error, **words)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def metrics(result: Result) -> dict[str, Any]:
     return table.metrics(result) | {"queues": result.queues.rows()}
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts placements, and queues and formulas, beside each other."""
     each = "requests/s for each GPU"
     links = [
@@ -215,14 +224,14 @@ def _draw_tail(
     for loads in filter(len, lines):
         values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
-        style.curve(ax, loads.rate_per_card, values, name, name)
+        style.draw_curve(ax, loads.rate_per_card, values, name, name)
         borne[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
-    style.reference(ax, goal, "objective")
+    style.draw_reference_line(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
     if borne:
         most = max(borne, key=lambda name: borne[name])
         title += f": {most} has most load within the objective"
-    style.titled(ax, title, RATES, label, ylim=(0, 3 * goal))
+    style.set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -230,8 +239,8 @@ def _draw_tail(
 def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) -> None:
     for loads in filter(len, lines):
         name, x = ROLES[loads.role[0]], loads.rate_per_card
-        style.curve(ax, x, 100 * loads.attained, name, name)
-    style.reference(ax, KEPT, f"{KEPT} % of the requests")
+        style.draw_curve(ax, x, 100 * loads.attained, name, name)
+    style.draw_reference_line(ax, KEPT, f"{KEPT} % of the requests")
     title = "Requests that keep both objectives"
     if goodput:
         title = (
@@ -239,7 +248,7 @@ def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) 
         )
         title += f"together, {goodput['split_per_card_per_s']:.2g} split"
     y = "objectives kept [%]"
-    style.titled(ax, title, RATES, y, ylim=(0, 104))
+    style.set_labels(ax, title, RATES, y, ylim=(0, 104))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -255,13 +264,13 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
         base = together if together > 0 else np.nan
         pairs = ((-0.2, together, "both phases"), (0.2, split, "split"))
         for dx, value, name in pairs:
-            look = systems.look(name).bar | {"label": None if i else name}
+            look = systems.system_style(name).bar | {"label": None if i else name}
             ax.bar(i + dx, value / base, 0.38, **look)
         published = {*KNOWN[row["name"]].ratio}
         look = {"linestyle": "", "markersize": 6, "markeredgecolor": "white"}
         label = "" if i else "published gain of splitting"
         x = [i + 0.2] * len(published)
-        style.curve(ax, x, sorted(published), "published", label, **look)
+        style.draw_curve(ax, x, sorted(published), "published", label, **look)
         gains.append(split / base)
     names = [
         row["name"].replace(", ", "\n").replace("summaries", "sum-\nmaries")
@@ -273,7 +282,7 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
         title = f"Splitting gains {np.nanmin(gains):.1f} to {np.nanmax(gains):.1f} "
         title += "times the goodput"
         ax.legend()
-    style.titled(ax, title, "", "goodput / together [ratio]")
+    style.set_labels(ax, title, "", "goodput / together [ratio]")
 
 
 def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
@@ -282,15 +291,15 @@ def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
     }
     if len(split):
         speeds[settings.LINK / 1e9] = runs.each(split)
-    style.curve(ax, [*speeds], [*speeds.values()], "split")
+    style.draw_curve(ax, [*speeds], [*speeds.values()], "split")
     title = "Goodput by the speed of the link"
     if speeds:
         best = max(speeds.values())
         enough = min(x for x, y in speeds.items() if y >= 0.95 * best)
         title = f"A link of {enough:.0f} GB/s gives 95 % of the goodput"
     y = "goodput [requests/s]"
-    style.titled(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
-    style.plain_log(ax.xaxis)
+    style.set_labels(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
+    style.label_log_axis(ax.xaxis)
     ax.set_ylim(bottom=0)
 
 
@@ -304,13 +313,13 @@ def _draw_queues(ax: Any, found: Queues) -> None:
     for i, (machine, speed_up, color, marker) in enumerate(machines):
         rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S
         exact = [queues.formula_s(machine, rate) for rate in rates]
-        style.curve(ax, rates, exact, color, marker="", linewidth=1)
+        style.draw_curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
-        style.curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
+        style.draw_curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
         theirs = np.array([queues.formula_s(machine, rate) for rate in found.rate])
         off += np.abs(found.simulated_s[i] / theirs - 1).tolist()
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"
-    style.titled(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
+    style.set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
     ax.legend()

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, beside, ours, table
-from experiments.framework.table import Floats, Ints, Record, Table, column
+from experiments.framework import MeasuredValue, claims_file, measured, table
+from experiments.framework.table import Floats, Ints, ResultRecord, ResultTable, column
 from experiments.harness import timing
 from experiments.plotting import style
 from jaxkv import validation
@@ -74,7 +74,7 @@ CONFIGS = {
 }
 
 
-class Way(Table):
+class Way(ResultTable):
     """One implementation, a row for each length."""
 
     forward_s: Floats = column("the output alone")
@@ -85,7 +85,7 @@ class Way(Table):
     error: Floats = column("largest from float64, of output and gradients")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All that was measured."""
 
     length: Ints = column("tokens: [lengths]")
@@ -177,7 +177,7 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         calls += [forward, gradient]
         rest.append((program.memory_analysis().temp_size_in_bytes, error))
     ready = [functools.partial(call, *arrays) for call in calls]
-    times = timing.medians(ready, config.repeats)
+    times = timing.median_seconds(ready, config.repeats)
     return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
 
 
@@ -207,7 +207,7 @@ def _one_query(context: int, config: Config) -> list[float]:
     )
     tables = ids.astype(np.int32)[None]
     found = functools.partial(by_pages, q[0], *pages, tables, last)
-    return timing.medians([plain, tiled, found], config.repeats)
+    return timing.median_seconds([plain, tiled, found], config.repeats)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -230,21 +230,21 @@ def metrics(result: Result) -> dict[str, Any]:
         "pieces of work, keys whole": np.full(len(result.context), heads),
         "pieces of work, keys split": np.minimum(devices.NUM_CORES, pieces),
     }
-    return {"all queries": table.by_row(queries), "one query": table.by_row(one)}
+    return {"all queries": table.to_rows(queries), "one query": table.to_rows(one)}
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the published scaling against ours."""
     flash, plain = result.flash, result.plain
     ratio = plain.gradient_s / flash.gradient_s
     one = result.one_flash_s / result.one_paged_s
     worst = np.max(flash.error / plain.error, initial=0)
-    yield ours("memory_of_tiles", _slope(result.length, flash.temporary_bytes))
-    yield ours("memory_of_plain", _slope(result.length, plain.temporary_bytes))
-    yield ours("exact", float(worst))
-    yield ours("training", float(ratio[-1]) if len(ratio) else float("nan"))
-    yield ours("one_query", float(one[-1]) if len(one) else float("nan"))
+    yield measured("memory_of_tiles", _slope(result.length, flash.temporary_bytes))
+    yield measured("memory_of_plain", _slope(result.length, plain.temporary_bytes))
+    yield measured("exact", float(worst))
+    yield measured("training", float(ratio[-1]) if len(ratio) else float("nan"))
+    yield measured("one_query", float(one[-1]) if len(one) else float("nan"))
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> float:
@@ -264,9 +264,9 @@ def plot(axes: Any, result: Result) -> None:
     ):
         if way is not None:
             mega = way.temporary_bytes / 1e6
-            style.curve(seconds, result.length, way.gradient_s * 1e3, name, name)
-            style.curve(memory, result.length, mega, name, name)
-        style.curve(one, result.context, one_s * 1e3, name, name)
+            style.draw_curve(seconds, result.length, way.gradient_s * 1e3, name, name)
+            style.draw_curve(memory, result.length, mega, name, name)
+        style.draw_curve(one, result.context, one_s * 1e3, name, name)
     titles = ["All queries: time with the gradient", "All queries: memory"]
     titles.append("One query, as in decoding")
     if len(result.length) and len(result.context):
@@ -286,7 +286,7 @@ def plot(axes: Any, result: Result) -> None:
         (memory, titles[1], "length [tokens]", "memory [MB]"),
         (one, titles[2], "context [tokens]", "time [ms]"),
     ):
-        style.powers_of_two(ax)
-        style.titled(ax, title, x, y, yscale="log")
-        style.plain_log(ax.yaxis)
+        style.use_powers_of_two(ax)
+        style.set_labels(ax, title, x, y, yscale="log")
+        style.label_log_axis(ax.yaxis)
         ax.legend()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import Record, column, table
+from experiments.framework import ResultRecord, column, table
 from scaling.costs import flops
 from scaling.shapes import ModelShape
 
@@ -40,7 +40,7 @@ FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
 """Of a token and of a text, as metrics have them."""
 
 
-class Counted(Record):
+class Counted(ResultRecord):
     """Operations by length, without a cache and with one."""
 
     name: str = column("of the model")
@@ -56,7 +56,7 @@ class Counted(Record):
         totals = self.total_flops
         columns = zip(FLOPS, (*self.token_flops, *totals), strict=True)
         ratio = {"text_ratio": totals[0] / totals[1]}
-        return table.by_row({"tokens": self.length} | dict(columns) | ratio)
+        return table.to_rows({"tokens": self.length} | dict(columns) | ratio)
 
 
 def without_cache(model: ModelShape) -> Way:

@@ -21,8 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import Ours, Part, Sheet, beside, ours, report, table, units
-from experiments.framework.table import Record, column
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    report,
+    table,
+    units,
+)
+from experiments.framework.table import ResultRecord, column
 from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
@@ -70,7 +79,7 @@ CONFIGS = {
 }
 
 
-class Timed(Record):
+class Timed(ResultRecord):
     """Seconds of drawing one token, greedily, waited for."""
 
     length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
@@ -97,7 +106,7 @@ class Timed(Record):
     def rows(self) -> list[dict[str, Any]]:
         """The numbers of every length, for JSON."""
         without, cached = self.totals_s()
-        return table.by_row(
+        return table.to_rows(
             {
                 "tokens": self.length,
                 "without_s": self.without_s,
@@ -111,7 +120,7 @@ class Timed(Record):
         )
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was counted, and what was measured."""
 
     timed: Timed = column("the bundled model, on this machine")
@@ -122,7 +131,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; ended early, it has the lengths that are done."""
-    folder = bundled.folder_of(config.model)
+    folder = bundled.find_model_folder(config.model)
     shape = dataclasses.replace(huggingface.load_shape(folder), name=config.model)
     counted, other = (
         counting.count(model, config.counted_lengths)
@@ -143,17 +152,19 @@ def metrics(result: Result) -> dict[str, Any]:
     return {"device": result.device, "measured": result.timed.rows(), **counted}
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: of times, and of operations."""
     title, measured = f"measured on {result.device}, greedy", result.timed.rows()
-    parts: list[Part] = [*report.metric_sheets({title: measured} if measured else {})]
+    parts: list[ReportPart] = [
+        *report.metric_sheets({title: measured} if measured else {})
+    ]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
     for counted in (result.counted, result.other):
         cells = [
             (
-                units.cell(row["tokens"]),
-                *(units.flops(row[key]) for key in FLOPS),
-                units.cell(row["text_ratio"]),
+                units.format_number(row["tokens"]),
+                *(units.format_flops(row[key]) for key in FLOPS),
+                units.format_number(row["text_ratio"]),
             )
             for row in counted.rows()
         ]
@@ -161,8 +172,8 @@ def summary(result: Result) -> list[Part]:
     return parts
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds what lectures say of the growth, and a published speed, against ours."""
     other, timed = result.other, result.timed
     attention = counting.exponents(other.attention_flops, other.length)
@@ -170,18 +181,20 @@ def claims(result: Result) -> Iterator[Ours]:
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
     words |= {"before": other.length[-2], "last": other.length[-1]}
     for power, way, found in zip((3, 2), WAYS, attention, strict=True):
-        yield ours("growth", found, power=power, way=way, **words)
+        yield measured("growth", found, power=power, way=way, **words)
     if timed.length.size < 2:
         return
-    yield ours("same", timed.is_same.sum(), published=float(timed.length.size))
+    yield measured("same", timed.is_same.sum(), published=float(timed.length.size))
     both = np.stack([timed.without_s, timed.with_s])
     without, cached = counting.exponents(both, timed.length)
-    yield ours("time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached)
+    yield measured(
+        "time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached
+    )
     if RASCHKA_TOKENS in timed.length:
         (here,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
         without, cached = timed.totals_s()[:, here]
         words = {"tokens": RASCHKA_TOKENS, "device": result.device}
-        yield ours("raschka", without / cached, **words)
+        yield measured("raschka", without / cached, **words)
 
 
 SYSTEMS = ("without the cache", "with the cache")
@@ -197,25 +210,25 @@ def plot(axes: Any, result: Result) -> None:
     ):
         left, right = axes[row]
         for values, system in zip(seconds, SYSTEMS, strict=True):
-            style.curve(left, timed.length, values, system, system)
+            style.draw_curve(left, timed.length, values, system, system)
         for counted, dash in models:
             flops = (counted.token_flops, counted.total_flops)[row]
             for values, system in zip(flops, SYSTEMS, strict=True):
                 name = system.removesuffix(" the cache")
                 look = {"linestyle": dash, "markevery": 0.2}
                 words = f"{counted.name}, {name}"
-                style.curve(right, counted.length, values, system, words, **look)
+                style.draw_curve(right, counted.length, values, system, words, **look)
         gain = seconds[0][-1] / seconds[1][-1] if timed.length.size else float("nan")
         title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
         log: Any = {"xscale": "log", "yscale": "log"}
-        style.titled(left, title, label, "time [s]", **log)
+        style.set_labels(left, title, label, "time [s]", **log)
         for axis in (left.xaxis, left.yaxis):
-            style.plain_log(axis)
+            style.label_log_axis(axis)
         flops = (result.other.token_flops, result.other.total_flops)[row]
         gain = flops[0][-1] / flops[1][-1]
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
-        style.titled(right, title, label, "operations [FLOP]", **log)
+        style.set_labels(right, title, label, "operations [FLOP]", **log)
     # Grey lines of slope 3 and 2 go through the last points.
     end, length = result.other.length[-1], result.other.length
     x = length[length >= end / 256]
@@ -258,7 +271,7 @@ def time_both(
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
         call = functools.partial(whole, model.params, prefix)
         drawn = int(call())  # and compiles
-        seconds = min(timing.timed(call)[0] for _ in range(repeats))
+        seconds = min(timing.time_call(call)[0] for _ in range(repeats))
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)
@@ -270,7 +283,9 @@ def _draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws `num` tokens behind the first: all tokens, and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
-    bounds = model_shapes.bounds(1, length, page_size=PAGE_SIZE, token_budget=1)
+    bounds = model_shapes.make_engine_config(
+        1, length, page_size=PAGE_SIZE, token_budget=1
+    )
     forward = paged.PagedForward(model.config)
 
     @functools.partial(jax.jit, donate_argnames="cache")

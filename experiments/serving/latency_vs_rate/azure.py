@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, report
+from experiments.framework import ReportPart, report
 from experiments.harness import cost_models, named_costs
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate.runs import Row
@@ -41,7 +41,7 @@ def capacity(model: str, device: str, num_devices: int) -> Capacity:
     """The pages that fit beside the weights."""
     found = published.describe(model)
     return Capacity.of(
-        num_pages=cost_models.num_pages(found, device, num_devices),
+        num_pages=cost_models.max_kv_pages(found, device, num_devices),
         page_size=cost_models.PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=BUDGET,
@@ -54,7 +54,7 @@ def check_room(model: str, device: str, num_devices: int) -> None:
     Raises:
       ValueError: they do not, or the model or the device is unknown.
     """
-    pages = cost_models.num_pages(published.describe(model), device, num_devices)
+    pages = cost_models.max_kv_pages(published.describe(model), device, num_devices)
     if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
         raise ValueError(
             f"{model} and {MAX_LENGTH:,} tokens do not fit {num_devices} x "
@@ -122,7 +122,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
                 recording.workload(),
                 capacity(name, config.device, num),
                 fcfs.fcfs(),
-                named_costs.find(f"roofline:{name}:{config.device}:{num}").cost,
+                named_costs.find_cost_model(
+                    f"roofline:{name}:{config.device}:{num}"
+                ).cost,
             )
             for name, num in config.asked
         ]
@@ -172,7 +174,7 @@ def metrics(result: list[Row]) -> dict[str, Any]:
     return {"capacities": [], "rows": result}
 
 
-def summary(result: list[Row]) -> list[Part]:
+def summary(result: list[Row]) -> list[ReportPart]:
     """Lays out the replays."""
     columns = {
         "recording": "trace",
@@ -207,8 +209,8 @@ def plot(ax: Any, result: list[Row]) -> None:
         is_small = size == "7b"
         look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}
         label = f"{kinds.get(kind, kind)}, {size.upper()}"
-        style.curve(ax, *zip(*found, strict=True), color, label, **look)
-    style.powers_of_two(ax)
+        style.draw_curve(ax, *zip(*found, strict=True), color, label, **look)
+    style.use_powers_of_two(ax)
     title = "Llama-2 on A100s: first token by GPUs"
     slow = [x for x in result if x["first_p99_s"] > 1]
     if slow:
@@ -218,6 +220,6 @@ def plot(ax: Any, result: list[Row]) -> None:
         size = worst["model"].removeprefix("llama-2-").upper()
         title += f"Llama-2-{size} answers after {worst['first_p99_s']:,.0f} s"
     y = "first token, 99th percentile [s]"
-    style.titled(ax, title, "A100 [GPUs]", y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()

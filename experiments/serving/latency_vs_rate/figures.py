@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Part, Sheet, report
+from experiments.framework import ReportPart, Sheet, report
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import ends
@@ -101,7 +101,7 @@ def metrics(result: list[Row]) -> dict[str, Any]:
     return {"capacities": sustained, "rows": result}
 
 
-def summary(result: list[Row]) -> list[Part]:
+def summary(result: list[Row]) -> list[ReportPart]:
     """Lays out capacities, what happened at the published axes' ends, and times."""
     if not result:
         return []
@@ -190,8 +190,8 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
         for dx, height, look in (
-            (-0.2, row["batch"], systems.look(system).bar),
-            (0.2, theirs[system], systems.look("published").bar | printed),
+            (-0.2, row["batch"], systems.system_style(system).bar),
+            (0.2, theirs[system], systems.system_style("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in drawn]
@@ -200,5 +200,5 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     most = max(rows, key=lambda row: row["batch"])
     title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
     title += f"{most['system']} runs {most['batch']:.0f} at once"
-    style.titled(ax, title, "", "batch [requests]")
+    style.set_labels(ax, title, "", "batch [requests]")
     ax.legend()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Record, Table, Texts, column
+from experiments.framework import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from experiments.harness import named_costs
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import azure
@@ -79,7 +79,7 @@ PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
-class Rows(Table):
+class Rows(ResultTable):
     """A row for each policy. Waits are times to the first token."""
 
     policy: Texts = column("name in `POLICIES`")
@@ -92,7 +92,7 @@ class Rows(Table):
     heavy_mean_s: Floats = column("mean over the session that asks half of all")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What the policies gave."""
 
     policies: Rows = column("by policy", heading="a recorded hour by policy")
@@ -134,7 +134,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     load = requests(config)
     asked: Any = load.attributes
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
-    cost = named_costs.find(cost_name).cost
+    cost = named_costs.find_cost_model(cost_name).cost
     capacity = azure.capacity(config.model, config.device, config.num_devices)
     has_deadline = np.asarray(asked.deadline_ms) < attributes.NO_DEADLINE
     is_light = np.asarray(asked.session) > 0
@@ -194,7 +194,7 @@ def plot(axes: Any, result: Result) -> None:
         values = getattr(rows, name)
         at = place + (i - (len(GOALS) - 1) / 2) * width
         left.barh(at, values / values[0], width, label=label, color=colors[i])
-    style.reference(left, 1, along="y")
+    style.draw_reference_line(left, 1, along="y")
     left.set_yticks(place, rows.policy)
     left.invert_yaxis()
     left.legend()
@@ -203,7 +203,7 @@ def plot(axes: Any, result: Result) -> None:
         best = int(np.argmin(rows.wait_mean_s))
         title = f"Mean wait {rows.wait_mean_s[0]:.1f} s, first come first served; "
         title += f"{rows.wait_mean_s[best]:.1f} s, {rows.policy[best]}"
-    style.titled(left, title, "over first come first served [ratio]", "")
+    style.set_labels(left, title, "over first come first served [ratio]", "")
     bars = right.barh(place, rows.wait_p99_s, color=colors[systems.BLUE])
     right.bar_label(bars, [f"{x:.0f}" for x in rows.wait_p99_s], padding=3)
     right.set_yticks(place, [""] * len(rows))
@@ -213,4 +213,4 @@ def plot(axes: Any, result: Result) -> None:
         worst = int(np.argmax(rows.wait_p99_s))
         title = f"The longest tail: {rows.policy[worst]}"
     right.margins(x=0.15)
-    style.titled(right, title, "wait, 99th percentile [s]", "")
+    style.set_labels(right, title, "wait, 99th percentile [s]", "")

@@ -8,15 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import Ours, beside, ours
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
 from jaxkv.workloads import LatencyCurve, load_curves
 
-BOOK = beside(__file__)
-PAPER, STEP, SHAPE = map(BOOK.word, ("paper", "step", "shape"))
-SCALED, BEAMS = map(BOOK.word, ("scaled", "beams"))
-BATCHES: Mapping[str, Mapping[str, float]] = BOOK.published("batch")
+CLAIMS = claims_file(__file__)
+PAPER, STEP, SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
+SCALED, BEAMS = map(CLAIMS.text, ("scaled", "beams"))
+BATCHES: Mapping[str, Mapping[str, float]] = CLAIMS.published("batch")
 """Requests served at once at 2 and 30 requests/s: figure 13."""
 ORACLE = "Orca (Oracle)"
 
@@ -122,16 +122,16 @@ def ends(rows: list[Row]) -> list[Row]:
     ]
 
 
-@BOOK.judges
-def claims(rows: list[Row]) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
     """Finds what was served; panels that were not are left out."""
     if not rows:
         return
     for name, server in settings.SERVERS.items():
         places = server.num_places / 1e3
-        yield ours("places", places, server=name, kv_gib=server.kv_gib)
+        yield measured("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
-        yield ours("weights", server.weight_bytes / 1e9, server=name)
+        yield measured("weights", server.weight_bytes / 1e9, server=name)
     panels = runs.grouped(rows, "panel")
     curves = {name: runs.curves(here) for name, here in panels.items()}
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
@@ -142,7 +142,7 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
         if printed is None:
             continue
         is_alpaca = panel.data == "Alpaca"
-        yield ours(
+        yield measured(
             "batch",
             row["batch"],
             tolerance=batch_tolerance(system) * printed,
@@ -175,12 +175,12 @@ def _ratios(panels: Panels, other: str) -> list[float]:
     ]
 
 
-def _figure_12(curves: Panels) -> Iterator[Ours]:
+def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
     shared = {name: curves[name] for name in curves if name in ("12a", "12b", "12c")}
     for panel, systems in shared.items():
         for other in (ORACLE, "Orca (Max)"):
             if other in systems:
-                yield ours(
+                yield measured(
                     "load",
                     _ratio(systems, other),
                     other=other,
@@ -190,13 +190,15 @@ def _figure_12(curves: Panels) -> Iterator[Ours]:
                 )
     if found := _ratios(shared, "Orca (Max)"):
         models = ", ".join(PANELS[x].server for x in shared)
-        yield ours("orca_max", max(found), low=BOUNDS[0], high=BOUNDS[1], models=models)
+        yield measured(
+            "orca_max", max(found), low=BOUNDS[0], high=BOUNDS[1], models=models
+        )
     plain = {name: curves[name] for name in curves if name.startswith("12")}
     if found := _ratios(plain, "FasterTransformer"):
-        yield ours("static", max(found))
+        yield measured("static", max(found))
     if {"12d", "12f"} <= curves.keys():
         large, small = (_ratio(curves[x]) for x in ("12f", "12d"))
-        yield ours("less", large / small)
+        yield measured("less", large / small)
 
 
 def batch_tolerance(system: str) -> float:
@@ -209,10 +211,10 @@ def by(system: str) -> str:
     return "the paged system" if system == "paged" else system
 
 
-def _figure_14(curves: Panels) -> Iterator[Ours]:
+def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
     for panel in ("12d", "14f"):
         if panel in curves:
-            yield ours(
+            yield measured(
                 "several",
                 _ratio(curves[panel]),
                 panel=panel,
@@ -224,7 +226,7 @@ def _figure_14(curves: Panels) -> Iterator[Ours]:
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
             found = [_ratio(curves[x]) for x in names]
-            yield ours(
+            yield measured(
                 "wider",
                 min(b - a for a, b in itertools.pairwise(found)),
                 what=what,

@@ -274,5 +274,5 @@ def told(rows: list[Row]) -> list[Row]:
 def draw(ax: Any, rows: list[Row], title: str) -> None:
     """Draws latencies against rates."""
     for system, curve in curves(rows).items():
-        style.curve(ax, *curve, system, system, markersize=3.5)
-    style.titled(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))
+        style.draw_curve(ax, *curve, system, system, markersize=3.5)
+    style.set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

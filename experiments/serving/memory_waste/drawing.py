@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import beside
+from experiments.framework import claims_file
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, settings
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 BATCHES = published.BATCHES["12a"]
 """Requests served at once: figure 13a."""
 SYSTEMS = settings.SYSTEMS[1:]
@@ -41,10 +41,10 @@ def plot(axes: Any, result: Any) -> None:
     ax.bar_label(ax.bar(names, sizes, 0.6, color=colors), labels, padding=2)
     ax.margins(y=0.2)
     title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
-    style.titled(ax, title, "", "memory of an A100 [GB]")
+    style.set_labels(ax, title, "", "memory of an A100 [GB]")
     _draw_uses(axes[0][1], result)
     ax, full = axes[1][0], weights + places
-    style.reference(ax, full, "all memory for keys and values")
+    style.draw_reference_line(ax, full, "all memory for keys and values")
     ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
     title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
     title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
@@ -65,7 +65,7 @@ def plot(axes: Any, result: Any) -> None:
 
 def _draw_uses(ax: Any, result: Any) -> None:
     """Ours on the left of each pair, and the published shares on the right, paler."""
-    names, printed = result.system.tolist(), BOOK.published("uses")
+    names, printed = result.system.tolist(), CLAIMS.published("uses")
     theirs = [[printed[name].get(use, 0.0) for use in USES.values()] for name in names]
     ours = 100 * result.waste.uses.mean(axis=1)
     places = np.arange(len(names))
@@ -83,7 +83,7 @@ def _draw_uses(ax: Any, result: Any) -> None:
     waste = 100 - dict(zip(names, ours[:, 0], strict=True))["Orca (Max)"]
     paged = 100 - dict(zip(names, ours[:, 0], strict=True))["paged"]
     title = f"Orca (Max) wastes {waste:.0f} % of its token places, pages {paged:.0f} %"
-    style.titled(ax, title, "left: ours, right: the paper's", "token places [%]")
+    style.set_labels(ax, title, "left: ours, right: the paper's", "token places [%]")
     ax.set_ylim(0, 100)
     ax.legend()
 
@@ -97,14 +97,14 @@ def _draw_lines(
         last = np.flatnonzero(np.isfinite(line))[-1]
         end = ends[name] = int(requests[last]), float(line[last])
         if not says_end:
-            style.curve(ax, requests, line, name, marker="")
+            style.draw_curve(ax, requests, line, name, marker="")
         elif name == "paged":
-            style.curve(ax, requests, line, name, marker="", zorder=0)
+            style.draw_curve(ax, requests, line, name, marker="", zorder=0)
         look = {"linestyle": "", "markersize": 8}
-        style.curve(ax, *([x] for x in end), name, name, **look)
+        style.draw_curve(ax, *([x] for x in end), name, name, **look)
         if says_end:
             offset, side = ((6, -4), "left") if name != "paged" else ((-8, 0), "right")
             look = {"va": "top", "ha": side}
-            style.note(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
+            style.annotate(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
     ax.set(xlim=(0, 1.08 * requests[-1]), xlabel="batch [requests]")
     return ends

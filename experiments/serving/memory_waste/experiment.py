@@ -15,11 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import Ours, Part, Sheet, ours, table, units
-from experiments.framework.table import Floats, Record, Table, Texts, column
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    measured,
+    table,
+    units,
+)
+from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
-from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
+from experiments.serving.memory_waste.drawing import BATCHES, CLAIMS, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -71,7 +78,7 @@ CONFIGS = {
 PerSeed = Float[np.ndarray, "rows seeds"]
 
 
-class Waste(Table):
+class Waste(ResultTable):
     """What memory was used for, a row for each system, or each scale of its steps."""
 
     uses: Float[np.ndarray, "rows seeds uses"] = column("shares of the token places")
@@ -81,7 +88,7 @@ class Waste(Table):
     num_answered: Int[np.ndarray, "rows seeds"] = column("in the time that counts")
 
 
-class Growth(Record):
+class Growth(ResultRecord):
     """Memory and throughput by requests served at once; NaN beyond those that fit."""
 
     requests: Int[np.ndarray, " requests"] = column("how many")
@@ -89,7 +96,7 @@ class Growth(Record):
     tokens_per_s: Float[np.ndarray, "systems requests"] = column("drawn")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All of it."""
 
     memory_bytes: float = column("of the GPU")
@@ -202,26 +209,26 @@ def _growth(
     )
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds memory, waste and batches against the published ones."""
-    yield ours("weights", 100 * result.weight_bytes / result.memory_bytes)
-    yield ours("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
+    yield measured("weights", 100 * result.weight_bytes / result.memory_bytes)
+    yield measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
     names = result.system.tolist()
     for system, uses in zip(names, result.waste.uses, strict=True):
         found = 100 * uses.mean(axis=0)
-        why = {"external waste and rest": BOOK.word("rounding")}
+        why = {"external waste and rest": CLAIMS.text("rounding")}
         if system == "paged":
-            why["token states"] = BOOK.word("load")
+            why["token states"] = CLAIMS.text("load")
         words: dict[str, Any] = {"system": system, "who": by(system)}
         for use, share in zip(USES.values(), found, strict=True):
-            yield ours("uses", share, use=use, why=why.get(use, ""), **words)
+            yield measured("uses", share, use=use, why=why.get(use, ""), **words)
         if system == "paged":
             # Pages are reserved for one token ahead only, and no page lies outside.
-            yield ours("within", (found[1:3] / found[:3].sum() * 100).sum())
+            yield measured("within", (found[1:3] / found[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
     for system, published in BATCHES.items():
-        yield ours(
+        yield measured(
             "batch",
             batch[system],
             published=published,
@@ -230,8 +237,8 @@ def claims(result: Result) -> Iterator[Ours]:
             who=by(system),
             why=STEP if system == "paged" else "",
         )
-    for other in BOOK.published("times"):
-        yield ours("times", batch["paged"] / batch[other], other=other)
+    for other in CLAIMS.published("times"):
+        yield measured("times", batch["paged"] / batch[other], other=other)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -245,11 +252,11 @@ def metrics(result: Result) -> dict[str, Any]:
         "weights_share": result.weight_bytes / result.memory_bytes,
         "kv_share": result.kv_bytes / result.memory_bytes,
         "token_bytes": result.token_bytes,
-        "systems": table.by_row({"system": result.system} | means),
+        "systems": table.to_rows({"system": result.system} | means),
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Lays out the waste beside the published one, and what it depends on."""
     waste, scaled, names = result.waste, result.scaled, result.system.tolist()
     uses = {use: _spreads(100 * waste.uses[:, :, k]) for k, use in enumerate(USES)}
@@ -267,7 +274,7 @@ def summary(result: Result) -> list[Part]:
         "requests at once": _spreads(scaled.batch),
         "preempted": _counts(scaled.num_preempted),
     }
-    shares = [BOOK.published("uses")[name] for name in names]
+    shares = [CLAIMS.published("uses")[name] for name in names]
     cells = [[f"{x[y]:g}" if y in x else "-" for y in USES.values()] for x in shares]
     printed = {"paper's": [" / ".join(row) for row in cells]}
     many = waste.batch.shape[1]
@@ -301,7 +308,7 @@ def _spreads(rows: PerSeed) -> list[str]:
 
 
 def _seconds(waste: Waste) -> list[str]:
-    return [units.seconds(float(row.mean())) for row in waste.step_s]
+    return [units.format_seconds(float(row.mean())) for row in waste.step_s]
 
 
 def _counts(rows: np.ndarray) -> list[str]:

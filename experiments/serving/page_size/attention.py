@@ -15,8 +15,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Ints, Ours, Record, Table, beside, column, ours, table
-from experiments.harness.kernels import MAX_ERROR, Run, runs
+from experiments.framework import (
+    Ints,
+    MeasuredValue,
+    ResultRecord,
+    ResultTable,
+    claims_file,
+    column,
+    measured,
+    table,
+)
+from experiments.harness.kernels import MAX_ERROR, KernelRun, runs
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -82,7 +91,7 @@ CONFIGS = {
 Times = Float[np.ndarray, "rows page_sizes"]
 
 
-class Latency(Table):
+class Latency(ResultTable):
     """A row for each case, a batch and a context; a number for each page size.
 
     NaN where nobody here attends to pages of that size.
@@ -98,7 +107,7 @@ class Latency(Table):
     error: Times = column("of the paged one, from float64")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was measured, and where."""
 
     device: str = column("kind of it")
@@ -189,16 +198,16 @@ def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) 
     return paged_s, contiguous_s, ratio, paged.error()
 
 
-def _prepare(problem: AttentionProblem, name: str) -> Run | None:
+def _prepare(problem: AttentionProblem, name: str) -> KernelRun | None:
     """Makes a run; None for one that refuses."""
-    everyone = {x.name: x for x in runs.of_attention()}
+    everyone = {x.name: x for x in runs.attention_implementations()}
     try:
         return everyone[name].prepare(problem)
     except ValueError:  # pages of such a size; a GPU that is not there
         return None
 
 
-def _is_right(problem: AttentionProblem, run: Run) -> bool:
+def _is_right(problem: AttentionProblem, run: KernelRun) -> bool:
     return run.error() <= MAX_ERROR[problem.spec.dtype]
 
 
@@ -225,8 +234,8 @@ def metrics(result: Result) -> dict[str, Any]:
     return table.metrics(result) | {"latency": rows}
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the published price of pages against ours."""
     found, column = result.latency, _paper_column(result)
     ratios = found.ratio[:, column]
@@ -244,8 +253,8 @@ def claims(result: Result) -> Iterator[Ours]:
         "device": result.device,
         "spread": spread,
     }
-    yield ours("price", float(low), which="where it costs least", **words)
-    yield ours("price", float(high), which="where it costs most", **words)
+    yield measured("price", float(low), which="where it costs least", **words)
+    yield measured("price", float(high), which="where it costs most", **words)
 
 
 DASHES, COLORS, MARKS = ("-", "--", ":", "-."), (5, 6, 3, 1), "os^d"
@@ -262,19 +271,19 @@ def plot(axes: Any, result: Result) -> None:
         color, mark = looks[batch]
         look = {"linestyle": DASHES[contexts.index(context) % 4], "marker": mark}
         label = f"{batch} x {context}"
-        style.curve(ratios, result.page_size, row["ratio"], color, label, **look)
+        style.draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
         mine = found.where(batch=batch)
         paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
-        style.curve(
+        style.draw_curve(
             times, mine.context, 1e3 * paged, color, f"{label}, pages", marker=mark
         )
         look = {"linestyle": ":", "marker": mark}
         label = f"{label}, contiguous"
-        style.curve(times, mine.context, 1e3 * contiguous, color, label, **look)
-    style.reference(ratios, 1, "contiguous")
-    style.powers_of_two(ratios)
+        style.draw_curve(times, mine.context, 1e3 * contiguous, color, label, **look)
+    style.draw_reference_line(ratios, 1, "contiguous")
+    style.use_powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
         here = found.ratio[:, column]
@@ -287,7 +296,9 @@ def plot(axes: Any, result: Result) -> None:
         times_title = f"Pages of {size}: at most {most:.3g} ms a step"
         ratios.legend(title="sequences x tokens")
         times.legend()
-    style.titled(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
-    style.titled(times, times_title, "length of each sequence [tokens]", "time [ms]")
+    style.set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
+    style.set_labels(
+        times, times_title, "length of each sequence [tokens]", "time [ms]"
+    )
     for ax in axes:
         ax.set_ylim(bottom=0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, beside, ours
-from experiments.framework.table import Floats, Record, Table, Texts, column
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
@@ -27,7 +27,7 @@ FULL: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
 """More than is sustained: where memory is full."""
 BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 """Sizes that figure 18b shows to be best."""
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ SWITCH = ("hours", True)
 CONFIGS = {"paper": Config()}
 
 
-class Serving(Table):
+class Serving(ResultTable):
     """What became of every load, a row for each."""
 
     data: Texts = column("whose lengths")
@@ -69,7 +69,7 @@ class Serving(Table):
     preempted: Floats = column("times that a request was preempted, by the requests")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was served."""
 
     serving: Serving = column("every load")
@@ -115,8 +115,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(Serving.of(rows))
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds latencies, and what is left of a full memory, against ours."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
@@ -130,17 +130,17 @@ def claims(result: Result) -> Iterator[Ours]:
         for id, here in found.items():
             if here.any():
                 slowest = float(latency[here].max() / latency.min())
-                yield ours(id, slowest, rate=LOADED[data], **words)
+                yield measured(id, slowest, rate=LOADED[data], **words)
         rows = result.serving.where(data=data, rate=FULL[data])
         # Both sources look before a step's tokens are written, ours after.
         written = rows.batch / places
         tokens, unused = 100 * (rows.tokens - written), 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
             words = {"data": data, "size": size}
-            yield ours("tokens", float(tokens[i]), rate=FULL[data], **words)
+            yield measured("tokens", float(tokens[i]), rate=FULL[data], **words)
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
-                yield ours("half", float(unused[i]), published=half, **words)
+                yield measured("half", float(unused[i]), published=half, **words)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -151,21 +151,21 @@ def plot(axes: Any, result: Result) -> None:
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
             y, label = rows.normalised_s, f"{data}, {LOADED[data]:g} requests/s"
-            style.curve(latency, rows.page_size, y, data, label)
+            style.draw_curve(latency, rows.page_size, y, data, label)
             bar, look = [0.85 * y.min()] * 2, {"marker": "", "linewidth": 4}
             label = f"{data}, the paper's best"
-            style.curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
+            style.draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
             times = y.max() / y.min()
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
         rows = result.serving.where(data=data, rate=FULL[data])
-        theirs = BOOK.published("tokens")[data]
+        theirs = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
-        style.curve(
+        style.draw_curve(
             memory, [*map(int, theirs)], [*theirs.values()], "published", label, **look
         )
-        style.curve(memory, rows.page_size, 100 * rows.tokens, data, data)
+        style.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < least[2]:
             at = int(rows.page_size[rows.tokens.argmin()])
             least = data, at, 100 * float(rows.tokens.min())
@@ -173,14 +173,14 @@ def plot(axes: Any, result: Result) -> None:
     title = "Latency by page size"
     if worst[0]:
         title = f"Pages of {worst[1]}: {worst[2]:.0f} times the latency on {worst[0]}"
-    style.titled(latency, title, size, "latency [s/token]", yscale="log")
-    style.plain_log(latency.yaxis)
+    style.set_labels(latency, title, size, "latency [s/token]", yscale="log")
+    style.label_log_axis(latency.yaxis)
     title = "A full memory by page size"
     if least[0]:
         title = (
             f"Pages of {least[1]}: tokens fill {least[2]:.0f} % of memory on {least[0]}"
         )
-    style.titled(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
+    style.set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:
-        style.powers_of_two(ax)
+        style.use_powers_of_two(ax)
         ax.legend()

@@ -39,12 +39,14 @@ def draw(
       width: inches to fill.
     """
     for slot, name in enumerate(names):
-        middle, color = y + (slot + 0.5) * _ROW, boxes.colors(slot)
+        middle, color = y + (slot + 0.5) * _ROW, boxes.slot_color(slot)
         look = {"color": color, "fontweight": "bold"}
-        boxes.text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
+        boxes.draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
         following = frames.tokens[i, slot, frames.length[i, slot]]
         look = {"style": "italic", "color": boxes.GREY}
-        boxes.text(ax, x, middle + 0.06, frames.words[following], boxes.SMALL, **look)
+        boxes.draw_text(
+            ax, x, middle + 0.06, frames.words[following], boxes.SMALL, **look
+        )
     num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
     page_width = (width - _LABEL) / num_columns
     for column in range(num_columns):
@@ -68,17 +70,19 @@ def _draw_page(
     height, size = box.height / len(slots), frames.held.shape[2]
     for k, slot in enumerate(slots):
         band = box._replace(y=box.y + k * height, height=height)
-        boxes.rectangle(ax, band, facecolor=boxes.pale(boxes.colors(slot)), linewidth=0)
-    boxes.frame(ax, box, slots)
+        boxes.draw_rectangle(
+            ax, band, facecolor=boxes.lighten(boxes.slot_color(slot)), linewidth=0
+        )
+    boxes.draw_frame(ax, box, slots)
     # What stands beyond the length was left by the last owner of the page.
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
     y = box.y + box.height / 2 - (len(held) - 1) / 2 * _LINE
     for k, word in enumerate(frames.told(held)):
         weight = "bold" if k == newest else "normal"
-        boxes.text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
+        boxes.draw_text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
     look = {"fontweight": "bold", "ha": "right", "va": "top", "color": boxes.GREY}
-    boxes.text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
+    boxes.draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
 
 
 def _draw_pool(
@@ -89,22 +93,22 @@ def _draw_pool(
     num = sum(used)
     width = (total - _LABEL - (len(used) - num) * _THIN) / num
     for label, line in (("pool", y + 0.1), ("uses", y + 0.32)):
-        boxes.text(ax, x, line, label, boxes.SMALL, color=boxes.GREY)
+        boxes.draw_text(ax, x, line, label, boxes.SMALL, color=boxes.GREY)
     left = x + _LABEL
     for page, is_used in enumerate(used):
         box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
         left += box.width + 0.05
         count, owners = int(frames.ref[i, page]), frames.owners(i, page)
-        boxes.stripes(ax, box, owners)
-        boxes.frame(ax, box, owners)
+        boxes.fill_stripes(ax, box, owners)
+        boxes.draw_frame(ax, box, owners)
         if not is_used:
             continue
         middle, color = box.x + box.width / 2, boxes.INK if count else boxes.GHOST
-        boxes.text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
+        boxes.draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
         before = int(frames.ref[i - 1, page]) if i else count
         if count:
-            boxes.badge(ax, middle, y + 0.32, before, count)
+            boxes.draw_reference_count(ax, middle, y + 0.32, before, count)
         else:
             said = f"{before}→0" if before else "free"
             color = boxes.COPY if before else boxes.GHOST
-            boxes.text(ax, middle, y + 0.32, said, 5.4, color=color, ha="center")
+            boxes.draw_text(ax, middle, y + 0.32, said, 5.4, color=color, ha="center")

@@ -12,9 +12,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import Ours, Record, beside, column, ours
-from experiments.framework.table import parts
-from experiments.harness.sentences import Language
+from experiments.framework import (
+    MeasuredValue,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+)
+from experiments.framework.table import field_values
+from experiments.harness.sentence_model import SentenceLanguage
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
 from jaxkv.progress import QUIET, Progress
@@ -71,7 +77,7 @@ PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 CONFIGS = {"smoke": Config()}
 
 
-class Result(Record):
+class Result(ResultRecord):
     """The four scenes."""
 
     one: Frames = column("one request")
@@ -82,7 +88,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Plays the scenes."""
-    language = Language(SENTENCES, MAX_LENGTH)
+    language = SentenceLanguage(SENTENCES, MAX_LENGTH)
     stage = Stage(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     progress.show("one request")
     one = stage.play(
@@ -126,7 +132,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     progress.show("beams")
     told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
     beams = Stage(
-        Language(told, MAX_LENGTH),
+        SentenceLanguage(told, MAX_LENGTH),
         num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
         max_slots=WIDTH,
@@ -173,7 +179,7 @@ def metrics(result: Result) -> dict[str, Any]:
             }
             for i, caption in enumerate(frames.caption)
         ]
-        for name, frames in parts(result).items()
+        for name, frames in field_values(result).items()
     }
 
 
@@ -196,8 +202,8 @@ PUBLISHED = {
 and beams, how often each is referred to."""
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the tables behind the frames against those of the published figures."""
     samples, beams = result.samples, result.beams
     found = {
@@ -215,9 +221,9 @@ def claims(result: Result) -> Iterator[Ours]:
             len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
             for theirs, mine in zip(published, found[id], strict=True)
         )
-        yield ours(id, equal, published=sum(map(len, published)))
+        yield measured(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]
-    yield ours("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
+    yield measured("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
 
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:

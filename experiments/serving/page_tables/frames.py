@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import Record, Texts, column
-from experiments.harness import model_shapes, stepping
-from experiments.harness.sentences import Language, Scribe
+from experiments.framework import ResultRecord, Texts, column
+from experiments.harness import model_shapes, stepper
+from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
 from jaxkv.engine import EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import NO_PAGE, invariants, kv_layout, kv_pages, page_pool
@@ -22,7 +22,7 @@ PerSlot = Int[np.ndarray, "frames slots columns"]
 PerPlace = Int[np.ndarray, "frames pages page_size"]
 
 
-class Frames(Record):
+class Frames(ResultRecord):
     """States one after the other, as arrays with a leading axis of frames."""
 
     caption: Texts = column("what happened")
@@ -75,7 +75,7 @@ class Ask(NamedTuple):
     step: int = 0
 
 
-class Stage(stepping.Stepper):
+class Stage(stepper.Stepper):
     """An engine of few pages, handed out in an order of ours, that runs step by step.
 
     One program serves all scenes that are played on it.
@@ -83,7 +83,7 @@ class Stage(stepping.Stepper):
 
     def __init__(
         self,
-        language: Language,
+        language: SentenceLanguage,
         *,
         num_pages: int,
         page_size: int,
@@ -92,7 +92,7 @@ class Stage(stepping.Stepper):
     ) -> None:
         """Sets an engine up; see `EngineConfig` for the sizes."""
         self.language = language
-        config = model_shapes.bounds(
+        config = model_shapes.make_engine_config(
             max_slots,
             MAX_LENGTH,
             page_size=page_size,
@@ -110,7 +110,7 @@ class Stage(stepping.Stepper):
             )
             return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
 
-        super().__init__(config, Scribe(language=language), blank_pages)
+        super().__init__(config, SentenceModel(language=language), blank_pages)
 
     def play(
         self, asks: Sequence[Ask], captions: Sequence[str], order: Sequence[int]
@@ -142,11 +142,16 @@ class Stage(stepping.Stepper):
         rows = np.full(len(before), NO_SEQUENCE, np.int32)
         shots = []
         for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
-            invariants.raise_if_violated(call.seen.violations, first_step=step)
+            invariants.raise_if_violated(call.step_infos.violations, first_step=step)
             shot = _look(call.state, before, rows)
             before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
-            if not self.config.max_beams and num_copied != call.seen.num_copied.sum():
-                raise RuntimeError(f"step {step}: {call.seen.num_copied=} differs")
+            if (
+                not self.config.max_beams
+                and num_copied != call.step_infos.num_copied.sum()
+            ):
+                raise RuntimeError(
+                    f"step {step}: {call.step_infos.num_copied=} differs"
+                )
             if caption:
                 shots.append(shot | {"caption": np.array(caption)})
         stacked = {name: np.stack([shot[name] for shot in shots]) for name in shots[0]}
@@ -187,7 +192,7 @@ def _look(
         for x in map(np.asarray, state.pages.layout.read(state.pages, 0, every))
     )
     return {
-        "tokens": by_row(stepping.histories(state), -1),
+        "tokens": by_row(stepper.slot_tokens(state), -1),
         "page_ids": page_ids,
         "length": by_row(state.table.length, 0),
         "ref": np.asarray(state.pool.ref),

@@ -11,9 +11,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, beside, column, ours, table
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+    table,
+)
 from experiments.harness import model_shapes, prompts
-from experiments.harness.prompts import Request
+from experiments.harness.prompts import PromptRequest
 from experiments.plotting import style, systems
 from experiments.serving.preemption import moving, serving
 from experiments.serving.preemption.moving import Moves
@@ -103,7 +111,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """The same requests, served in many ways; and one request, brought back."""
 
     ways: Servings = column("room for all; then too little, recomputing and swapping")
@@ -118,7 +126,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves everything; ended early, it has what is done."""
     longest = max(config.longest, config.move_tokens + 1)
-    model = model_shapes.load_with_text(config.model, max_length=longest)
+    model = model_shapes.load_text_model(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
     requests, moved = workload(config, model)
     served = serving.serve(model, requests, _asked(config, requests), progress)
@@ -134,7 +142,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _asked(
-    config: Config, requests: list[Request]
+    config: Config, requests: list[PromptRequest]
 ) -> Iterator[tuple[str, str, int, Ways]]:
     """Lists the ways that are compared; in the first of all none is preempted.
 
@@ -183,7 +191,7 @@ def _asked(
 
 def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
     """The engine, with so much memory."""
-    return config.bounds(
+    return config.engine_config(
         num_pages,
         config.longest,
         max_swap_pages=max_swap_pages,
@@ -194,55 +202,57 @@ def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
 
 def workload(
     config: Config, model: checkpoints.LoadedModel
-) -> tuple[list[Request], Request]:
+) -> tuple[list[PromptRequest], PromptRequest]:
     """Cuts the prompts: those that are served, and the one that is brought back."""
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng, ignore_eos=True)
     # A file may be shorter.
     tries, ask = [config.move_tokens] * 8, requests[0].sampling
-    found = prompts.held_out(model.tokenizer, tries, [ask] * 8, rng)
+    found = prompts.cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
     return requests, max(found, key=lambda request: len(request.tokens))
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges everything that was served; parts that were not are left out."""
     ways = result.ways
-    served = [x for x in table.parts(result).values() if isinstance(x, Servings)]
+    served = [x for x in table.field_values(result).values() if isinstance(x, Servings)]
     if len(ways) > 1:
         different = sum(x.num_different.sum() for x in served)
-        yield ours("alike", different, num=sum(map(len, served)))
+        yield measured("alike", different, num=sum(map(len, served)))
     roomy = [
         x.at((x.preemption == "swap") & (x.swap_pages >= x.pool_pages)) for x in served
     ]
     if any(map(len, roomy)):
-        yield ours("roomy", sum(x.num_recomputed.sum() for x in roomy))
+        yield measured("roomy", sum(x.num_recomputed.sum() for x in roomy))
     held = [x.where(hold_new=True) for x in served]
     if any(map(len, held)):
-        yield ours("held", sum(x.num_overtaken.sum() for x in held))
+        yield measured("held", sum(x.num_overtaken.sum() for x in held))
     none, plain = result.spaces.where(swap_pages=0), ways.where(name="recompute")
     if len(none) and len(plain):
         lost, theirs = none.num_recomputed[0], float(plain.num_recomputed[0])
-        yield ours("left_end", lost, published=theirs)
+        yield measured("left_end", lost, published=theirs)
     for share, published in WATERMARKS.items():
         marks = result.watermarks
         here = marks.at(marks.watermark == [round(share * x) for x in marks.pool_pages])
         if len(here):
             found, theirs = 100 * here.recomputed_share[0], 100 * published
             words: dict[str, Any] = {"share": 100 * share}
-            yield ours("watermark", found, published=theirs, differs=True, **words)
+            yield measured("watermark", found, published=theirs, differs=True, **words)
     again = result.pools.where(preemption="recompute")
     if len(again):
         most = 100 * again.recomputed_share.max()
-        yield ours("smallest_pool", most, pages=again.pool_pages.min())
+        yield measured("smallest_pool", most, pages=again.pool_pages.min())
     again = result.victims.where(preemption="recompute")
     latest = again.where(victim="latest").recomputed_share
     if len(latest) and len(again) > 1:
         saved = 1 - again.recomputed_share.min() / max(latest[0], 1e-9)
-        yield ours("victims", saved, num=len(again))
+        yield measured("victims", saved, num=len(again))
     again, swap = (ways.where(name=x) for x in ("recompute", "swap"))
     if len(again) and len(swap):
-        yield ours("end_to_end", np.median(again.duration_s[0] / swap.duration_s[0]))
+        yield measured(
+            "end_to_end", np.median(again.duration_s[0] / swap.duration_s[0])
+        )
     moves, sizes = result.moves, result.moves.page_size
     if len(moves) < 2:
         return
@@ -250,15 +260,15 @@ def claims(result: Result) -> Iterator[Ours]:
         np.median(x, axis=1) for x in (moves.recompute_s, moves.swap_through_host_s)
     )
     words = {"low": sizes.min(), "high": sizes.max()}
-    yield ours("reading", again.max() / again.min(), **words)
+    yield measured("reading", again.max() / again.min(), **words)
     # Smaller than all others but those of one token, if there is a choice.
     small = np.where(sizes > 1, sizes, 2**30).argmin()
     words = {"low": sizes[small], "high": sizes.max()}
-    yield ours("small_pages", swap[small] / swap[sizes.argmax()], **words)
-    yield ours("a_fifth", (again / swap).max())
+    yield measured("small_pages", swap[small] / swap[sizes.argmax()], **words)
+    yield measured("a_fifth", (again / swap).max())
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts the ways beside each other; parts that were not served are left out."""
     ways, moves = result.ways, result.moves
     counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
@@ -307,14 +317,14 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
     shares = {}
     for i, row in enumerate(ways.rows()):
         fed, again = row["num_fed"] / 1000, row["num_recomputed"] / 1000
-        color = systems.look(names[i]).color
+        color = systems.system_style(names[i]).color
         ax.barh(i, fed - again, 0.66, color=color)
         ax.barh(i, again, 0.66, left=fed - again, color=color, **again_look)
         text = f"{row['steps']:,} steps, {row['duration_s']:.1f} s"
         if again:
             shares[names[i]] = 100 * row["recomputed_share"]
             text += f", {shares[names[i]]:.0f} % again"
-        style.note(ax, text, (fed, i), (4, 0), va="center_baseline")
+        style.annotate(ax, text, (fed, i), (4, 0), va="center_baseline")
     for label, look in (("computed once", {}), ("computed again", again_look)):
         ax.fill_between([], [], label=label, facecolor="0.45", **look)
     ax.set_yticks(range(len(names)), names)
@@ -328,7 +338,7 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
         title = f"Too small a pool: {name} computes {shares[name]:.0f} % of the tokens "
         title += "again"
         ax.legend()
-    style.titled(ax, title, "tokens computed [thousands]", "")
+    style.set_labels(ax, title, "tokens computed [thousands]", "")
 
 
 AGAIN = "computed again [% of tokens]"
@@ -340,13 +350,13 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
-    style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
+    style.draw_curve(ax, *zip(*theirs, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
-        style.curve(ax, x, y, "recompute", "latest is preempted")
+        style.draw_curve(ax, x, y, "recompute", "latest is preempted")
         for at in zip(x, y, watermarks.steps.tolist(), strict=True):
-            style.note(ax, f"{at[2]:,} steps", at[:2], (6, 3))
+            style.annotate(ax, f"{at[2]:,} steps", at[:2], (6, 3))
         ax.set_xlim(-3, 1.22 * max(x.max(), 1))
         title = (
             f"Keeping {x[-1]:.0f} % of the pool free cuts tokens computed again from "
@@ -357,9 +367,9 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
         y = 100 * again.recomputed_share
         name = again.victim[int(y.argmin())].replace("_", " ")
         look = {"linestyle": "", "markersize": 7}
-        style.curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
+        style.draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
     ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], 1))
-    style.titled(ax, title, "kept free [% of the pool]", AGAIN)
+    style.set_labels(ax, title, "kept free [% of the pool]", AGAIN)
     ax.legend()
 
 
@@ -373,13 +383,13 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         x, y = 100 * found.swap_share, 100 * found.recomputed_share
         pages = " or ".join(f"{num:,}" for num in found.host_pages.tolist())
         if len(found):
-            style.curve(ax, x, y, system, label.format(pages), linestyle=line)
+            style.draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
     rows = zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
     for i, at in enumerate(rows):
         label = f"{spaces.num_fallbacks[i]} of {spaces.num_preempted[i]}"
         label += " found no room" if i == 0 else ""
         look = {"ha": "right"} if at[0] >= 99 else {}
-        style.note(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
+        style.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
     top, title = (
         100 * spaces.recomputed_share.max(initial=0.0),
         "Room of the swap buffer",
@@ -390,7 +400,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
             f"A buffer of {enough.min():.0f} % of the pool leaves nothing to compute "
         )
         title += "again"
-    style.titled(ax, title, "swap buffer [% of the pool]", AGAIN)
+    style.set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
     ax.set(xlim=(-4, 106), ylim=(0, max(1.15 * top, 1)), xticks=range(0, 101, 25))
     if len(spaces):
         ax.legend()
@@ -400,7 +410,9 @@ def _draw_moves(ax: Any, moves: Moves) -> None:
     """Time to bring one request back, against the page size."""
     x, y = "page size [tokens]", "time [ms]"
     if not len(moves):
-        style.titled(ax, "Bringing one request back: not measured in this run", x, y)
+        style.set_labels(
+            ax, "Bringing one request back: not measured in this run", x, y
+        )
         return
     sizes, medians = moves.page_size.tolist(), {}
     for label, values, system in (
@@ -409,14 +421,14 @@ def _draw_moves(ax: Any, moves: Moves) -> None:
         ("swap from a device buffer", moves.swap_s, "swap"),
     ):
         medians[label] = 1000 * np.median(values, axis=1)
-        style.curve(ax, sizes, medians[label], system, label)
+        style.draw_curve(ax, sizes, medians[label], system, label)
     last = [x[-1] for x in medians.values()]
     title = f"{moves.num_tokens[0]:,} tokens come back {last[0] / last[-1]:,.0f} times "
     title += "sooner by swapping than by computing"
     if sizes[0] == 1:
         title += " (pages of 1: XLA copies the pool)"
-    style.powers_of_two(ax)
-    style.titled(ax, title, x, y, yscale="log", xticks=sizes)
-    style.plain_log(ax.yaxis)
+    style.use_powers_of_two(ax)
+    style.set_labels(ax, title, x, y, yscale="log", xticks=sizes)
+    style.label_log_axis(ax.yaxis)
     ax.minorticks_off()
     ax.legend()

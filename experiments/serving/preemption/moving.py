@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Ints, Table, column
-from experiments.framework.table import shown
+from experiments.framework import Ints, ResultTable, column
+from experiments.framework.table import computed_column
 from experiments.harness import model_shapes
-from experiments.harness.prompts import Request
-from experiments.harness.timing import timed
+from experiments.harness.prompts import PromptRequest
+from experiments.harness.timing import time_call
 from jaxkv.clock import from_seconds
 from jaxkv.engine import EngineConfig, requests
 from jaxkv.engine.state import init
@@ -38,7 +38,7 @@ POOL_TOKENS = 4096
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class Moves(Table):
+class Moves(ResultTable):
     """Times of bringing one request back, a row for each page size."""
 
     page_size: Ints = column("token places in a page")
@@ -53,13 +53,13 @@ class Moves(Table):
     host_in_s: Times = column("and back", heading="from host", of=np.median)
 
     @property
-    @shown(heading="swap", of=np.median)
+    @computed_column(heading="swap", of=np.median)
     def swap_s(self) -> Times:
         """Moving into the buffer and back."""
         return self.out_s + self.in_s
 
     @property
-    @shown(heading="swap through host", of=np.median)
+    @computed_column(heading="swap through host", of=np.median)
     def swap_through_host_s(self) -> Times:
         """The same by way of host memory."""
         return self.swap_s + self.host_out_s + self.host_in_s
@@ -67,7 +67,7 @@ class Moves(Table):
 
 def measure(
     model: checkpoints.LoadedModel,
-    request: Request,
+    request: PromptRequest,
     page_sizes: Sequence[int],
     *,
     repeats: int,
@@ -82,7 +82,7 @@ def measure(
     num_tokens = len(request.tokens)
     for page_size in progress.track(page_sizes, "one request", "page sizes"):
         num_pages = -(-num_tokens // page_size)
-        config = model_shapes.bounds(
+        config = model_shapes.make_engine_config(
             1,
             num_tokens + 1,
             page_size=page_size,
@@ -106,7 +106,10 @@ def measure(
 
 
 def _time_reading(
-    model: checkpoints.LoadedModel, request: Request, config: EngineConfig, repeats: int
+    model: checkpoints.LoadedModel,
+    request: PromptRequest,
+    config: EngineConfig,
+    repeats: int,
 ) -> list[float]:
     """Times the one step that feeds all tokens of the request, which then ends."""
     state = init(config, paged.make_pages(model.config, config))
@@ -127,7 +130,7 @@ def _time_reading(
         read = functools.partial(
             programs.LOCAL.run_steps, config=config, forward=forward, policy=policy
         )
-        took_s, (state, info) = timed(read, model.params, state, clock)
+        took_s, (state, info) = time_call(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")
         state, _ = drain(state)
@@ -187,9 +190,11 @@ def _time_moves(
     before = _first_layer(pages, table)
     out_s, in_s = [], []
     for _ in range(repeats + 1):
-        took_s, (staging, pool, table) = timed(leave, pages, staging, pool, table)
+        took_s, (staging, pool, table) = time_call(leave, pages, staging, pool, table)
         out_s.append(took_s)
-        took_s, (pages, staging, pool, table) = timed(back, pages, staging, pool, table)
+        took_s, (pages, staging, pool, table) = time_call(
+            back, pages, staging, pool, table
+        )
         in_s.append(took_s)
     np.testing.assert_array_equal(_first_layer(pages, table), before)
     return out_s[1:], in_s[1:]
@@ -224,7 +229,7 @@ def _time_host(
             sequence[: len(waiting)] = waiting
             books = state.ledger._replace(queue=jnp.asarray(sequence))
             state = state._replace(ledger=books)
-            took_s, state = timed(space.exchange, state)
+            took_s, state = time_call(space.exchange, state)
             if space.num_used != num_away:
                 raise RuntimeError(f"{space.num_used=} pages with the host")
             times_s.append(took_s)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from experiments.framework import Floats, Ints, Table, Texts, column
-from experiments.framework.table import shown
+from experiments.framework import Floats, Ints, ResultTable, Texts, column
+from experiments.framework.table import computed_column
 from experiments.harness import model_shapes
-from experiments.harness.prompts import Request
+from experiments.harness.prompts import PromptRequest
 from experiments.harness.serving import Server
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class Servings(Table):
+class Servings(ResultTable):
     """Ways of serving the same requests, a row for each."""
 
     name: Texts = column("for people", heading="way")
@@ -79,13 +79,13 @@ class Servings(Table):
     p95_latency_s: Times = column("of that", of=np.median)
 
     @property
-    @shown(heading="found no room")
+    @computed_column(heading="found no room")
     def num_fallbacks(self) -> Ints:
         """Preempted requests that lost their pages at once."""
         return self.num_preempted - self.num_swapped_out
 
     @property
-    @shown(heading="computed again")
+    @computed_column(heading="computed again")
     def recomputed_share(self) -> Floats:
         """Tokens computed again / tokens computed."""
         return self.num_recomputed / np.maximum(self.num_fed, 1)
@@ -138,7 +138,7 @@ type Ways = list[tuple[Way, EngineConfig]]
 
 def serve(
     model: checkpoints.LoadedModel,
-    requests: list[Request],
+    requests: list[PromptRequest],
     asked: Iterable[tuple[str, str, int, Ways]],
     progress: Progress,
 ) -> dict[str, Servings]:
@@ -209,7 +209,7 @@ def _server(model: checkpoints.LoadedModel, way: Way, config: EngineConfig) -> S
     if min(hidden) < 0:
         raise ValueError(f"{way.name}: needs more pages than {config=} has")
     policy = Narrowed(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
-    engine = model_shapes.engine(
+    engine = model_shapes.make_engine(
         model, config, policy=policy, host_pages=way.host_pages
     )
     return Server(engine)

@@ -13,8 +13,21 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, beside, ours
-from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    claims_file,
+    measured,
+)
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
@@ -45,7 +58,7 @@ LAUNCH_S = 4e-6
 """What a transfer takes besides: our choice."""
 NUM_TOKENS = 512
 """Of the sequence that is brought back."""
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +82,7 @@ SWITCH = ("simulated_requests", True)
 CONFIGS = {"paper": Config()}
 
 
-class Simulated(Table):
+class Simulated(ResultTable):
     """What became of every way of serving, a row for each."""
 
     study: Texts = column("victims: these, and watermarks; pages: size, what is moved")
@@ -85,7 +98,7 @@ class Simulated(Table):
     moved_bytes: Floats = column("over the bus, both ways")
 
 
-class BringBack(Table):
+class BringBack(ResultTable):
     """Times of one request alone, a row for each page size."""
 
     page_size: Ints = column("token places in a page")
@@ -94,13 +107,13 @@ class BringBack(Table):
     swap_s: Floats = column("moving its pages out and in")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """Requests served in simulated time."""
 
     simulated: Simulated = column("every way")
 
     @property
-    @shown(heading=f"{NUM_TOKENS} tokens brought back")
+    @computed_column(heading=f"{NUM_TOKENS} tokens brought back")
     def bring_back(self) -> BringBack:
         """One request alone: arithmetic."""
         sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
@@ -204,8 +217,8 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
     return Members(load, capacity, policy, cost)
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges watermarks, victims, and moving against recomputing."""
     found = result.simulated
     latest = found.where(study="victims", victim="latest")
@@ -217,7 +230,7 @@ def claims(result: Result) -> Iterator[Ours]:
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
             most = max(high - mean, mean - low)
-            yield ours(id, mean, tolerance=most, num=len(here), **words)
+            yield measured(id, mean, tolerance=most, num=len(here), **words)
     rules = _first(found.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares, best = rules.recomputed_share, rules.recomputed_share.argmin()
@@ -225,18 +238,18 @@ def claims(result: Result) -> Iterator[Ours]:
         (latest,) = rules.where(victim="latest").recomputed_share
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
         saved = 1 - shares[best] / max(latest, 1e-9)
-        yield ours("simulated_victims", saved, **words)
+        yield measured("simulated_victims", saved, **words)
     alone = result.bring_back
     pages_of_1, pages_of_256 = alone.swap_s[[0, -1]]
-    yield ours("pages_of_1", pages_of_1 / pages_of_256)
-    yield ours("simulated_fifth", (alone.recompute_s / alone.swap_s).max())
+    yield measured("pages_of_1", pages_of_1 / pages_of_256)
+    yield measured("simulated_fifth", (alone.recompute_s / alone.swap_s).max())
     again = found.where(preemption="recompute", study="pages")
     for name in PREEMPTIONS[1:] if len(again) else ():
         ratio = again.normalised_s / found.where(preemption=name).normalised_s
         middle = ratio[np.isin(again.page_size, (16, 32, 64))]
         furthest = max(middle, key=lambda x: abs(np.log(x)))
-        yield ours("as_fast", furthest, name=name, rate=PAGES_RATE)
-        yield ours("faster", ratio[0], name=name)
+        yield measured("as_fast", furthest, name=name, rate=PAGES_RATE)
+        yield measured("faster", ratio[0], name=name)
 
 
 def _first(found: Simulated) -> Simulated:
@@ -244,7 +257,7 @@ def _first(found: Simulated) -> Simulated:
     return found.where(seed=found.seed.min(initial=2**31))
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts rules, watermarks and page sizes beside each other."""
     found = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
@@ -266,48 +279,48 @@ def plot(axes: Any, result: Result) -> None:
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
     ax, size = axes[1, 0], "page size [tokens]"
     again, swap = 1000 * alone.recompute_s, 1000 * alone.swap_s
-    style.curve(ax, PAGE_SIZES, again, "recompute", "recompute")
-    style.curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
+    style.draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
+    style.draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
     title = f"{NUM_TOKENS} tokens come back sooner by swapping "
     title += f"from pages of {less[0]} on" if less else "with no page size"
-    style.titled(ax, title, size, "time [ms]")
+    style.set_labels(ax, title, size, "time [ms]")
     ax, worst = axes[1, 1], ("", 0.0)
     for name in PREEMPTIONS:
         rows = found.where(study="pages", preemption=name)
-        style.curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
+        style.draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
         if len(rows) and (most := 1000 * float(rows.normalised_s.max())) > worst[1]:
             worst = name, most
     title = (
         f"{PAGES_RATE} requests/s: {worst[0]} is worst, up to {worst[1]:,.0f} ms/token"
     )
-    style.titled(ax, title, size, "latency [ms/token]")
+    style.set_labels(ax, title, size, "latency [ms/token]")
     for ax in axes[1]:
-        style.powers_of_two(ax)
+        style.use_powers_of_two(ax)
         ax.set(yscale="log")
-        style.plain_log(ax.yaxis)
+        style.label_log_axis(ax.yaxis)
         ax.legend()
 
 
 def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     """A number of every rule of victims against the pages kept free."""
-    theirs = {int(x): y for x, y in BOOK.published(id).items()}
+    theirs = {int(x): y for x, y in CLAIMS.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}
     # The sketch's shares are in per cent.
     values = [(1000 if name == "normalised_s" else 1) * y for y in theirs.values()]
-    style.curve(ax, [*theirs], values, "published", "earlier sketch", **look)
+    style.draw_curve(ax, [*theirs], values, "published", "earlier sketch", **look)
     for rule in RULES:
         rows, text = (
             _first(found.where(study="victims", victim=rule)),
             rule.replace("_", " "),
         )
-        style.curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
+        style.draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
     latest, first = found.where(study="victims", victim="latest"), True
     for seed in latest.distinct("seed"):
         rows = latest.where(seed=seed)
         look = {"marker": "", "linewidth": 0.8, "alpha": 0.6}
         label = "latest, other draws" if first else ""
-        style.curve(
+        style.draw_curve(
             ax, rows.watermark, scale * getattr(rows, name), "latest", label, **look
         )
         first = False
@@ -323,6 +336,6 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
         if len(rows):
             title = f"Latency is least, {values.min():.0f} ms/token, with "
             title += f"{rows.watermark[int(values.argmin())]:.0f} pages kept free"
-    style.titled(ax, title, "pages kept free [of 983]", y)
+    style.set_labels(ax, title, "pages kept free [of 983]", y)
     ax.set_ylim(bottom=0)
     ax.legend()

@@ -18,15 +18,32 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Record, Sheet, beside, column, ours, units
-from experiments.framework.table import Bools, Floats, Ints, Table, Texts, parts, shown
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    Sheet,
+    claims_file,
+    column,
+    measured,
+    units,
+)
+from experiments.framework.table import (
+    Bools,
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    computed_column,
+    field_values,
+)
 from experiments.plotting import style
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 ORDERS = {
     "depth_first": "depth first",
     "cached_first": "most cached first",
@@ -87,7 +104,7 @@ CONFIGS = {
 }
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """The workloads, a row for each."""
 
     name: Texts = column("what they are")
@@ -98,20 +115,20 @@ class Loads(Table):
     page_size: Ints = column("tokens that a page stands for")
 
     @property
-    @shown(key="best_share")
+    @computed_column(key="best_share")
     def best(self) -> np.ndarray:
         """The highest hit rate there is: every page is computed once."""
         return 1 - self.num_distinct / self.num_pages
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """All servings, a row for each."""
 
     workload: Texts = column("its name")
     order: Texts = column("of `ORDERS`")
     eviction: Texts = column("of `EVICTIONS`")
     pool: Ints = column("pages", key="pool_pages")
-    num_cached: Ints = column("pages found, summed over prompts", is_told=False)
+    num_cached: Ints = column("pages found, summed over prompts", is_reported=False)
     most_delayed: Ints = column(
         "places by which a request was served after its turn, at most"
     )
@@ -121,7 +138,9 @@ class Rated(Runs):
     """Servings, with what follows from their workloads."""
 
     rate: Floats = column("pages found / pages of all prompts", key="hit_share")
-    is_whole: Bools = column("True if the pool holds all distinct pages", is_told=False)
+    is_whole: Bools = column(
+        "True if the pool holds all distinct pages", is_reported=False
+    )
 
     def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
         """Those that differ in the pool alone, by its size; of the first eviction.
@@ -134,20 +153,20 @@ class Rated(Runs):
         return found.at(np.argsort(found.pool))
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was found."""
 
     loads: Loads = column("what was served", key="workloads")
-    runs: Runs = column("how", is_told=False)
+    runs: Runs = column("how", is_reported=False)
 
     @property
-    @shown(key="runs")
+    @computed_column(key="runs")
     def rated(self) -> Rated:
         """The servings with their rates."""
         names = self.loads.name.tolist()
         loads = self.loads.at([names.index(x) for x in self.runs.workload])
         return Rated(
-            **parts(self.runs),
+            **field_values(self.runs),
             rate=self.runs.num_cached / loads.num_pages,
             is_whole=self.runs.pool > loads.num_distinct,
         )
@@ -209,7 +228,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(Loads.of(described), Runs.of(rows))
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Makes a table of hit rates for each workload that was served."""
     loads, served = result.loads.rows(), result.rated.distinct("workload")
     return [_sheet(load, result.rated) for load in loads if load["name"] in served]
@@ -224,8 +243,10 @@ def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
-        cells = [units.share(rate[0] if rate else None) for rate in rates]
-        rows.append([f"{pool:,}", units.share(pool / load["distinct_pages"]), *cells])
+        cells = [units.format_percent(rate[0] if rate else None) for rate in rates]
+        rows.append(
+            [f"{pool:,}", units.format_percent(pool / load["distinct_pages"]), *cells]
+        )
     note = (
         f"{load['requests']:,} prompts of {load['pages']:,} pages, "
         f"{load['distinct_pages']:,} of them distinct, {load['page_size']} tokens each."
@@ -240,37 +261,37 @@ def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
     return Sheet(f"pages found: {load['name']}", heads, rows, note)
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds what must be so, and what was published, against ours; if it was served."""
     loads, rated = result.loads.rows(), result.rated
     found = [claim for load in loads for claim in _of_load(load, rated)]
-    for id in BOOK.ids:
+    for id in CLAIMS.ids:
         yield from (claim for claim in found if claim.id == id)
     eager = [rated.curve(load["name"], "cached_first").rate for load in loads]
     pairs = zip(eager, result.loads.best, strict=True)
     shares = [float((rate / best).mean()) for rate, best in pairs if rate.size]
     if shares:
         rates = np.concatenate(eager)
-        yield ours("average", 100 * float(np.mean(shares)))
-        yield ours("lowest", 100 * float(rates.min()))
-        yield ours("highest", 100 * float(rates.max()))
+        yield measured("average", 100 * float(np.mean(shares)))
+        yield measured("lowest", 100 * float(rates.min()))
+        yield measured("highest", 100 * float(rates.max()))
 
 
-def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Ours]:
+def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[MeasuredValue]:
     name, best = load["name"], 100 * load["best_share"]
     whole = rated.where(workload=name, is_whole=True)
     if len(whole):
         rate = 100 * float(whole.rate[0])
-        yield ours("whole", rate, published=best, **load)
-        yield ours("recorded", rate, **load)
+        yield measured("whole", rate, published=best, **load)
+        yield measured("recorded", rate, **load)
     rates = np.concatenate([rated.curve(name, order).rate for order in ORDERS])
     if rates.size:
-        yield ours("below", 100 * float(rates.max()), published=best, **load)
+        yield measured("below", 100 * float(rates.max()), published=best, **load)
     walk = rated.curve(name, "depth_first")
     if len(walk):
         rate, pool = 100 * float(walk.rate[0]), walk.pool[0]
-        yield ours("walk", rate, published=best, pool=pool, **load)
+        yield measured("walk", rate, published=best, pool=pool, **load)
 
 
 KINDS = (
@@ -297,14 +318,14 @@ def plot(axes: Any, result: Result) -> None:
 def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     """Draws the servings of a workload."""
     distinct, ends = load["distinct_pages"], {}
-    style.reference(ax, 100 * load["best_share"], "all that repeats")
+    style.draw_reference_line(ax, 100 * load["best_share"], "all that repeats")
     for order, eviction, label, system in KINDS:
         runs = rated.curve(load["name"], order, eviction)
         if not len(runs):
             continue
         look = {"linestyle": LINES[eviction]} | ({"marker": ""} if eviction else {})
         share = 100 * runs.pool / distinct
-        style.curve(ax, share, 100 * runs.rate, system, label, **look)
+        style.draw_curve(ax, share, 100 * runs.rate, system, label, **look)
         ends[label] = 100 * float(runs.rate[0])
     ax.set_xscale("log")
     low, high = ax.get_xlim()
@@ -316,5 +337,5 @@ def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
         best = max(ends, key=lambda x: ends[x])
         title += f": {best} finds {ends[best]:.0f} % with the smallest pool"
     x = f"pool [% of {distinct:,} distinct pages of {load['page_size']} tokens]"
-    style.titled(ax, title, x, "pages found [%]", ylim=(0, 100))
+    style.set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
     ax.legend()

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from experiments.harness.stepping import Stepper
+from experiments.harness.stepper import Stepper
 from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
 from jaxkv.memory import Prefixes, Uses, kv_layout, kv_pages, page_pool, prefix_eviction
 from jaxkv.models import ForwardResult
@@ -139,7 +139,7 @@ def serve(
     )
     if served is None:
         return None
-    order = served.seen.request_id[served.seen.reason > 0]
+    order = served.step_infos.request_id[served.step_infos.reason > 0]
     return Hits(served.num_cached // PAGE_SIZE, np.argsort(order))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import Table, Texts, column
-from experiments.framework.table import shown
-from experiments.harness import stepping
+from experiments.framework import ResultTable, Texts, column
+from experiments.framework.table import computed_column
+from experiments.harness import stepper
 from experiments.plotting import Box, boxes
 from experiments.serving.sharing.requests import Client
 from jaxkv.engine import EngineState
@@ -24,26 +24,26 @@ NUM_TOKENS = 40
 """Of each sequence, at least, beyond the prompt."""
 
 
-class Picture(Table):
+class Picture(ResultTable):
     """Page tables of four sequences, scene by scene."""
 
     title: Texts = column("what the sequences are", key="scene", heading="scene")
     page_ids: Int[np.ndarray, "rows sequences columns"] = column(
-        "physical page of every logical one, -1 beyond", is_told=False
+        "physical page of every logical one, -1 beyond", is_reported=False
     )
     num_filled: Int[np.ndarray, "rows sequences columns"] = column(
-        "tokens in each", is_told=False
+        "tokens in each", is_reported=False
     )
-    text: np.ndarray = column("what they say", is_told=False)
+    text: np.ndarray = column("what they say", is_reported=False)
 
     @property
-    @shown()
+    @computed_column()
     def logical_pages(self) -> np.ndarray:
         """Pages that the tables name."""
         return np.array([np.sum(ids != NO_PAGE) for ids in self.page_ids])
 
     @property
-    @shown(heading="physical pages")
+    @computed_column(heading="physical pages")
     def pages(self) -> np.ndarray:
         """Pages that are there."""
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
@@ -79,7 +79,7 @@ def take(client: Client) -> Picture:
 
 
 def _look(
-    state: EngineState, server: stepping.Stepper, tokenizer: Any
+    state: EngineState, server: stepper.Stepper, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages of every sequence, tokens in each, and what they say."""
     slots = np.flatnonzero(np.asarray(state.slots.sequence) >= 0)
@@ -92,7 +92,7 @@ def _look(
             tokenizer.decode(held[start : start + num].tolist())
             for start, num in zip(starts, nums, strict=True)
         ]
-        for held, nums in zip(stepping.histories(state)[slots], filled, strict=True)
+        for held, nums in zip(stepper.slot_tokens(state)[slots], filled, strict=True)
     ]
     return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
@@ -136,9 +136,9 @@ def _draw_page(
     """A page as high as its readers, filled in part."""
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
-    boxes.rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
+    boxes.draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
-    boxes.rectangle(ax, box, facecolor="none", **look)
+    boxes.draw_rectangle(ax, box, facecolor="none", **look)
     middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
     # Line ends show, and a dot is drawn for a character that the font may lack.
     shown = "".join(
@@ -148,7 +148,7 @@ def _draw_page(
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
     look["linespacing"] = 1.0
-    boxes.text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
+    boxes.draw_text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
-    boxes.text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)
+    boxes.draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import Floats, Ints, Table, Texts, column, units
-from experiments.framework.table import shown
-from experiments.harness import length_distributions, prompts, stepping
-from experiments.harness.prompts import Request
+from experiments.framework import Floats, Ints, ResultTable, Texts, column, units
+from experiments.framework.table import computed_column
+from experiments.harness import length_distributions, prompts, stepper
+from experiments.harness.prompts import PromptRequest
 from jaxkv.engine import EngineState, StepInfo, step
 from jaxkv.memory import Table as PageTable
 from jaxkv.models import checkpoints
@@ -45,7 +45,7 @@ PUBLISHED = {
 ends of the ranges that the text gives."""
 
 
-class Savings(Table):
+class Savings(ResultTable):
     """Requests of several answers, or beams, each; a row for each setting served."""
 
     lengths: Texts = column('"short" or "long"')
@@ -53,22 +53,22 @@ class Savings(Table):
     num_requests: Ints = column("how many", key="requests", heading="requests")
     mean_prompt: Floats = column("tokens", form="{:.0f}")
     mean_answer: Floats = column("tokens", form="{:.0f}")
-    logical_pages: Ints = column("each sequence's own, over steps", is_told=False)
-    distinct_pages: Ints = column("in use, summed over steps", is_told=False)
+    logical_pages: Ints = column("each sequence's own, over steps", is_reported=False)
+    distinct_pages: Ints = column("in use, summed over steps", is_reported=False)
     expected_share: Floats = column("saved, as lengths alone say; NaN for beams")
     steps: Ints = column("that fed tokens")
     num_copied: Ints = column("before written", key="copied_pages", heading="copied")
     num_preempted: Ints = column("sequences", key="preempted", heading="preempted")
-    duration_s: Floats = column("to serve all of them", is_told=False)
+    duration_s: Floats = column("to serve all of them", is_reported=False)
 
     @property
-    @shown()
+    @computed_column()
     def saved_share(self) -> np.ndarray:
         """Pages saved / pages without sharing, both summed over steps."""
         return saved_share(self)
 
     @property
-    @shown()
+    @computed_column()
     def published_share(self) -> np.ndarray:
         """The paper's; NaN where there is none."""
         is_drawn = np.isfinite(self.expected_share).all()
@@ -91,7 +91,7 @@ def published_share(kind: str, rows: Any) -> np.ndarray:
     return np.array([PUBLISHED[kind].get(key, np.nan) for key in keys])
 
 
-class Readings(Table):
+class Readings(ResultTable):
     """Prompts of requests of several answers, read in chunks."""
 
     chunk_size: Ints = column("tokens that one prompt may feed in a step")
@@ -107,18 +107,18 @@ def _pair(values: list[int]) -> str:
     return "{:,} / {:,}".format(*values)
 
 
-class Prefixes(Table):
+class Prefixes(ResultTable):
     """Requests that begin alike, without the prefix cache and with it."""
 
     prefix_tokens: Ints = column("with which all begin", heading="in common")
     num_requests: Ints = column("how many", key="requests", heading="requests")
     prompt_tokens: Ints = column("of all prompts")
     num_cached: Ints = column("fewest tokens that a request found in the cache")
-    logical_pages: Ints = column("as in `Savings`, with the cache", is_told=False)
-    distinct_pages: Ints = column("as in `Savings`, with the cache", is_told=False)
+    logical_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
+    distinct_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
     prompt_rows: Pairs = column("prompt tokens fed", heading="computed", form=_pair)
     steps: Pairs = column("taken", form=_pair)
-    rate: Float[np.ndarray, "rows repeats 2"] = column("tokens/s", is_told=False)
+    rate: Float[np.ndarray, "rows repeats 2"] = column("tokens/s", is_reported=False)
     num_different: Ints = column(
         "not the same with and without",
         key="different_answers",
@@ -126,13 +126,13 @@ class Prefixes(Table):
     )
 
     @property
-    @shown(heading="pages saved", form=units.share)
+    @computed_column(heading="pages saved", form=units.format_percent)
     def saved_share(self) -> np.ndarray:
         """Pages saved / pages without sharing, as of `Savings`."""
         return saved_share(self)
 
     @property
-    @shown(
+    @computed_column(
         heading="times the tokens/s",
         form=lambda x: "{1:.2f} ({0:.2f}-{2:.2f})".format(*x),
     )
@@ -204,15 +204,17 @@ class Client(NamedTuple):
       progress: is asked whether to stop.
     """
 
-    engine: stepping.Stepper
+    engine: stepper.Stepper
     model: checkpoints.LoadedModel
     ask: Sampling
     progress: Progress
 
-    def requests(self, sizes: list[int], samplings: list[Sampling]) -> list[Request]:
+    def requests(
+        self, sizes: list[int], samplings: list[Sampling]
+    ) -> list[PromptRequest]:
         """Requests of held-out text, the same at every call."""
         rng = np.random.default_rng(self.engine.config.seed)
-        return prompts.held_out(self.model.tokenizer, sizes, samplings, rng)
+        return prompts.cut_held_out_prompts(self.model.tokenizer, sizes, samplings, rng)
 
     def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
         """How answers of so many tokens are drawn; no token ends an answer."""
@@ -224,7 +226,7 @@ class Client(NamedTuple):
         ]
 
     def serve(
-        self, requests: Sequence[Request], policy: interface.Policy | None = None
+        self, requests: Sequence[PromptRequest], policy: interface.Policy | None = None
     ) -> Served | None:
         """Answers requests.
 
@@ -243,8 +245,8 @@ class Client(NamedTuple):
         if done is None:
             return None
         sizes = np.array([*map(len, texts)])
-        fed = done.seen[0].num_rows.any(axis=1)
-        info, pages = jax.tree.map(lambda x: x[fed], done.seen)
+        fed = done.step_infos[0].num_rows.any(axis=1)
+        info, pages = jax.tree.map(lambda x: x[fed], done.step_infos)
         num_pages = -(-(pages.length + pages.ahead) // self.engine.config.page_size)
         columns = np.arange(pages.page_ids.shape[2])
         held = np.where(columns < num_pages[:, :, None], pages.page_ids, -1)
@@ -307,7 +309,9 @@ def serve_groups(
         # As served: a file may have been shorter than the prompt drawn.
         prompt = np.array([len(request.tokens) for request in requests])
         answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
-        expected = length_distributions.saving(Lengths(prompt, answer), size, page_size)
+        expected = length_distributions.shared_page_saving(
+            Lengths(prompt, answer), size, page_size
+        )
         rows.append(
             served.totals()
             | {

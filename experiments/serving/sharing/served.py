@@ -15,9 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.framework import Ours, Record, beside, column, ours, table
-from experiments.harness import length_distributions, model_shapes, stepping
-from experiments.harness.prompts import ragged
+from experiments.framework import (
+    MeasuredValue,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+    table,
+)
+from experiments.harness import length_distributions, model_shapes, stepper
+from experiments.harness.prompts import draw_ragged_lengths
 from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
@@ -29,7 +36,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.workloads import lengths
 from jaxkv.workloads.lengths import Lengths
 
-BOOK = beside(__file__)
+CLAIMS = claims_file(__file__)
 PANELS, PANEL_SIZE_INCHES = (5, 2), (3.4, 2.8)
 SWITCH = ("num_simulated", False)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
@@ -117,7 +124,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was shared."""
 
     samples: Savings = column(
@@ -143,13 +150,13 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
-    model = model_shapes.load_with_text(config.model, max_length=config.max_length)
+    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    engine = stepping.of_model(model, bounds(config), requests.seen_step)
+    engine = stepper.make_stepper(model, bounds(config), requests.seen_step)
     client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
-        length_distributions.draw,
+        length_distributions.draw_lengths,
         max_length=config.max_length,
         rng=rng,
         scale=config.length_scale,
@@ -159,7 +166,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         "long": draw(lengths.SHAREGPT, config.num_long),
     }
     own = [
-        np.array(ragged(rng, config.own_tokens, 0.5, config.num_prefixed))
+        np.array(draw_ragged_lengths(rng, config.own_tokens, 0.5, config.num_prefixed))
         for _ in Lengths._fields
     ]
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
@@ -180,7 +187,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def bounds(config: Config) -> EngineConfig:
     """An engine that never runs short of pages, whatever it is given here."""
     pages_per_slot = -(-config.max_length // config.page_size)
-    return model_shapes.bounds(
+    return model_shapes.make_engine_config(
         4 * config.max_slots,
         config.max_length,
         page_size=config.page_size,
@@ -206,16 +213,16 @@ def metrics(result: Result) -> dict[str, Any]:
 summary = table.sheets
 
 
-def lengths_claims(savings: Any, **words: Any) -> Iterator[Ours]:
+def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
     """Holds savings by answers against what lengths alone say."""
     for name in savings.distinct("lengths"):
         here = savings.where(lengths=name)
         apart = abs(here.saved_share - here.expected_share).max()
-        yield ours("lengths", 100 * apart, lengths=name, **words)
+        yield measured("lengths", 100 * apart, lengths=name, **words)
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds closed forms and published numbers against ours."""
     yield from lengths_claims(result.samples, how="", reading="")
     readings, beams = result.readings, result.beams
@@ -223,7 +230,7 @@ def claims(result: Result) -> Iterator[Ours]:
         *first, last = map(str, readings.chunk_size)
         most = float((readings.prompt_rows / readings.prompt_tokens).max())
         sizes = f"{', '.join(first)} and {last}"
-        yield ours("once", most, num=readings.num_sequences[0], sizes=sizes)
+        yield measured("once", most, num=readings.num_sequences[0], sizes=sizes)
     for id, savings in (("answers", result.samples), ("beams", beams)):
         for row in savings.rows():
             words = row | ({"range": ""} if row["lengths"] == "short" else {})
@@ -233,18 +240,18 @@ def claims(result: Result) -> Iterator[Ours]:
         for row in beams.rows()
     ]
     if np.isfinite(gains).any():
-        yield ours("beams-above", 100 * float(np.nanmin(gains)))
+        yield measured("beams-above", 100 * float(np.nanmin(gains)))
     prefixes = result.prefixes
     for i, num in enumerate(prefixes.prefix_tokens.tolist()):
-        yield ours("faster", float(prefixes.speed_ups[i, 1]), num=num)
+        yield measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
 
 
-def figure_claim(id: str, row: dict[str, Any]) -> Iterator[Ours]:
+def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
     """Holds a saving against figure 15, if that has one."""
     ours_, published = 100 * row["saved_share"], 100 * row["published_share"]
     if np.isfinite(published):
         data = DATA[row["lengths"]]
-        yield ours(id, ours_, published=published, data=data, **row)
+        yield measured(id, ours_, published=published, data=data, **row)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -274,7 +281,7 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
+        style.draw_curve(ax, *zip(*theirs, strict=True), "published", label, **look)
         here, system = savings.where(lengths=name), LENGTHS[name]
         if not len(here):
             continue
@@ -282,15 +289,15 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         is_known = np.isfinite(expected).all()
         tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f} tokens"
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        style.curve(ax, here.num_sequences, ours, system, tokens, **look)
+        style.draw_curve(ax, here.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            style.curve(ax, here.num_sequences, expected, system, **look)
+            style.draw_curve(ax, here.num_sequences, expected, system, **look)
         most = max(most, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {most:.0f} % of the pages"
     x = f"{kind} of a request [sequences]"
-    style.titled(ax, title, x, "pages saved [%]", ylim=(0, None))
+    style.set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
     ax.legend()
@@ -331,4 +338,4 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
         title += f"{best['prefix_tokens']} tokens in common"
         ax.legend()
     x = "left with a prefix cache [% of without]"
-    style.titled(ax, title, x, "", xlim=(0, 108))
+    style.set_labels(ax, title, x, "", xlim=(0, 108))

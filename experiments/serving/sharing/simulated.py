@@ -20,13 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import Ours, Record, ours, table
-from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
+from experiments.framework import MeasuredValue, ResultRecord, measured, table
+from experiments.framework.table import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
 from experiments.harness import length_distributions
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.requests import published_share
-from experiments.serving.sharing.served import BOOK, DATA, figure_claim, lengths_claims
+from experiments.serving.sharing.served import (
+    CLAIMS,
+    DATA,
+    figure_claim,
+    lengths_claims,
+)
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
@@ -84,7 +96,7 @@ class Config:
 CONFIGS = {"paper": Config()}
 
 
-class Counted(Table):
+class Counted(ResultTable):
     """Requests of several answers, a row for each setting."""
 
     lengths: Texts = column('"short" or "long"')
@@ -97,54 +109,56 @@ class Counted(Table):
     num_preempted: Ints = column("sequences preempted", key="preempted")
 
     @property
-    @shown()
+    @computed_column()
     def published_share(self) -> np.ndarray:
         """The paper's; NaN where there is none."""
         return published_share("answers", self)
 
 
-class Translated(Table):
+class Translated(ResultTable):
     """Translations with a common beginning, a row for each length of it."""
 
     prefix_tokens: Ints = column("with which all begin")
-    rate: Float[np.ndarray, "rows rates"] = column("requests a second", is_told=False)
+    rate: Float[np.ndarray, "rows rates"] = column(
+        "requests a second", is_reported=False
+    )
     latency_s: Float[np.ndarray, "rows systems rates"] = column(
-        "seconds a token, Orca's and ours", is_told=False
+        "seconds a token, Orca's and ours", is_reported=False
     )
     batch: Float[np.ndarray, "rows systems rates"] = column(
-        "sequences that ran on average", is_told=False
+        "sequences that ran on average", is_reported=False
     )
     at_most: Float[np.ndarray, "rows systems"] = column(
-        "requests a second at 0.5 s a token", is_told=False
+        "requests a second at 0.5 s a token", is_reported=False
     )
 
     @property
-    @shown()
+    @computed_column()
     def oracle_per_s(self) -> np.ndarray:
         """The rate that Orca (Oracle) sustains."""
         return self.at_most.reshape(-1, 2)[:, 0]
 
     @property
-    @shown()
+    @computed_column()
     def paged_per_s(self) -> np.ndarray:
         """The rate that pages sustain, shared."""
         return self.at_most.reshape(-1, 2)[:, 1]
 
     @property
-    @shown()
+    @computed_column()
     def ratio(self) -> np.ndarray:
         """How many times as many requests pages serve."""
         return self.paged_per_s / self.oracle_per_s
 
     @property
-    @shown()
+    @computed_column()
     def published_ratio(self) -> np.ndarray:
         """The paper's; NaN where there is none."""
-        printed = BOOK.published("translations")
+        printed = CLAIMS.published("translations")
         return np.array([printed.get(str(x), np.nan) for x in self.prefix_tokens])
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was counted."""
 
     counted: Counted = column(
@@ -196,7 +210,7 @@ def count(config: Config, progress: Progress) -> Counted:
     for name, law in LAWS.items():
         size = TIMES[name] * config.num_simulated
         rng = np.random.default_rng(config.seed)
-        tokens = length_distributions.draw(law, size, settings.MAX_LENGTH, rng)
+        tokens = length_distributions.draw_lengths(law, size, settings.MAX_LENGTH, rng)
         members = []
         for n in ANSWERS:
             # The same requests in a random order, whatever their number of answers.
@@ -222,7 +236,9 @@ def count(config: Config, progress: Progress) -> Counted:
         means, preempted = served.means, served.totals.preempted
         saved = workloads.metrics.saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
-            expected = length_distributions.saving(tokens, n, settings.PAGE_SIZE)
+            expected = length_distributions.shared_page_saving(
+                tokens, n, settings.PAGE_SIZE
+            )
             asked = name, n, SEQUENCES_PER_S[name] / n, size
             rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
     return Counted.of(rows)
@@ -287,8 +303,8 @@ def metrics(result: Result) -> dict[str, Any]:
 summary = table.sheets
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the counts against closed forms, and figures 15a and 16 against ours."""
     yield from lengths_claims(result.counted)
     for row in result.counted.rows():
@@ -299,7 +315,7 @@ def claims(result: Result) -> Iterator[Ours]:
         rates = f"{SYSTEMS[0]} {row['oracle_per_s']:.1f}, "
         rates += f"{SYSTEMS[1]} {row['paged_per_s']:.1f}"
         num = row["prefix_tokens"]
-        yield ours(
+        yield measured(
             "translations", row["ratio"], num=num, at_most=AT_MOST_S, rates=rates
         )
 
@@ -322,18 +338,18 @@ def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
         (-0.2, counted.published_share, "published", "the paper's"),
         (0.2, counted.saved_share, data, "ours"),
     ):
-        look = systems.look(system).bar | {"label": label}
+        look = systems.system_style(system).bar | {"label": label}
         drawn = ax.bar(place + shift, 100 * share, 0.38, **look)
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
         ax.bar_label(drawn, texts, padding=2)
     expected = 100 * counted.expected_share
     look = {"marker": "_", "markersize": 18, "linestyle": "", "markeredgewidth": 2}
-    style.curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
+    style.draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
     ax.set_xticks(place, [str(n) for n in counted.num_sequences])
     ax.margins(y=0.18)
     most = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
     title = f"{data}: sharing saves up to {most:.0f} % of the pages"
-    style.titled(ax, title, "answers of a request [sequences]", "pages saved [%]")
+    style.set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
     ax.legend()
 
 
@@ -342,9 +358,13 @@ def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]
         look = {"marker": ""}
-        style.curve(ax, translated.rate[i], translated.latency_s[i, k], name, **look)
-        style.curve(ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7)
-    style.reference(ax, AT_MOST_S)
+        style.draw_curve(
+            ax, translated.rate[i], translated.latency_s[i, k], name, **look
+        )
+        style.draw_curve(
+            ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7
+        )
+    style.draw_reference_line(ax, AT_MOST_S)
     row = translated.rows()[i]
     title = (
         f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times the load"
@@ -352,5 +372,5 @@ def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
     x, y = "load [requests/s]", "latency [s/token]"
-    style.titled(ax, title, x, y, ylim=(0, 1))
+    style.set_labels(ax, title, x, y, ylim=(0, 1))
     ax.legend()

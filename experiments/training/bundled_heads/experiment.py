@@ -16,8 +16,8 @@ import numpy as np
 from experiments.framework import (
     Floats,
     Ints,
-    Record,
-    Table,
+    ResultRecord,
+    ResultTable,
     Texts,
     column,
 )
@@ -118,7 +118,7 @@ CONFIGS = {
 }
 
 
-class Heads(Table):
+class Heads(ResultTable):
     """What was trained."""
 
     kind: Texts = column("of the heads")
@@ -132,7 +132,7 @@ class Heads(Table):
     duration_s: Floats = column("time spent in training, on the clock")
 
 
-class Acceptance(Table):
+class Acceptance(ResultTable):
     """How often guesses are right."""
 
     kind: Texts = column("of the heads")
@@ -144,7 +144,7 @@ class Acceptance(Table):
     )
 
 
-class Result(Record):
+class Result(ResultRecord):
     """Heads, and how often they are right."""
 
     heads: Heads = column("of each kind")
@@ -153,7 +153,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
-    target = checkpoints.load_model(bundled.folder_of(config.model))
+    target = checkpoints.load_model(bundled.find_model_folder(config.model))
     heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
@@ -204,8 +204,10 @@ def score(
     held_out = corpora.open_corpus(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
     pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
-    bounds = model_shapes.bounds(16, 2 * half, max_sequences=64, queue_capacity=64)
-    engine = model_shapes.engine(target, bounds, has_text=False)
+    bounds = model_shapes.make_engine_config(
+        16, 2 * half, max_sequences=64, queue_capacity=64
+    )
+    engine = model_shapes.make_engine(target, bounds, has_text=False)
     done = engine.generate(
         pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
     )
@@ -227,12 +229,12 @@ def plot(ax: Any, result: Result) -> None:
     for kind in result.acceptance.distinct("kind"):
         best = result.acceptance.where(kind=kind, rank=0)
         name = names.get(kind, kind)
-        style.curve(ax, best.depth, 100 * best.right_share, name, name)
+        style.draw_curve(ax, best.depth, 100 * best.right_share, name, name)
         ends.append(f"{name} {100 * best.right_share[0]:.0f} %")
     depths = result.acceptance.distinct("depth")
     title = f"First guesses that are right: {', '.join(ends)}"
     x = "distance from the model's own token [tokens]"
-    style.titled(ax, title, x, "best guess right [%]")
+    style.set_labels(ax, title, x, "best guess right [%]")
     ax.set(xticks=depths or [1], ylim=(0, 100))
     if ends:
         ax.legend()
@@ -278,7 +280,7 @@ def model_card(
             for depth, found in enumerate(shares, 1)
         ),
     ]
-    name = bundled.folder_of(config.model).name
+    name = bundled.find_model_folder(config.model).name
     parts = [
         "---\nlicense: psf-2.0\ntags: [speculative-decoding, byte-level, code]\n---",
         f"# {name}-{kind}",

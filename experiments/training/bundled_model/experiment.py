@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import Record, column, environment, table
+from experiments.framework import ResultRecord, column, environment, table
 from experiments.plotting import style
 from jaxkv import files, validation
 from jaxkv.models import ModelConfig, checkpoints
@@ -138,7 +138,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was learnt; bits per byte are not numbers if training did not end."""
 
     tokens: np.ndarray = column("trained on before each report, both runs together")
@@ -161,7 +161,7 @@ class Result(Record):
     )
 
     @property
-    @table.shown()
+    @table.computed_column()
     def num_tokens(self) -> int:
         """Trained on."""
         return int(self.tokens[-1]) if len(self.tokens) else 0
@@ -222,16 +222,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(ax: Any, result: Result) -> None:
     """Draws the loss over the tokens, and the held-out text's loss at the end."""
     loss = result.loss / np.log(2)
-    style.curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
+    style.draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
     title = "Loss of training"
     if np.isfinite(result.bits_per_byte):
         title = (
             f"Training ends at {result.bits_per_byte:.3f} bits/byte on held-out files"
         )
-        style.reference(ax, result.bits_per_byte, "held-out files, at the end")
+        style.draw_reference_line(
+            ax, result.bits_per_byte, "held-out files, at the end"
+        )
     x, y = "tokens trained on [millions]", "loss [bits/byte]"
-    style.titled(ax, title, x, y, yscale="log")
-    style.plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, yscale="log")
+    style.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -288,7 +290,7 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
 
 def made_with(duration_s: float) -> str:
     """How long training took, on which processor and with which versions."""
-    env = environment.describe()
+    env = environment.describe_machine()
     versions = env["versions"]
     return (
         f"It took {duration_s:,.0f} seconds on the clock of {env['num_cpus']} cores "

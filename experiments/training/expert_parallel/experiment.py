@@ -26,18 +26,18 @@ from jaxtyping import Array
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Part,
-    Record,
-    Table,
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
     table,
     units,
 )
-from experiments.harness import divided_steps, timing
+from experiments.harness import sharded_steps, timing
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
@@ -161,7 +161,7 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
+class Ways(ResultTable):
     """Ways to divide the mixture, a row each."""
 
     layout: Texts = column("as `jaxkv cost` takes it")
@@ -176,21 +176,23 @@ class Ways(Table):
         form="{:.1e}",
     )
     step_s: Floats = column(
-        "median of a gradient's", heading="time", form=units.seconds
+        "median of a gradient's", heading="time", form=units.format_seconds
     )
 
 
-class Drops(Table):
+class Drops(ResultTable):
     """What a capacity does to held-out text, over as many devices as there are."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
     capacity: Floats = column("over the even share", form="{:g}")
-    dropped: Floats = column("of the choices, mean over the layers", form=units.share)
+    dropped: Floats = column(
+        "of the choices, mean over the layers", form=units.format_percent
+    )
     loss: Floats = column("nats per token then", form="{:.3f}")
     sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
 
 
-class Loads(Table):
+class Loads(ResultTable):
     """How unevenly experts are met, and devices that have a part of them each."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
@@ -199,10 +201,10 @@ class Loads(Table):
     busiest: Floats = column("device's load over the mean", form="{:.2f}")
     busiest_expert: Floats = column("its load over the mean", form="{:.2f}")
     variation: Floats = column("standard deviation of experts' loads", form="{:.2f}")
-    idle: Floats = column("experts that nobody meets", form=units.share)
+    idle: Floats = column("experts that nobody meets", form=units.format_percent)
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What was counted, measured and trained."""
 
     ways: Ways = column("a row for each layout")
@@ -277,7 +279,7 @@ def _dropped(
                 part = operator.itemgetter(slice(begin, begin + own))
                 mine = jax.tree.map(part, routing)
                 lost.append(experts.dropped_fraction(mine, capacity=limit))
-        sent = divided_steps.sent(
+        sent = sharded_steps.predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         to_experts = sum(x.forward for x in sent if x.scheme == "expert")
@@ -310,7 +312,7 @@ def _divide(
         given = meshes.place_tree(model, layout, params), placed
         gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
-        formula = divided_steps.sent(
+        formula = sharded_steps.predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
@@ -327,11 +329,11 @@ def _divide(
                 layout.num_devices,
                 sum(size for size, scheme in both if scheme != "data"),
                 sum(size for size, _ in both),
-                divided_steps.sent_by(program),
+                sharded_steps.collective_bytes(program),
                 max(errors),
             )
         )
-    times = timing.medians(steps, config.rounds)
+    times = timing.median_seconds(steps, config.rounds)
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
@@ -340,7 +342,7 @@ def metrics(result: Result) -> dict[str, Any]:
     return table.metrics(result) | {"losses": result.losses.tolist()}
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Tables: what is sent and how long it takes; what is dropped; how uneven it is."""
     both = zip(BALANCING, result.losses, strict=False)
     losses = ", ".join(f"{loss:.3f} {name}" for name, loss in both)
@@ -359,20 +361,22 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds formulas against programs, gradients against one device's."""
     for row in result.ways.rows():
         words: dict[str, Any] = {"layout": row["layout"]}
-        yield ours("bytes", row["sent_bytes"], published=row["found_bytes"], **words)
+        yield measured(
+            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+        )
         if "capacity" not in row["layout"]:
-            yield ours("gradient", row["error"], **words)
+            yield measured("gradient", row["error"], **words)
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
         mine = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
         if len(mine) == len(BALANCING) and mine["without"]:
             words: dict[str, Any] = {"capacity": f"{capacity:g}"}
-            yield ours("drops", mine["with"], published=mine["without"], **words)
+            yield measured("drops", mine["with"], published=mine["without"], **words)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -388,7 +392,7 @@ def plot(axes: Any, result: Result) -> None:
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[here] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
-        style.curve(left, ways.devices[here], sent, system, label)
+        style.draw_curve(left, ways.devices[here], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -396,14 +400,16 @@ def plot(axes: Any, result: Result) -> None:
         title = f"{max(ways.devices)} devices: {least} sends "
         title += f"1/{last[most] / last[least]:.0f} of {most}"
     y = "sent in a step [MB]"
-    style.titled(left, title, "expert group [devices]", y, yscale="log")
+    style.set_labels(left, title, "expert group [devices]", y, yscale="log")
     left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))
-    style.plain_log(left.yaxis)
+    style.label_log_axis(left.yaxis)
     left.legend()
     dropped = {}
     for name in BALANCING:
         mine, label = result.drops.where(balancing=name), f"{name} balancing"
-        style.curve(right, mine.capacity, 100 * mine.dropped, label, f"{label} loss")
+        style.draw_curve(
+            right, mine.capacity, 100 * mine.dropped, label, f"{label} loss"
+        )
         pairs = zip(mine.capacity, mine.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
@@ -413,6 +419,6 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "
         title += f"balancing loss, {shares[1]:.0f} % without"
     x, y = "capacity / even share [ratio]", "choices dropped [%]"
-    style.titled(right, title, x, y)
+    style.set_labels(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()

@@ -21,15 +21,15 @@ from jaxtyping import Float
 from experiments.framework import (
     Floats,
     Ints,
-    Ours,
-    Part,
-    Record,
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
     Sheet,
-    Table,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
     table,
     units,
 )
@@ -68,7 +68,7 @@ CONFIGS = {
 BALANCING = ("with", "without")
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """All runs, a row each."""
 
     kind: Texts = column("as `runs.Kind`")
@@ -79,17 +79,19 @@ class Runs(Table):
     num_active: Ints = column("weights that a token meets", heading="active")
     num_tokens: Ints = column("trained on", heading="tokens")
     flops: Floats = column(
-        "of experts in use, causal attention", heading="compute", form=units.flops
+        "of experts in use, causal attention",
+        heading="compute",
+        form=units.format_flops,
     )
     loss: Floats = column("nats per token of held-out text", form="{:.3f}")
     loss_se: Floats = column("its", heading="standard error", form="{:.3f}")
-    seconds: Floats = column("of training", heading="time", form=units.seconds)
+    seconds: Floats = column("of training", heading="time", form=units.format_seconds)
     is_fitted: table.Bools = column(
         "at its kind's chosen rate; not without the balancing loss", heading="fitted"
     )
 
 
-class Laws(Table):
+class Laws(ResultTable):
     """Loss as a power of compute, with 90 % intervals."""
 
     kind: Texts = column("dense or mixture")
@@ -99,17 +101,19 @@ class Laws(Table):
     high: Floats = column("where it ends", form="{:.3f}")
 
 
-class Imbalance(Table):
+class Imbalance(ResultTable):
     """How unevenly the experts of one pair of runs are met, over the mean load."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
     layer: Ints = column("counted from 1")
     busiest: Floats = column("of the experts", form="{:.2f}")
     variation: Floats = column("the standard deviation", form="{:.2f}")
-    idle: Floats = column("nobody meets them", heading="idle experts", form=units.share)
+    idle: Floats = column(
+        "nobody meets them", heading="idle experts", form=units.format_percent
+    )
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All runs, and what was fitted to them."""
 
     runs: Runs = column("all that ended", prefix="")
@@ -131,14 +135,14 @@ class Result(Record):
     )
 
     @property
-    @table.shown()
+    @table.computed_column()
     def laws(self) -> Laws:
         """What was fitted to each kind."""
         counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
         return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
 
     @property
-    @table.shown()
+    @table.computed_column()
     def imbalance(self) -> Imbalance:
         """Loads, layer by layer; of an early end none."""
         rows = []
@@ -241,18 +245,20 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     return float(np.abs(found - wanted).max())
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds routing, gain and balance against what was said of them."""
-    yield ours("shares", result.routing_error)
+    yield measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
-    words: dict[str, Any] = {"interval": sweep_tables.interval(*ends)}
-    shown = sweep_tables.direction(*ends)
+    words: dict[str, Any] = {"interval": sweep_tables.format_interval(*ends)}
+    shown = sweep_tables.judge_direction(*ends)
     words["shown"] = shown
-    yield ours("gain", ratio, direction=sweep_tables.verdict(shown), **words)
+    yield measured(
+        "gain", ratio, direction=sweep_tables.direction_verdict(shown), **words
+    )
     if result.loads.size:
         balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
-        yield ours("balance", balanced, published=free)
+        yield measured("balance", balanced, published=free)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -262,10 +268,10 @@ def metrics(result: Result) -> dict[str, Any]:
     return table.metrics(result) | ratios
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts the laws, the gain, the imbalance and the runs in tables."""
     ratio, *ends = result.ratio
-    gain = (sweep_tables.interval(*ends), sweep_tables.direction(*ends))
+    gain = (sweep_tables.format_interval(*ends), sweep_tables.judge_direction(*ends))
     rates = _rates(result.runs)
     return [
         result.laws.sheet(
@@ -302,11 +308,11 @@ def _rates(found: Runs) -> Sheet:
             mine = found.where(kind=kind, width=width, seed=0)
             if len(mine) > 1:
                 taken = mine.where(is_fitted=True).learning_rate[0]
-                cells = sweep_tables.tried(mine.learning_rate, mine.loss, taken)
+                cells = sweep_tables.format_rates(mine.learning_rate, mine.loss, taken)
                 rows.append((kind, str(width), *cells))
     return Sheet(
         "learning rates tried",
-        ("kind", "width", *sweep_tables.TRIED),
+        ("kind", "width", *sweep_tables.RATE_HEADS),
         rows,
         "The rate taken is best on average over the widths that tried several; other "
         "widths have it in inverse proportion to their size.",
@@ -322,14 +328,14 @@ def plot(axes: Any, result: Result) -> None:
         mine = result.runs.where(kind=kind)
         look: dict[str, Any] = {"linestyle": ""}
         fitted, others = (mine.where(is_fitted=x) for x in (True, False))
-        style.curve(left, fitted.flops, fitted.loss, kind, kind, **look)
+        style.draw_curve(left, fitted.flops, fitted.loss, kind, kind, **look)
         look |= {"marker": "x", "alpha": 0.5}
-        style.curve(left, others.flops, others.loss, kind, **look)
+        style.draw_curve(left, others.flops, others.loss, kind, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
-            style.curve(left, result.curve_flops, at, kind, marker="")
-            color = systems.look(kind).color
-            style.band(left, result.curve_flops, low, high, color, 0.15)
+            style.draw_curve(left, result.curve_flops, at, kind, marker="")
+            color = systems.system_style(kind).color
+            style.shade_band(left, result.curve_flops, low, high, color, 0.15)
     left.plot([], [], "x", color="0.5", label="other rates")
     title = "Loss by compute, laws with 90 % intervals"
     if result.curve_flops.size:
@@ -337,9 +343,9 @@ def plot(axes: Any, result: Result) -> None:
         ends = [f"{kind} {loss:.2f}" for kind, loss in zip(PAIR, losses, strict=True)]
         title = f"With most compute: {', '.join(ends)} nats/byte (bands: 90 %)"
     x, y = "training compute [FLOP]", "held-out loss [nats/byte]"
-    style.titled(left, title, x, y, xscale="log", yscale="log")
-    style.wide_log(left.xaxis)
-    style.plain_log(left.yaxis)
+    style.set_labels(left, title, x, y, xscale="log", yscale="log")
+    style.label_wide_log_axis(left.xaxis)
+    style.label_log_axis(left.yaxis)
     left.legend()
     most = []
     for name, loads in zip(BALANCING, result.loads, strict=True):
@@ -348,12 +354,12 @@ def plot(axes: Any, result: Result) -> None:
         for layer, load in enumerate(loads, 1):
             place, label = range(1, len(load) + 1), f"{system}, layer {layer}"
             look = {"linestyle": ("-", "--", ":", "-.")[(layer - 1) % 4]}
-            style.curve(right, place, np.sort(load)[::-1], system, label, **look)
-    style.reference(right, 1, "mean")
+            style.draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
+    style.draw_reference_line(right, 1, "mean")
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     title = f"The busiest expert has {most[0]:.1f} times the mean load with balancing, "
     title += f"{most[1]:.1f} without"
-    style.titled(right, title, "expert, busiest first [1]", "load / mean [ratio]")
+    style.set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
     right.set_ylim(bottom=0)
     if result.loads.size:
         right.legend()

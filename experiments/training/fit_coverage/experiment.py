@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours, units
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    units,
+)
 from experiments.plotting import style, systems
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
@@ -129,7 +136,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     sound, ill = _kinds(result)
     left, right = axes
     left.axhspan(86, 98, color="0.92")
-    style.reference(left, 90, "promised")
+    style.draw_reference_line(left, 90, "promised")
     marks = ((systems.BLUE, "o"), (systems.ORANGE, "s"), (systems.GREEN, "^"))
     covered = []
     for i, (name, (color, mark)) in enumerate(zip(QUANTITIES, marks, strict=False)):
@@ -137,7 +144,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         covered += values
         places = np.arange(len(sound)) + 0.16 * (i - 1)
         look = {"marker": mark, "linestyle": "", "markersize": 7}
-        style.curve(left, places, values, color, name, **look)
+        style.draw_curve(left, places, values, color, name, **look)
     names = [f"{row['runs']} runs,\n{row['noise']} noise" for row in sound]
     left.set_xticks(range(len(sound)), names)
     title = "Sound surfaces: coverage of 90 % intervals"
@@ -145,7 +152,9 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         title = "Sound surfaces: 90 % intervals hold the truth in "
         title += f"{min(covered):.0f} to {max(covered):.0f} %"
         left.legend()
-    style.titled(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
+    style.set_labels(
+        left, title, "", "intervals that hold the truth [%]", ylim=(80, 100)
+    )
     names = [row["kind"] for row in ill]
     doubted = 100 * np.array([row["doubted"] for row in ill])
     neither = 100 * np.array([row["neither"] for row in ill])
@@ -166,29 +175,29 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         share = np.average(neither, weights=weights)
         title = f"Ill-posed surfaces: {share:.1f} % are neither doubted nor covered"
         right.legend()
-    style.titled(right, title, "surfaces [%]", "", xlim=(0, 100))
+    style.set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
 
 
-@beside(__file__).judges
-def claims(result: list[dict[str, Any]]) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
     """Holds coverage against what the intervals promise."""
     sound, ill = _kinds(result)
     for row in sound:
         few = row["surfaces"] < _ENOUGH
         for name in QUANTITIES:
             covers = row[f"covers {name}"]
-            yield ours("covers", covers, differs=few, name=name, **row)
+            yield measured("covers", covers, differs=few, name=name, **row)
     for row in sound:
         few = row["surfaces"] < _ENOUGH
-        yield ours("sound", row["doubted"], differs=few, **row)
+        yield measured("sound", row["doubted"], differs=few, **row)
     if ill:
         weights = [row["surfaces"] for row in ill]
         share = float(np.average([row["neither"] for row in ill], weights=weights))
         few = sum(weights) < _ENOUGH
-        yield ours("ill_posed", share, differs=few, surfaces=sum(weights))
+        yield measured("ill_posed", share, differs=few, surfaces=sum(weights))
 
 
-def summary(result: list[dict[str, Any]]) -> list[Part]:
+def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tells coverage and widths, then doubts."""
     sound, ill = _kinds(result)
     heads = ["runs", "noise", *(f"{x}: covers, width" for x in QUANTITIES), "doubted"]
@@ -197,17 +206,19 @@ def summary(result: list[dict[str, Any]]) -> list[Part]:
             str(row["runs"]),
             row["noise"],
             *(
-                f"{units.share(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
+                f"{units.format_percent(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
                 for x in QUANTITIES
             ),
-            units.share(row["doubted"]),
+            units.format_percent(row["doubted"]),
         ]
         for row in sound
     ]
-    parts: list[Part] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
+    parts: list[ReportPart] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
     if ill:
         keys = ("covers all", "doubted", "neither")
-        rows = [[row["kind"], *(units.share(row[x]) for x in keys)] for row in ill]
+        rows = [
+            [row["kind"], *(units.format_percent(row[x]) for x in keys)] for row in ill
+        ]
         sizes = f"{ill[0]['runs']} runs, {ill[0]['surfaces']} each"
         title = f"ill-posed surfaces of {sizes}"
         parts.append(Sheet(title, ["kind", *keys], rows))

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from experiments.fitting import drawing
-from experiments.plotting import colors, plain_log, shades, style, systems
+from experiments.plotting import (
+    colors,
+    label_log_axis,
+    sequential_colors,
+    style,
+    systems,
+)
 from experiments.training.isoflop.outcomes import Powers, Result
 
 _GREY = "0.6"
@@ -24,11 +30,11 @@ def plot(axes: Any, result: Result) -> None:
 
     _draw_curves(axes[0, 0], result)
     ax, fit = axes[0, 1], result.fit
-    drawing.draw_groups(ax, fit)
+    drawing.draw_isoflop_groups(ax, fit)
     ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(fit.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
-    style.titled(ax, title, "parameters [1]", "held-out loss [nats/token]")
+    style.set_labels(ax, title, "parameters [1]", "held-out loss [nats/token]")
     ax.legend()
     for ax, name in ((axes[1, 0], "num_params"), (axes[1, 1], "num_tokens")):
         _draw_optima(ax, result, name)
@@ -41,7 +47,7 @@ def plot(axes: Any, result: Result) -> None:
 def _draw_curves(ax: Any, result: Result) -> None:
     """Every run's training loss by compute, and the lower envelope."""
     curves = result.curves
-    shade = shades(np.log(curves.num_params))
+    shade = sequential_colors(np.log(curves.num_params))
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
         mine = curves.where(run=run)
         mine = mine.at(np.argsort(mine.flops))
@@ -54,7 +60,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     if result.held_out_flops.size:
         look = {"marker": "", "linewidth": 0.8}
         x, y = result.held_out_flops, result.held_out_loss
-        style.curve(ax, x, y, systems.RED, "held-out run", **look)
+        style.draw_curve(ax, x, y, systems.RED, "held-out run", **look)
     there = np.isfinite(result.envelope.loss)
     if there.any():
         x, y = result.envelope.flops[there], result.envelope.loss[there]
@@ -63,10 +69,10 @@ def _draw_curves(ax: Any, result: Result) -> None:
     low = float(curves.flops.min())
     title = f"Training under cosines: {num} runs and their envelope"
     y = "training loss [nats/token]"
-    style.titled(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    style.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
     ax.legend()
-    plain_log(ax.yaxis)
+    label_log_axis(ax.yaxis)
 
 
 def _draw_optima(ax: Any, result: Result, name: str) -> None:
@@ -97,7 +103,7 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     if known:
         title += f" grow as C^{min(known):.2f} to C^{max(known):.2f}"
     y = f"optimal number [{what}]"
-    style.titled(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
+    style.set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
     ax.legend()
 
 
@@ -135,8 +141,8 @@ def _draw_losses(ax: Any, result: Result) -> None:
         _star(ax, truth["flops"], truth["loss"])
         title += f", trained {truth['loss']:.3f}"
     y = "held-out loss [nats/token]"
-    style.titled(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
-    plain_log(ax.yaxis)
+    style.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -144,7 +150,7 @@ def _draw_rates(ax: Any, result: Result) -> None:
     """The best learning rate of every cell, by the tokens of its runs."""
     rates, predicted = result.rates, result.predicted
     widths = np.unique(rates.width)
-    looks = zip(shades(np.log(widths)), itertools.cycle("os^dvP"), widths)
+    looks = zip(sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths)
     for color, mark, width in looks:
         mine = rates.where(width=width)
         mine = mine.at(np.argsort(mine.num_tokens))
@@ -157,6 +163,6 @@ def _draw_rates(ax: Any, result: Result) -> None:
         title = f"Best rate, median: {ends[0]:.2g} at width {widths[0]:.0f}, "
         title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
     x, y = "trained on [tokens]", "best learning rate [1]"
-    style.titled(ax, title, x, y, xscale="log", yscale="log")
-    plain_log(ax.yaxis)
+    style.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()

@@ -139,7 +139,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     least = log.columns["flops"].min() / 2
     budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
     law = fits_result.from_json(fit.document)
-    surface = grids.optimum(law, log.columns, budgets)
+    surface = grids.optimum_at(law, log.columns, budgets)
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
@@ -171,7 +171,7 @@ def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
     """Carries a sweep out, or takes it up; the runs that are done."""
-    outcome = sweep_tables.run(sweep, folder, progress)
+    outcome = sweep_tables.run_sweep(sweep, folder, progress)
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "

@@ -70,7 +70,7 @@ def train(
             seconds = result.curve[-1]["duration_s"] if result.curve else 0.0
             status = "done" if is_done else "diverged"
             ended = branching.FinishedRun(run, status, score, [], seconds, None)
-            commit = {"commit": environment.describe()["commit"]}
+            commit = {"commit": environment.describe_machine()["commit"]}
             records.append(executors.make_record(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from experiments.fitting import Result as Fit
-from experiments.framework import Floats, Ints, Record, Table, column
+from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from scaling.frontiers import Frontier
 from scaling.frontiers.frontier import PowerLaw
 
 _UNKNOWN = PowerLaw(np.nan, np.nan)
 
 
-class Points(Table):
+class Points(ResultTable):
     """Training curves of some runs, one after another."""
 
     run: Ints = column("a number for the run of each point")
@@ -25,14 +25,14 @@ class Points(Table):
     loss: Floats = column("of training, nats per token")
 
 
-class Powers(Record):
+class Powers(ResultRecord):
     """Powers of the compute, `coefficient C^exponent`; not numbers where unknown."""
 
     coefficient: np.ndarray = column("by method")
     exponent: np.ndarray = column("by method")
 
 
-class Optima(Record):
+class Optima(ResultRecord):
     """Optima at some budgets by some methods, and the powers through them."""
 
     methods: np.ndarray = column("their names")
@@ -47,7 +47,7 @@ class Optima(Record):
     loss_power: Powers = column("through the losses")
 
 
-class Line(Table):
+class Line(ResultTable):
     """The law's optimum at some budgets."""
 
     flops: Floats = column("the budgets")
@@ -56,7 +56,7 @@ class Line(Table):
     loss: Floats = column("that the law predicts")
 
 
-class Rates(Table):
+class Rates(ResultTable):
     """Best learning rates, of the cells that have one between others."""
 
     width: Floats = column("of the model")
@@ -64,7 +64,7 @@ class Rates(Table):
     learning_rate: Floats = column("the best")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """What came out."""
 
     runs: str = column("the lines of `runs.jsonl`")

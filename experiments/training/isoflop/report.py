@@ -6,27 +6,34 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Part, Sheet, beside, ours, units
+from experiments.framework import (
+    MeasuredValue,
+    ReportPart,
+    Sheet,
+    claims_file,
+    measured,
+    units,
+)
 from experiments.training.isoflop.outcomes import Result
 
-BOOK = beside(__file__)
-PUBLISHED: float = BOOK.published("exponent")
+CLAIMS = claims_file(__file__)
+PUBLISHED: float = CLAIMS.published("exponent")
 """The exponent of the best size that the sources state: about one half."""
 
 
-@BOOK.judges
-def claims(result: Result) -> Iterator[Ours]:
+@CLAIMS.judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the minima, the exponent and the prediction against what they should be."""
     found = metrics(result)
     ends = [found[f"exponent_{x}"] for x in ("low", "high")]
-    yield ours("minima", found["interior_minima"])
-    yield ours("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **found)
-    yield ours("cosine", -found["cosine_excess"], **found)
+    yield measured("minima", found["interior_minima"])
+    yield measured("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **found)
+    yield measured("cosine", -found["cosine_excess"], **found)
     if result.truth:
         missed = abs(found["log_linear_error_share"])
         share = abs(found["error_share"])
-        yield ours("prediction", share, log_linear_miss=missed, **found)
-        yield ours("interval", float(found["is_inside"]), **found)
+        yield measured("prediction", share, log_linear_miss=missed, **found)
+        yield measured("interval", float(found["is_inside"]), **found)
 
 
 _PREDICTED = (
@@ -85,7 +92,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Lays out the approaches, the budgets and the prediction."""
     found = metrics(result)
     return [_approaches(result, found), _budgets(result), _prediction(result, found)]
@@ -135,7 +142,7 @@ def _budgets(result: Result) -> Sheet:
         mine = result.fit.group == i
         cells = ["none", "", "", ""]
         if np.isfinite(n):
-            cells = [units.cell(float(n)), units.cell(float(d))]
+            cells = [units.format_number(float(n)), units.format_number(float(d))]
             cells += [f"{d / n:.3g}", f"{loss:.4f}"]
         num_sizes = len(np.unique(result.fit.num_params[mine]))
         lowest = result.fit.loss[mine].min()

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Record, beside, column, ours, table
+from experiments.framework import (
+    MeasuredValue,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+    table,
+)
 from experiments.plotting import style
 from experiments.training.known_entropy.runs import Config, Runs, train
 from jaxkv.progress import QUIET, Progress
@@ -55,7 +62,7 @@ CONFIGS = {
 }
 
 
-class Fit(Record):
+class Fit(ResultRecord):
     """The Chinchilla law of the losses, with 90 % intervals."""
 
     floor: float = column("it found, E, in nats per token")
@@ -77,7 +84,7 @@ class Fit(Record):
         return bounded and self.floor_low <= floor <= self.floor_high
 
 
-class Counts(Record):
+class Counts(ResultRecord):
     """Excess losses of counting."""
 
     num_tokens: np.ndarray = column("counted")
@@ -90,7 +97,7 @@ class Counts(Record):
     slope_high: float = column("where it ends")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """Losses, floors, fits."""
 
     runs: Runs = column("on the language")
@@ -191,7 +198,7 @@ def plot(axes: Any, result: Result) -> None:
         label = "entropy" if last else f"reader of {names[seen]}"
         left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
     widths = runs.distinct("width")
-    marks = zip(widths, style.shades(np.arange(len(widths))), strict=True)
+    marks = zip(widths, style.sequential_colors(np.arange(len(widths))), strict=True)
     for i, (width, color) in enumerate(marks):
         mine = runs.where(width=width)
         look = {"color": color, "marker": "os^dvP"[i % 6]}
@@ -202,36 +209,40 @@ def plot(axes: Any, result: Result) -> None:
         title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
         title += f"{np.nanmin(runs.loss) - result.optima[-1]:.3f} above the entropy"
     x, y = "tokens trained on [tokens]", "loss [nats/token]"
-    style.titled(left, title, x, y, xscale="log")
+    style.set_labels(left, title, x, y, xscale="log")
     left.legend()
     counts = result.counts
     exact = counts.num_free / 2 / counts.num_tokens
-    style.curve(right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1)
-    style.curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
+    style.draw_curve(
+        right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1
+    )
+    style.draw_curve(
+        right, counts.num_tokens, counts.excess, 5, "counted", linestyle=""
+    )
     title = f"Counting comes near the entropy with slope {counts.slope:.3f}"
     x, y = "tokens counted [tokens]", "loss - entropy [nats/token]"
-    style.titled(right, title, x, y, xscale="log", yscale="log")
+    style.set_labels(right, title, x, y, xscale="log", yscale="log")
     right.legend()
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds every loss against the floor, and the fits against the truth."""
     runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
     if not np.isfinite(runs.loss).any():
         return
     far = (runs.loss - floor) / np.hypot(runs.loss_se, result.floor_se)
-    yield ours("floor", float(np.nanmin(far)))
-    yield ours("paired", float(np.nanmin(runs.excess / runs.excess_se)))
-    yield ours("source", 1 + result.source_excess / counts.entropy)
-    yield ours("slope", counts.slope)
+    yield measured("floor", float(np.nanmin(far)))
+    yield measured("paired", float(np.nanmin(runs.excess / runs.excess_se)))
+    yield measured("source", 1 + result.source_excess / counts.entropy)
+    yield measured("slope", counts.slope)
     tokens = float(counts.num_tokens[-1])
     last, slack = tokens * counts.excess[-1], 4 * tokens * counts.excess_se[-1]
-    yield ours("size", last, published=counts.num_free / 2, tolerance=slack)
+    yield measured("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
         said = "identified" if law.identified else "not identified"
-        yield ours("fitted", honest, which=which, fit=law, truth=floor, said=said)
+        yield measured("fitted", honest, which=which, fit=law, truth=floor, said=said)
 
 
 def metrics(result: Result) -> dict[str, Any]:

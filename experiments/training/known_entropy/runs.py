@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, Table, column
+from experiments.framework import Floats, Ints, ResultTable, column
 from jaxkv import validation
 from jaxkv.models import transformer
 from jaxkv.progress import Progress
@@ -94,7 +94,7 @@ class Config:
         return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """One row for each run."""
 
     width: Ints = column("of the model")

@@ -16,14 +16,14 @@ import numpy as np
 
 from experiments.framework import (
     Floats,
-    Ours,
-    Part,
-    Record,
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
     Sheet,
-    Table,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
     table,
     units,
 )
@@ -109,7 +109,7 @@ CONFIGS = {
 }
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """All runs that ended."""
 
     width: Floats = column("of the model")
@@ -118,7 +118,7 @@ class Runs(Table):
     loss: Floats = column("of held-out text, nats per token")
 
 
-class Optima(Table):
+class Optima(ResultTable):
     """The best rate of every width and number of tokens that has one."""
 
     width: Floats = column("of the model", form="{:.0f}")
@@ -126,13 +126,13 @@ class Optima(Table):
     rate: Floats = column("the best", heading="best rate", form="{:.3g}")
 
     @property
-    @table.shown(heading="times width / 32", form="{:.3g}")
+    @table.computed_column(heading="times width / 32", form="{:.3g}")
     def relative(self) -> np.ndarray:
         """The rate of the base width that it stands for."""
         return self.rate * self.width / family.BASE_WIDTH
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All runs that ended, and what was read off them."""
 
     runs: Runs = column("all of them", prefix="")
@@ -144,7 +144,7 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, or takes up what the folder holds; stopped, it uses what there is."""
     with files.folder_or_temporary(config.folder) as folder:
-        records = sweep_tables.run(config.sweep, folder, progress).records
+        records = sweep_tables.run_sweep(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
     best = Optima.of(optimal_rates(rows) if rows else [])
@@ -161,7 +161,7 @@ def plot(axes: Any, result: Result) -> None:
     left, right = axes
     runs, powers = result.runs, result.powers
     tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
-    shades = style.shades(np.log(widths))
+    shades = style.sequential_colors(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             mine = runs.where(width=width, num_tokens=number)
@@ -182,42 +182,42 @@ def plot(axes: Any, result: Result) -> None:
             label = f"{number:,.0f} tokens"
             left.plot([], [], color="0.45", linestyle=line, label=label)
     x, y = "learning rate [1]", "held-out loss [nats/token]"
-    style.titled(left, title, x, y, xscale="log")
+    style.set_labels(left, title, x, y, xscale="log")
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
     for number, (color, mark) in looks:
         mine = result.best.where(num_tokens=number)
         look = {"marker": mark, "linestyle": "", "markersize": 6}
-        style.curve(
+        style.draw_curve(
             right, mine.width, mine.rate, color, f"{number:,.0f} tokens", **look
         )
         if is_known:
             x = np.geomspace(*widths[[0, -1]])
             law = powers.coefficient * x**powers.of_width * number**powers.of_tokens
-            style.curve(right, x, law, color, marker="")
+            style.draw_curve(right, x, law, color, marker="")
     title = (
         f"Best rate falls as width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     )
     title = title if is_known else "Best learning rate: too few optima"
     x, y = "width [features]", "best learning rate [1]"
-    style.titled(right, title, x, y, xscale="log", yscale="log")
-    style.plain_log(right.yaxis)
+    style.set_labels(right, title, x, y, xscale="log", yscale="log")
+    style.label_log_axis(right.yaxis)
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
     for ax in axes:
         ax.legend()
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the exponents against what published rules say."""
     powers = result.powers
     if not np.isfinite(powers.of_width):
         return
     exponent, half = powers.of_width, powers.of_width_half
-    yield ours("width", exponent, tolerance=half, half=half, level=result.level)
+    yield measured("width", exponent, tolerance=half, half=half, level=result.level)
     exponent, half = powers.of_tokens, powers.of_tokens_half
-    yield ours("tokens", exponent + half, exponent=exponent, half=half)
+    yield measured("tokens", exponent + half, exponent=exponent, half=half)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Lists the powers and the optima."""
-    numbers = [units.named(*item) for item in metrics(result).items()]
+    numbers = [units.format_named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]

@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Ours, Record, beside, column, ours
+from experiments.framework import (
+    MeasuredValue,
+    ResultRecord,
+    claims_file,
+    column,
+    measured,
+)
 from experiments.plotting import style
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -53,7 +59,7 @@ CONFIGS = {
 }
 
 
-class Result(Record):
+class Result(ResultRecord):
     """Errors by number of samples, and what was fitted to them."""
 
     num_samples: np.ndarray = column("of each mean")
@@ -87,18 +93,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(ax: Any, result: Result) -> None:
     """Draws the errors and the law."""
     x, law = result.num_samples, SIGMA**2 / result.num_samples
-    style.curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
-    style.curve(ax, x, result.error, 5, "simulated", linestyle="")
+    style.draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
+    style.draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "
     title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
     y = "mean squared error [squared units]"
-    style.titled(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
+    style.set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
     ax.legend()
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds the slope and the size of the error against the formula."""
     width = result.slope_high - result.slope_low
-    yield ours("slope", result.slope, tolerance=width if width > 0 else 0.0)
-    yield ours("size", result.sigma_squared)
+    yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
+    yield measured("size", result.sigma_squared)

@@ -14,14 +14,14 @@ import numpy as np
 
 from experiments.framework import (
     Floats,
-    Ours,
-    Part,
+    MeasuredValue,
+    ReportPart,
+    ResultTable,
     Sheet,
-    Table,
     Texts,
-    beside,
+    claims_file,
     column,
-    ours,
+    measured,
     table,
 )
 from experiments.harness import sweep_tables
@@ -39,14 +39,14 @@ run = runs.run
 def direction(low: float, high: float, said: Published) -> str:
     """What becomes of a published direction; a verdict needs the whole interval."""
     if said.claim == "more":
-        return sweep_tables.direction(low, high)
+        return sweep_tables.judge_direction(low, high)
     if low > 1 or high < 1:
         return f"does not show: {'more' if low > 1 else 'less'} is needed"
     # Of no interval nothing is said.
     return "is not contradicted" if low <= 1 <= high else "is not decided"
 
 
-class Readings(Table):
+class Readings(ResultTable):
     """The ratio of compute where it is read, by side; not numbers if there is none.
 
     It is read at the lowest loss where it has an interval, so that the number and its
@@ -65,17 +65,17 @@ class Readings(Table):
     )
     last_ratio: Floats = column("at the lowest", heading="at the lowest", form="{:.2f}")
     last_loss: Floats = column("the lowest", heading="the lowest", form="{:.3f}")
-    reason: Texts = column("why there is none", is_told=False)
+    reason: Texts = column("why there is none", is_reported=False)
 
     @property
-    @table.shown(heading="90 %", is_told=False)
+    @table.computed_column(heading="90 %", is_reported=False)
     def interval(self) -> np.ndarray:
         """The interval in words."""
         ends = zip(self.low, self.high, strict=True)
-        return np.array([sweep_tables.interval(low, high) for low, high in ends])
+        return np.array([sweep_tables.format_interval(low, high) for low, high in ends])
 
     @property
-    @table.shown(heading="the published direction", is_told=False)
+    @table.computed_column(heading="the published direction", is_reported=False)
     def direction(self) -> np.ndarray:
         """What becomes of it, or why nothing is known."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
@@ -109,31 +109,31 @@ def readings(result: Result) -> Readings:
     return Readings.of(rows)
 
 
-@beside(__file__).judges
-def claims(result: Result) -> Iterator[Ours]:
+@claims_file(__file__).judge
+def claims(result: Result) -> Iterator[MeasuredValue]:
     """Holds each direction against ours, see `Readings` for where it is read."""
     told = readings(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in told.at(np.isfinite(told.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
-        said, row["direction"] = PAIRS[name], sweep_tables.verdict(shown)
+        said, row["direction"] = PAIRS[name], sweep_tables.direction_verdict(shown)
         words: dict[str, Any] = row | {"name": name, "source": said.source}
         words["shown"] = shown
-        yield ours(said.claim, row["ratio"], **words)
+        yield measured(said.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
-            shown = sweep_tables.direction(lead - 2 * se, lead + 2 * se, above=0)
+            shown = sweep_tables.judge_direction(lead - 2 * se, lead + 2 * se, above=0)
             words = {"name": name, "source": PAIRS[name].source}
             words |= {
                 "se": se,
                 "shown": shown,
-                "direction": sweep_tables.verdict(shown),
+                "direction": sweep_tables.direction_verdict(shown),
             }
-            yield ours("late_context", lead, **words)
+            yield measured("late_context", lead, **words)
 
 
-class Gains(Table):
+class Gains(ResultTable):
     """What the end of the window is worth to each side, see `Places`."""
 
     side: Texts = column("who")
@@ -167,7 +167,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[Part]:
+def summary(result: Result) -> list[ReportPart]:
     """Puts the directions in tables: ratios, differences, rates that were best."""
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
@@ -182,7 +182,7 @@ def summary(result: Result) -> list[Part]:
     for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
         mine = trials.where(side=side, size=size)
         best = mine.learning_rate[np.argmin(np.nan_to_num(mine.loss, nan=np.inf))]
-        cells = sweep_tables.tried(mine.learning_rate, mine.loss, best)
+        cells = sweep_tables.format_rates(mine.learning_rate, mine.loss, best)
         rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
         readings(result).sheet(
@@ -210,7 +210,7 @@ def summary(result: Result) -> list[Part]:
         ),
         Sheet(
             "learning rates tried, short runs",
-            ("side", "parameters", *sweep_tables.TRIED),
+            ("side", "parameters", *sweep_tables.RATE_HEADS),
             rates,
         ),
     ]
@@ -233,26 +233,26 @@ def _draw_curves(ax: Any, result: Result) -> None:
     for i, name in enumerate(result.sides.tolist()):
         mine = result.runs.where(side=i)
         best = mine.at(best_runs.find_best_runs(mine.flops, mine.loss))
-        style.curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
+        style.draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
-        style.curve(ax, *curve, name, marker="")
-        ax.plot([], [], label=name, **systems.look(name).line)
+        style.draw_curve(ax, *curve, name, marker="")
+        ax.plot([], [], label=name, **systems.system_style(name).line)
         if len(best):
             lowest[name] = float(np.nanmin(best.loss))
     title = "Held-out loss by training compute"
     if lowest:
         name = min(lowest, key=lambda name: lowest[name])
         title = f"{name} reaches the lowest loss, {lowest[name]:.2f} nats/byte"
-    style.titled(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
-    style.wide_log(ax.xaxis)
+    style.set_labels(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
+    style.label_wide_log_axis(ax.xaxis)
     ax.legend()
 
 
 def _draw_places(ax: Any, result: Result) -> None:
     places, losses = result.places.place, result.places.loss
     for i, name in enumerate(result.sides.tolist()):
-        mark = systems.look(name).marker
-        style.curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
+        mark = systems.system_style(name).marker
+        style.draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
     title = "Largest models: loss by position"
     ends = losses[:, -1] if losses.size else np.array([np.nan])
     if np.isfinite(ends).any():
@@ -261,7 +261,7 @@ def _draw_places(ax: Any, result: Result) -> None:
         title = f"Largest models: {best} gains most from context, "
         title += f"{np.nanmax(gains):.2f} nats/byte"
     seen = "position in the window [bytes]"
-    style.titled(ax, title, seen, LOSS, xscale="log")
+    style.set_labels(ax, title, seen, LOSS, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
     ax.legend()
 
@@ -273,22 +273,22 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     names = told.side.tolist()
     rows = zip(names, told.ratio, told.low, told.high, strict=True)
     for i, (name, ratio, low, high) in enumerate(rows):
-        color = systems.look(name).color
+        color = systems.system_style(name).color
         ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
-        style.curve(ax, [ratio], [i], name, markersize=7)
-        style.note(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
-    style.reference(ax, 1, "as much as the transformer", along="y")
+        style.draw_curve(ax, [ratio], [i], name, markersize=7)
+        style.annotate(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
+    style.draw_reference_line(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
         most = int(np.nanargmax(told.ratio))
         title = f"For equal loss {names[most]} needs {told.ratio[most]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
-    style.titled(ax, title, "compute / transformer's [ratio]", "", xscale="log")
+    style.set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.7)
     ax.set_xlim(*np.clip(ax.get_xlim(), 0.05, 50))
-    style.plain_log(ax.xaxis)
+    style.label_log_axis(ax.xaxis)
 
 
 def _draw_differences(ax: Any, result: Result) -> None:
@@ -300,18 +300,18 @@ def _draw_differences(ax: Any, result: Result) -> None:
         if len(mine):
             # Next to each other, where sizes are equal.
             sizes = mine.size * 1.04 ** (i - len(names) / 2)
-            style.curve(ax, sizes, mine.difference, name, name)
+            style.draw_curve(ax, sizes, mine.difference, name, name)
             ends = mine.by_seed.min(1), mine.by_seed.max(1)
-            ax.vlines(sizes, *ends, color=systems.look(name).color, linewidth=1)
+            ax.vlines(sizes, *ends, color=systems.system_style(name).color, linewidth=1)
             last = float(mine.difference[-1])
             worst = (name, last) if last > worst[1] else worst
-    style.reference(ax, 0, "the transformer")
+    style.draw_reference_line(ax, 0, "the transformer")
     title = "Loss at equal parameters and tokens"
     if worst[0]:
         title = f"At equal size {worst[0]} is worst, by {worst[1]:.2f} nats "
         title += "(lines: seeds)"
     less, size = "loss - transformer's [nats/byte]", "parameters outside embeddings [1]"
-    style.titled(ax, title, size, less, xscale="log")
+    style.set_labels(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()

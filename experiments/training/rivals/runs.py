@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Floats, Ints, Record, Table, column
+from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from experiments.training.rivals.settings import REFERENCE, Config, Side, side
 from jaxkv.models import transformer
 from jaxkv.progress import QUIET, Progress
@@ -35,7 +35,7 @@ COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
 """How compute is counted: columns of `Runs`."""
 
 
-class Runs(Table):
+class Runs(ResultTable):
     """Finished runs, a row each; `side` counts in `Result.sides`."""
 
     side: Ints = column("who")
@@ -53,7 +53,7 @@ class Runs(Table):
     seconds: Floats = column("beside whatever else was trained at the time")
 
 
-class Trials(Table):
+class Trials(ResultTable):
     """Learning rates tried, and the losses that they led to."""
 
     side: Ints = column("counts in `Result.sides`")
@@ -62,7 +62,7 @@ class Trials(Table):
     loss: Floats = column("of the short run")
 
 
-class Differences(Table):
+class Differences(ResultTable):
     """Loss of a side less the reference's: longest runs of equal size, same windows."""
 
     side: np.ndarray = column("counts in `Result.sides`; in reports, its name")
@@ -80,7 +80,7 @@ class Differences(Table):
     )
 
 
-class Places(Record):
+class Places(ResultRecord):
     """Loss by place in the window, of each side's longest runs of its largest size."""
 
     place: Float[np.ndarray, " bins"] = column("tokens seen, the middle of each bin")
@@ -96,7 +96,7 @@ class Places(Record):
     lead_se: Float[np.ndarray, " sides"] = column("by windows that both have scored")
 
 
-class Result(Record):
+class Result(ResultRecord):
     """All runs, and what was read off them; the reference is the first side."""
 
     sides: np.ndarray = column("their names")

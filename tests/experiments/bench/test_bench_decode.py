@@ -1,4 +1,4 @@
-"""The decode benchmark: its rows, its peers, and what it calls the host's share."""
+"""The decode benchmark: rows, peers, and host share."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import peer_process
-from experiments.bench.decode import experiment, ours
+from experiments.bench.decode import experiment, jaxkv_engine
 from experiments.framework import registry
 from experiments.harness import model_shapes, timing
 from experiments.harness.timing import CallTimes
@@ -29,7 +29,7 @@ KEYS = {
     *("compile_s", "peak_bytes", "ratio"),
 }
 
-# A peer that answers at once, in the words of `peer_main`.
+# A peer that answers at once, with the protocol of `peer_main`.
 FAKE = """
 import json, os, sys
 kind, folder = sys.argv[2:4]
@@ -53,20 +53,20 @@ for line in sys.stdin:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts the fake in the script's place; returns the interpreter."""
+    """Replaces the peer script by a fake; returns the interpreter."""
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "fake.py")
     return Path(sys.executable)
 
 
-def peer(python: Path, kind: str, folder: Path) -> experiment.Peer:
-    return experiment.Peer("transformers", python, experiment.SCRIPT, kind, folder)
+def peer(python: Path, kind: str, folder: Path) -> experiment.PeerEngine:
+    return experiment.PeerEngine(
+        "transformers", python, experiment.SCRIPT, kind, folder
+    )
 
 
 @pytest.mark.slow
-def test_it_times_itself_and_the_peers_that_are_there(
-    fake: Path, jaxkv: Command
-) -> None:
+def test_jaxkv_and_installed_peers_are_timed(fake: Path, jaxkv: Command) -> None:
     args = ("bench", "decode", "smoke", "--out", "run", "--peer-python", str(fake))
     found = document(jaxkv, *args)
     rows, (*_, ours_too, theirs_too) = found["rows"], found["details"]
@@ -76,7 +76,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
         ("jaxkv", 2),
         ("transformers", 2),
     ]
-    ours, theirs = rows[2:]
+    ours, peer_rows = rows[2:]
     assert all(row.keys() >= KEYS for row in rows)
     assert 0 <= ours["host_share"] <= 1
     assert ours_too["absent"] == "llama.cpp: No module named 'llama_cpp'"
@@ -84,12 +84,12 @@ def test_it_times_itself_and_the_peers_that_are_there(
     assert ours["step_s"] == pytest.approx(2 / ours["decode_tokens_per_s"])
     assert ours["peak_bytes"] > 1e7
     assert theirs_too["version"] == "config.json model.safetensors"
-    assert theirs["decode_tokens_per_s"] == 2 * 16 / 2.0
-    assert theirs["prefill_tokens_per_s"] == 2 * 8 / 0.5
-    assert theirs["ratio"] == theirs["prefill_ratio"] == 1
+    assert peer_rows["decode_tokens_per_s"] == 2 * 16 / 2.0
+    assert peer_rows["prefill_tokens_per_s"] == 2 * 8 / 0.5
+    assert peer_rows["ratio"] == peer_rows["prefill_ratio"] == 1
     assert ours["ratio"] == pytest.approx(ours["decode_tokens_per_s"] / 16)
     assert ours["ratio_range"] == [ours["ratio"]] * 2  # of one round
-    assert ours["occupancy"] == theirs["occupancy"] == 1
+    assert ours["occupancy"] == peer_rows["occupancy"] == 1
     assert ours["first_token_s"] == pytest.approx(16 / ours["prefill_tokens_per_s"])
     spent = [ours[x] for x in ("products_s", "attention_s", "sampling_s")]
     assert sum(spent) == pytest.approx(ours["step_s"])
@@ -99,7 +99,7 @@ def test_it_times_itself_and_the_peers_that_are_there(
 
 
 @pytest.mark.slow
-def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
+def test_a_stopped_run_has_complete_cases() -> None:
     class Impatient(Quiet):
         """Stops when the second batch size begins."""
 
@@ -109,7 +109,7 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
                     return
                 yield case, turn
 
-    (study,) = registry.load("bench_decode").studies
+    (study,) = registry.load_experiment("bench_decode").studies
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
@@ -120,13 +120,13 @@ def test_stopped_early_it_keeps_whole_batch_sizes() -> None:
 def test_a_broken_peer_is_one_line(fake: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     with (
-        peer(fake, "Transformers", tmp_path / "broken") as theirs,
+        peer(fake, "Transformers", tmp_path / "broken") as peer_rows,
         pytest.raises(ValueError, match="transformers: ended early: out of luck"),
     ):
-        theirs.measure([[1]], 2, 1.0, 1)
+        peer_rows.measure([[1]], 2, 1.0, 1)
 
 
-def test_an_interpreter_without_peers_is_refused(fake: Path, tmp_path: Path) -> None:
+def test_an_interpreter_without_peers_is_rejected(fake: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be started"):
         peer(tmp_path / "no-python", "Transformers", tmp_path)
 
@@ -134,7 +134,7 @@ def test_an_interpreter_without_peers_is_refused(fake: Path, tmp_path: Path) -> 
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="it is installed here"
 )
-def test_the_real_script_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_real_script_reports_missing_libraries(tmp_path: Path) -> None:
     for kind in experiment.KINDS.values():
         with (
             pytest.raises(ValueError, match=r"transformers: No module named '[tl]"),
@@ -143,57 +143,61 @@ def test_the_real_script_says_what_is_missing(tmp_path: Path) -> None:
             pass
 
 
-def test_the_hosts_share_worked_by_hand() -> None:
+def test_host_share_equals_hand_computed_value() -> None:
     calls = [
-        CallTimes(dispatched_s=0.0, ready_s=10.0, drained_s=10.0, fed=True),
-        # Under way before the first was ready: no gap.
-        CallTimes(dispatched_s=5.0, ready_s=20.0, drained_s=21.0, fed=True),
-        # The device handed out finished sequences for a second.
-        CallTimes(dispatched_s=15.0, ready_s=30.0, drained_s=30.0, fed=True),
-        # The host came two seconds late.
-        CallTimes(dispatched_s=32.0, ready_s=40.0, drained_s=40.0, fed=True),
-        # Nothing was left to do.
-        CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, fed=False),
+        CallTimes(dispatched_s=0.0, ready_s=10.0, drained_s=10.0, has_rows=True),
+        # Dispatched before the first call was ready: no gap.
+        CallTimes(dispatched_s=5.0, ready_s=20.0, drained_s=21.0, has_rows=True),
+        # The device drained finished sequences for 1 s.
+        CallTimes(dispatched_s=15.0, ready_s=30.0, drained_s=30.0, has_rows=True),
+        # The host dispatched 2 s late.
+        CallTimes(dispatched_s=32.0, ready_s=40.0, drained_s=40.0, has_rows=True),
+        # A call without rows.
+        CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, has_rows=False),
     ]
     assert timing.host_share(calls) == pytest.approx(3 / 30)
     assert timing.host_share(calls[:1]) is None
 
 
 def info(num_emitted: list[list[int]]) -> Any:
-    """Of a call, all that counting looks at: `[steps, slots]`."""
+    """Returns the fields of a call's step info that are counted: `[steps, slots]`."""
     return types.SimpleNamespace(num_emitted=np.array(num_emitted))
 
 
-def test_only_calls_in_which_every_sequence_decodes_are_counted() -> None:
+def test_only_calls_with_full_decode_batches_are_counted() -> None:
     calls = [
-        CallTimes(dispatched_s=0.0, ready_s=at, drained_s=at, fed=at < 11)
+        CallTimes(dispatched_s=0.0, ready_s=at, drained_s=at, has_rows=at < 11)
         for at in (1.0, 3.0, 6.0, 10.0, 11.0)
     ]
     infos = [
-        info([[1, 1], [1, 1]]),  # nobody saw it begin
+        info([[1, 1], [1, 1]]),  # the start is unknown
         info([[1, 1], [2, 1]]),  # counted, 2 s: a draft was accepted
         info([[1, 1], [1, 0]]),  # one had finished
         info([[1, 1], [1, 1]]),  # counted, 4 s
-        info([[0, 0], [0, 0]]),  # nothing was left to do, and not of the occupancy
+        info([[0, 0], [0, 0]]),  # no rows: excluded from the occupancy
     ]
-    found = ours.count_full(calls, infos)
-    assert found == ours.Decoded(6.0, 9, 0.9375)  # of 16 slots in 8 steps 15
-    with pytest.raises(ValueError, match="in no call did every sequence decode"):
-        ours.count_full(calls[2:3], infos[2:3])
+    found = jaxkv_engine.count_full_batches(calls, infos)
+    assert found == jaxkv_engine.DecodeCount(
+        6.0, 9, 0.9375
+    )  # of 16 slots in 8 steps 15
+    with pytest.raises(ValueError, match="no call has every sequence decoding"):
+        jaxkv_engine.count_full_batches(calls[2:3], infos[2:3])
 
 
 @pytest.mark.slow
-def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
-    """The engine stands as after reading: lengths are so, pages are untouched."""
+def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
+    """Checks lengths after skipped prefill, and that pages are unchanged."""
     config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)
-    model = model_shapes.load(config.model, config.dtype)
+    model = model_shapes.load_benchmark_model(config.model, config.dtype)
     bounds = experiment._bounds(config, 2, 8)
-    one = ours.Ours(model, bounds, "float32")
+    one = jaxkv_engine.JaxkvEngine(model, bounds, "float32")
     engine = one._engine
     before = jax.tree.map(np.array, engine.core.state.pages)
     for name in range(2):
         engine.submit([5] * 8, Sampling.greedy(max_tokens=4), request_id=name)
-    ours.skip_reading(engine.core, ours.Unread(model.config.vocab_size), 16)
+    jaxkv_engine.skip_prefill(
+        engine.core, jaxkv_engine.NoOpForward(model.config.vocab_size), 16
+    )
     state = engine.core.state
     np.testing.assert_array_equal(state.table.length, [8, 8])
     for leaf, held in zip(*map(jax.tree.leaves, (state.pages, before)), strict=True):
@@ -207,14 +211,14 @@ def test_a_context_that_nobody_read_is_one_that_was_fed() -> None:
     assert num_told == 2 * 4
 
 
-def test_the_ratio_is_that_of_rounds_and_has_a_range() -> None:
+def test_ratio_is_the_median_of_round_ratios_with_range() -> None:
     rates = {"jaxkv": [1.0, 4.0, 3.0], "a": [2.0, 1.0, 3.0], "b": [1.0, 2.0, 1.0]}
     found = experiment._ratio("ratio", rates, "jaxkv")
     assert found == {"ratio": 1.0, "ratio_range": [0.5, 2.0]}
     assert experiment._ratio("ratio", rates | {"jaxkv": []}, "jaxkv")["ratio"] is None
 
 
-def test_the_model_must_hold_the_tokens() -> None:
+def test_too_few_model_positions_are_rejected() -> None:
     config = experiment.Config(model="random-tiny", contexts=(128, 1000))
     with pytest.raises(ValueError, match="1000 tokens of context"):
         experiment.run(config)

@@ -1,4 +1,4 @@
-"""The hour with a GPU: parts, shares and calls that go on, by a fake clock."""
+"""The GPU benchmark: parts, time shares and resumed calls, with a fake clock."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.support.commands import Command
 
 
 class Part(NamedTuple):
-    """A fake part: its answers are pieces and the seconds that they take."""
+    """A fake part: names of pieces, and the seconds of each."""
 
     name: str
     names: tuple[str, ...]
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Clock(Quiet):
-    """Time that passes only where somebody works, and a call's end in it."""
+    """A clock that advances only during work, with the end of a call."""
 
     def __init__(self, left_s: float = math.inf) -> None:
         self.now_s, self.end_s = 0.0, left_s
@@ -45,7 +45,7 @@ class Clock(Quiet):
 def call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., tuple[list[dict[str, Any]], list[tuple[str, ...]]]]:
-    """Makes a call of fake parts; gives rows, and the pieces in order of work."""
+    """Runs a call of fake parts; returns rows, and the pieces in order of work."""
 
     def make(left_s: float, *fakes: Part) -> Any:
         clock = Clock(left_s)
@@ -69,8 +69,8 @@ def call(
         names_of = {x.name: x.names for x in fakes}
         parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
         monkeypatch.setattr(experiment, "PARTS", parts)
-        monkeypatch.setattr(experiment, "pieces_of", lambda size: names_of)
-        monkeypatch.setattr(experiment, "answer", answer)
+        monkeypatch.setattr(experiment, "pieces_by_part", lambda size: names_of)
+        monkeypatch.setattr(experiment, "answer_pieces", answer)
         rows = experiment.run(Config(folder=str(tmp_path)), clock)
         return rows, log
 
@@ -78,7 +78,7 @@ def call(
 
 
 def fake(name: str, num: int, each_s: float) -> Part:
-    """A part whose pieces take so long each, and are cut at their share."""
+    """Makes a part with a given time per piece, which is cut at its share."""
 
     def answer(names: Sequence[str], soft_s: float, kill_s: float) -> Any:
         fit = [x for i, x in enumerate(names) if i * each_s <= soft_s]
@@ -91,10 +91,10 @@ def done(rows: list[dict[str, Any]]) -> set[str]:
     return {row["name"] for row in rows if row["found"]}
 
 
-def test_calls_share_the_work_and_the_next_goes_on(call: Any) -> None:
+def test_a_call_continues_the_pieces_of_the_previous_call(call: Any) -> None:
     slow, quick = fake("slow", 8, 40.0), fake("quick", 3, 20.0)
     rows, log = call(203.0, slow, quick)
-    # Half of 200 s is the first part's; the second has its turn before that goes on.
+    # Half of 200 s is for the first part; then the second part runs.
     slow_first = [("slow", f"slow{i}") for i in range(3)]
     assert log[:4] == [*slow_first, ("quick", "quick0")]
     assert {x for _, x in log} == done(rows)
@@ -106,7 +106,7 @@ def test_calls_share_the_work_and_the_next_goes_on(call: Any) -> None:
     assert log == []
 
 
-def test_what_is_recorded_is_on_the_disk_at_once(call: Any, tmp_path: Path) -> None:
+def test_each_piece_is_written_to_disk_immediately(call: Any, tmp_path: Path) -> None:
     def broken(*args: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ def test_what_is_recorded_is_on_the_disk_at_once(call: Any, tmp_path: Path) -> N
     assert [json.loads(x)["name"] for x in lines] == ["a0", "a1"]
 
 
-def test_a_failure_is_tried_again_in_another_call_and_then_no_more(call: Any) -> None:
+def test_a_failed_piece_is_retried_once_in_a_later_call(call: Any) -> None:
     def fail(names: Sequence[str], *args: Any) -> Any:
         return [{"name": names[0], "note": "boom"}], 20.0
 
@@ -131,48 +131,48 @@ def test_a_failure_is_tried_again_in_another_call_and_then_no_more(call: Any) ->
     assert experiment.metrics([row])["failed"] == ["f f0: boom"]
 
 
-def test_a_piece_cut_by_the_end_of_a_call_has_not_failed(call: Any) -> None:
+def test_a_piece_cut_by_the_time_limit_does_not_count_as_failed(call: Any) -> None:
     def cut(names: Sequence[str], soft_s: float, kill_s: float) -> Any:
         return [{"name": names[0], "note": worker.KILLED}], kill_s
 
     long = fake("long", 1, 1.0)._replace(answer=cut)
     rows, _ = call(103.0, fake("first", 1, 60.0), long)
     assert [(x["name"], x["tries"]) for x in rows] == [("first0", 1), ("long0", 0)]
-    # It had all of the second call: that is a try.
+    # The piece had the whole second call, so it counts as a try.
     rows, _ = call(103.0, long)
     assert [(x["name"], x["tries"]) for x in rows] == [("first0", 1), ("long0", 1)]
 
 
 @pytest.mark.thorough
-def test_a_worker_answers_until_it_breaks_down_or_is_killed(tmp_path: Path) -> None:
-    """A feature that there is, one that there is not, and one that is never asked."""
+def test_a_worker_answers_until_it_fails_or_is_killed(tmp_path: Path) -> None:
+    """Asks for a known feature, an unknown one, and one after the failure."""
     words = ("correctness", "tiny", tmp_path)
     names = ["softcap-decode", "no such shape", "sinks-decode"]
-    good, bad = experiment.answer(words, names, (60.0, 120.0))
+    good, bad = experiment.answer_pieces(words, names, (60.0, 120.0))
     assert good["found"]["implementations"][0]["right"]
     assert good["seconds"] > bad["seconds"]
     assert (bad["name"], bad["goes_on"]) == ("no such shape", False)
     assert bad["note"] == "correctness: ended early: KeyError: 'no such shape'"
-    [killed] = experiment.answer(words, names, (60.0, 0.0))
+    [killed] = experiment.answer_pieces(words, names, (60.0, 0.0))
     assert (killed["name"], killed["note"]) == (names[0], worker.KILLED)
-    assert not list(experiment.answer(words, names, (-1.0, 60.0)))
+    assert not list(experiment.answer_pieces(words, names, (-1.0, 60.0)))
 
 
-def test_the_time_line_by_hand() -> None:
-    event = timeline.Event
+def test_timeline_equals_hand_computed_values() -> None:
+    event = timeline.KernelEvent
     ran = [event("a", 0, 10), event("b", 5, 10), event("a", 30, 10)]
-    found = timeline.per_step(ran, 2)
+    found = timeline.summarize_events(ran, 2)
     assert found["launches_per_step"] == 1.5
     assert found["busy_share"] == pytest.approx(25 / 40)
     first = found["kernels"][0]
     assert first == {"name": "a", "per_step": 1.0, "seconds_per_step": 10e-9}
-    with pytest.raises(ValueError, match="saw nothing"):
-        timeline.per_step([], 1)
+    with pytest.raises(ValueError, match="recorded no operation"):
+        timeline.summarize_events([], 1)
 
 
 @pytest.mark.thorough
 def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checks.check("tiny", "softcap-decode")
+    right = checks.check_kernel("tiny", "softcap-decode")
     assert right["implementations"][0]["right"]
     found = runs.api.paged_attention
 
@@ -181,7 +181,7 @@ def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         return state._replace(out=state.out * 1.1)
 
     monkeypatch.setattr(runs.api, "paged_attention", wrong)
-    result = checks.check("tiny", "softcap-decode")
+    result = checks.check_kernel("tiny", "softcap-decode")
     row = {"part": "correctness", "name": "softcap-decode", "found": result}
     metrics = experiment.metrics([row])
     assert metrics["wrong"] == ["softcap-decode: reference, error=0.1"]
@@ -189,36 +189,38 @@ def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", checks.FORMULAS)
-def test_formulas_agree_and_tell_of_what_does_not(
+def test_formula_checks_detect_seeded_errors(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    reference, kernel = checks.check("tiny", name)["implementations"]
+    reference, kernel = checks.check_kernel("tiny", name)["implementations"]
     assert reference["right"]
     assert reference["error"] < 1e-5
-    assert "not a GPU" in kernel["note"]  # on a CPU it is told why, and nothing fails
+    assert "not a GPU" in kernel["note"]  # the reason for the missing result on a CPU
     called = "write_rotated_kv" if name == "rotary-write" else "flash_attention"
     place = checks.rotary_write if name == "rotary-write" else checks
     right = getattr(place, called)
 
-    def told(change: Callable[[Any], Any]) -> bool:
+    def output(change: Callable[[Any], Any]) -> bool:
         wrong = lambda *args, **options: change(right(*args, **options))  # noqa: E731
         monkeypatch.setattr(place, called, wrong)
-        return checks.check("tiny", name)["implementations"][0]["right"]
+        return checks.check_kernel("tiny", name)["implementations"][0]["right"]
 
-    assert told(lambda found: found)
+    assert output(lambda found: found)
     if name == "rotary-write":
         for field in ("q", "packed_q", "k_pages", "v_pages"):
-            assert not told(
+            assert not output(
                 lambda x, field=field: x._replace(**{field: 1.01 * getattr(x, field)})
             )
-        # A place that nobody writes to.
-        assert not told(lambda x: x._replace(k_pages=x.k_pages.at[0, 0, 0, 0].add(1.0)))
+        # A position that is not written.
+        assert not output(
+            lambda x: x._replace(k_pages=x.k_pages.at[0, 0, 0, 0].add(1.0))
+        )
     else:
-        assert not told(lambda x: (1.01 * x[0], x[1]))
+        assert not output(lambda x: (1.01 * x[0], x[1]))
         if name != "flash-gradient":
-            assert not told(lambda x: (x[0], x[1] + 0.01))
+            assert not output(lambda x: (x[0], x[1] + 0.01))
 
 
-def test_parts_that_there_are_not_are_refused(jaxkv: Command) -> None:
+def test_unknown_parts_are_rejected(jaxkv: Command) -> None:
     with pytest.raises(ValueError, match="only='sleep' must be 'correctness'"):
         Config(only=("sleep",))

@@ -1,4 +1,4 @@
-"""The benchmark of fitting: everyone finds the same, with the right gradient."""
+"""The benchmark of fits: equal minima for all methods, and the gradient."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.support.impatience import Impatient
 
 
 @pytest.mark.thorough
-def test_rows_for_everyone(jaxkv: Command) -> None:
+def test_every_method_has_a_row(jaxkv: Command) -> None:
     found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
     rows = found["rows"]
     assert [row["method"] for row in rows[:3]] == [
@@ -22,13 +22,13 @@ def test_rows_for_everyone(jaxkv: Command) -> None:
     for row in rows:
         assert set(row) == {"method", "seconds", "worst_excess"}
         assert row["seconds"] > 0
-        # Everyone ends near the same optima, ours never above by more than rounding.
+        # All methods end near the same minima; jaxkv exceeds them by rounding only.
         assert row["worst_excess"] < (1e-8 if "jaxkv" in row["method"] else 1e-4)
     assert min(row["worst_excess"] for row in rows) < 1e-9
     assert found["details"][0]["resamples"] == 20
 
 
-def test_a_piece_is_whole_or_not_there() -> None:
+def test_a_stopped_run_has_complete_pieces() -> None:
     config = experiment.Config(num_points=32, num_resamples=6, num_pieces=3, slow=False)
     rows = experiment.run(config, Impatient("resamples"))
     assert [row["resamples"] for row in rows] == [4, 6, 4]
@@ -36,10 +36,10 @@ def test_a_piece_is_whole_or_not_there() -> None:
     assert experiment.summary([]) == []
 
 
-def test_the_gradient_by_hand() -> None:
+def test_analytic_gradient_equals_finite_differences() -> None:
     data = synthetic.simulate_isoflop_runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
-    runs = experiment.Runs(*map(np.log, columns))
+    runs = experiment.LossRuns(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])
     value, gradient = experiment.value_and_gradient(x, runs)
     assert value == pytest.approx(experiment.objective(x, runs))

@@ -1,4 +1,4 @@
-"""The kernel benchmark: its document, what it refuses to time, and how it counts."""
+"""The kernel benchmark: document, rejected results, and times."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench import peer_process
-from experiments.bench.kernels import elsewhere, experiment, report
+from experiments.bench.kernels import experiment, peer_frameworks, report
 from experiments.bench.kernels.experiment import Config
 from experiments.framework import registry
 from experiments.framework.report import Sheet
-from experiments.harness.kernels import Implementation, Run, calls, runs
+from experiments.harness.kernels import Implementation, KernelRun, calls, runs
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless, problems, sets, specs
@@ -39,14 +39,14 @@ KEYS = {
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts two implementations in place of all: one of ours, one peer."""
+    """Replaces all implementations by one kernel and one peer."""
 
     def install(**calls: Any) -> None:
-        everyone = [
+        systems = [
             Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
-        monkeypatch.setattr(runs, "of_attention", lambda: everyone)
+        monkeypatch.setattr(runs, "attention_implementations", lambda: systems)
 
     return install
 
@@ -57,15 +57,15 @@ def tiny(kind: str) -> Spec:
     return spec
 
 
-def right(problem: problems.AttentionProblem) -> Run:
-    return Run(lambda index: jnp.zeros(()), lambda: 1e-6)
+def right(problem: problems.AttentionProblem) -> KernelRun:
+    return KernelRun(lambda index: jnp.zeros(()), lambda: 1e-6)
 
 
 @pytest.mark.slow
-def test_the_command_gives_its_document(
+def test_bench_kernels_document(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on a machine that was only lent.
+    # As on a borrowed machine without tyro.
     monkeypatch.setitem(sys.modules, "tyro", None)
     found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
     assert found["device"] == "cpu"
@@ -96,14 +96,14 @@ def test_the_command_gives_its_document(
     assert "XLA gather" in Path("run/report.md").read_text("utf-8")
 
 
-def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
-    def broken(problem: problems.AttentionProblem) -> Run:
+def test_incorrect_or_failing_kernels_are_not_timed(few: Any) -> None:
+    def broken(problem: problems.AttentionProblem) -> KernelRun:
         raise RuntimeError("out of memory\nand a long story")
 
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
     result = experiment.run(Config(shapes="tiny", only="decode"))
     ours, theirs = result[1:]
-    assert ours["note"] == "its answer is wrong: error=0.5"
+    assert ours["note"] == "incorrect result: error=0.5"
     assert theirs["note"] == "RuntimeError: out of memory"
     assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
     assert not experiment.metrics(result)["rows"]
@@ -116,14 +116,14 @@ def test_what_is_wrong_or_fails_has_no_time(few: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
+def test_a_stopped_run_has_complete_shapes(few: Any) -> None:
     class Impatient(Quiet):
         """Stops before the second shape."""
 
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = registry.load("bench_kernels").studies
+    (study,) = registry.load_experiment("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
@@ -134,12 +134,12 @@ def test_stopped_early_it_keeps_whole_shapes(few: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
-def test_every_turn_of_everyone_is_right(kind: str) -> None:
-    """Peers lay keys out on their own, and read another table at every call."""
+def test_every_implementation_is_correct_in_every_turn(kind: str) -> None:
+    """Peers use their own layout of keys, and a different page table in every call."""
     spec = tiny(kind)
     problem = problems.make_attention(spec, num_turns=2)
     outs = {}
-    for implementation in runs.of_attention():
+    for implementation in runs.attention_implementations():
         try:
             run = implementation.prepare(problem)
             outs[implementation.name] = [run.call(index) for index in range(3)]
@@ -148,8 +148,8 @@ def test_every_turn_of_everyone_is_right(kind: str) -> None:
     ours = outs.pop("reference")
     assert len(outs) == 3
     for theirs in outs.values():
-        for mine, other in zip(ours, theirs, strict=True):
-            assert jnp.allclose(mine, other, atol=1e-5)
+        for selected, other in zip(ours, theirs, strict=True):
+            assert jnp.allclose(selected, other, atol=1e-5)
     assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
     assert jnp.array_equal(ours[0], ours[2])
 
@@ -178,7 +178,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.thorough
-def test_peers_answer_from_a_process_of_their_own(
+def test_peers_answer_from_separate_processes(
     few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE)
@@ -187,20 +187,20 @@ def test_peers_answer_from_a_process_of_their_own(
     config = Config(shapes="tiny", num_calls=2, peer_python=Path(sys.executable))
     head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
-    said = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
-    assert len(said) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
-    for name, row in said.items():
+    output = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
+    assert len(output) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
+    for name, row in output.items():
         if name.startswith("tree"):
             assert (row["seconds"], row["note"]) == (None, "no trees")
         else:
             assert (row["seconds"], row["ratio"]) == (1e-9, 1)
             assert row["num_kernels"] == 1
-            # A peer's plan stands beside its time.
+            # A peer's plan is not part of its time.
             assert row["plan_per_layer_s"] == pytest.approx(1e-6)
             assert row["how"] == "best"
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
     assert notes["FlashInfer"] == "no such thing"
-    assert notes["torch cuDNN"] == "ended early: it said nothing"
+    assert notes["torch cuDNN"] == "ended early: no error message"
     ours = [row for row in rows if row["implementation"] == "ours"]
     assert all(row["ratio"] < 1 for row in ours if not row["spec"].startswith("tree"))
 
@@ -208,14 +208,14 @@ def test_peers_answer_from_a_process_of_their_own(
 @pytest.mark.skipif(
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
-def test_the_real_script_says_what_is_missing(few: Any) -> None:
+def test_the_real_script_reports_missing_libraries(few: Any) -> None:
     few(ours=right, theirs=right)
     config = Config(shapes="tiny", only="decode", peer_python=Path(sys.executable))
     head, *rows = experiment.run(config)
     assert head["peers"] == {}
     notes = {row["implementation"]: row["note"] for row in rows if row["note"]}
-    assert notes.keys() == elsewhere.PEERS.keys()
-    # Of a library, never of a file of ours.
+    assert notes.keys() == peer_frameworks.PEERS.keys()
+    # The missing module is a library, not a file of this project.
     libraries = dict.fromkeys(notes, "torch") | {"FlashInfer": "flashinfer"}
     for name, note in notes.items():
         assert note == f"No module named '{libraries[name]}'"
@@ -223,12 +223,12 @@ def test_the_real_script_says_what_is_missing(few: Any) -> None:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked to be run where the device is an H200: nothing runs."""
+    """Returns the calls that would run on an H200, without running them."""
     asked: list[Any] = []
 
-    def prepare(*args: Any) -> Run:
+    def prepare(*args: Any) -> KernelRun:
         asked.append(args)
-        return Run(lambda index: None, lambda: 0.0)
+        return KernelRun(lambda index: None, lambda: 0.0)
 
     monkeypatch.setattr(calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
@@ -237,7 +237,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def compiled(prepared: list[Any]) -> list[Any]:
-    # Others' code is not as strict as ours.
+    # Code of the peers raises warnings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return [
             deviceless.compile_function(run, *turns[0]) for _, run, turns in prepared
@@ -253,11 +253,13 @@ without_a_compiler = pytest.mark.skipif(
 @without_a_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", ["decode", "tree", "chunk"])
-def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
-    """All that can be known of them before there is a GPU; cuDNN asks for itself."""
+def test_all_attention_kernels_compile_for_an_h200(
+    kind: Any, prepared: list[Any]
+) -> None:
+    """Compiles without a GPU; cuDNN needs one to compile."""
     rows = 1 if kind == "decode" else 26
     problem = problems.make_attention(Spec(kind=kind, batch=2, context=300, rows=rows))
-    for implementation in runs.of_attention():
+    for implementation in runs.attention_implementations():
         if implementation.name == "cuDNN contiguous":
             continue
         try:
@@ -267,10 +269,10 @@ def test_everyone_compiles_for_an_h200(kind: Any, prepared: list[Any]) -> None:
     assert len(compiled(prepared)) >= 3
 
 
-def test_what_is_made_once_a_step_is_shared_by_the_layers(
+def test_the_plan_time_is_shared_by_the_layers(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times are made up: each kind of call has its own."""
+    """Times are fake, with a different value for each kind of call."""
     one, two, three = (lambda index, n=n: n for n in (1, 2, 3))
     seconds = {one: 1.0, two: 32.0, three: 0.25}
 
@@ -283,8 +285,8 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
     empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
     monkeypatch.setattr(bench_timing, "measure_empty", empty)
     few(
-        ours=lambda problem: Run(one, lambda: 0.0, plan=two, merge=three),
-        theirs=lambda problem: Run(one, lambda: 0.0, plan_s=32.0),
+        ours=lambda problem: KernelRun(one, lambda: 0.0, plan=two, merge=three),
+        theirs=lambda problem: KernelRun(one, lambda: 0.0, plan_s=32.0),
     )
     _, ours, theirs = experiment.run(Config(shapes="tiny", only="decode"))
     assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
@@ -300,7 +302,7 @@ def test_what_is_made_once_a_step_is_shared_by_the_layers(
 
 
 @pytest.mark.thorough
-def test_the_merge_alone_is_given_what_the_kernel_leaves(
+def test_the_merge_call_gets_the_kernel_output_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = tiny("chunk")
@@ -319,7 +321,7 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
         merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
     )
     tilings = dispatch.KernelTilings(decode=tiling, prefill=tiling)
-    runs.merge_alone(problem, plan, tilings)(0)
+    runs.make_merge_call(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     states, ends = seen[:2]
     assert [x.shape for x in states] == [
@@ -332,14 +334,14 @@ def test_the_merge_alone_is_given_what_the_kernel_leaves(
 
 
 @pytest.mark.slow
-def test_when_the_time_is_over_nothing_more_begins(
+def test_no_measurement_starts_after_the_time_limit(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(elsewhere, "now_s", lambda: clock[0])
+    monkeypatch.setattr(peer_frameworks, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
-        def prepare(problem: problems.AttentionProblem) -> Run:
+        def prepare(problem: problems.AttentionProblem) -> KernelRun:
             clock[0] += seconds
             return right(problem)
 
@@ -348,11 +350,11 @@ def test_when_the_time_is_over_nothing_more_begins(
     few(ours=taking(30.0), theirs=taking(10.0), shared=taking(11.0))
     config = Config(shapes="tiny", num_calls=2, max_s=100.0)
     result = experiment.run(config)
-    said = [(row["implementation"], row["note"]) for row in result[1:10]]
+    output = [(row["implementation"], row["note"]) for row in result[1:10]]
     share = "skipped: its share of the time, 10 s, was over"
     over = "skipped: the 100 s were over"
-    # 51 s, 91 s, 121 s: what has begun is finished.
-    assert said[:6] == [
+    # 51 s, 91 s, 121 s: work that has started is finished.
+    assert output[:6] == [
         ("ours", ""),
         ("theirs", ""),
         ("shared", ""),
@@ -360,15 +362,15 @@ def test_when_the_time_is_over_nothing_more_begins(
         ("theirs", ""),
         ("shared", share),
     ]
-    assert said[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
-    # Quick is over earlier.
+    assert output[6:] == [("ours", ""), ("theirs", over), ("shared", over)]
+    # The quick config ends earlier.
     clock[0] = 0.0
     quick = experiment.run(dataclasses.replace(config, quick=True))
     assert quick[0]["max_s"] == 40.0
     assert [row["note"] for row in quick[1:4]] == ["", "", over.replace("100", "40")]
 
 
-def test_what_tells_most_comes_first() -> None:
+def test_informative_shapes_come_first() -> None:
     chosen = experiment._choose(Config(), "gpu")
     quick, real = (sets.SETS[name] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
@@ -381,7 +383,7 @@ def test_a_peer_that_does_not_answer_is_ended(
     says = """print('{"version": "1"}', flush=True)"""
     (tmp_path / "silent.py").write_text(f"import time\n{says}\ntime.sleep(99)")
     monkeypatch.setattr(peer_process, "MAIN", tmp_path / "silent.py")
-    monkeypatch.setattr(elsewhere, "PEERS", {"one": ("", "")})
+    monkeypatch.setattr(peer_frameworks, "PEERS", {"one": ("", "")})
     few(ours=right)
     config = Config(
         shapes="tiny",
@@ -397,19 +399,19 @@ def test_a_peer_that_does_not_answer_is_ended(
 
 @pytest.mark.slow
 @without_a_compiler
-def test_everyone_multiplies_groups_on_an_h200(prepared: list[Any]) -> None:
+def test_all_grouped_matmuls_compile_for_an_h200(prepared: list[Any]) -> None:
     experts = specs.ExpertShape(8, 2, 256, 512)
     spec = specs.GroupedSpec(tokens=40, experts=experts)
     problem = problems.make_grouped(spec)
-    for implementation in runs.of(spec):
+    for implementation in runs.implementations_of(spec):
         implementation.prepare(problem)
     kernels = [len(report.kernels) for report in compiled(prepared)]
     assert kernels == [0, 1, 0, 0, 1]
 
 
-def test_the_floor_and_the_target_worked_by_hand() -> None:
+def test_floor_and_target_equal_hand_computed_values() -> None:
     ceilings = Ceilings(4e12, 4.4e12, 8e14, 2e-6, "cupti")
-    # Reading is the faster way through memory; the larger of both times counts.
+    # Reading is faster than copying; the larger of memory and compute time counts.
     assert ceilings.floor_s(4_400_000_000, 0) == pytest.approx(1e-3)
     assert ceilings.floor_s(4_400_000, 8 * 10**12) == pytest.approx(1e-2)
     ceilings = Ceilings(4.3e12, 4e12, 8e14, 5e-6, "cupti")
@@ -418,7 +420,7 @@ def test_the_floor_and_the_target_worked_by_hand() -> None:
     assert ceilings.target_s(33_600_000, 0, 15e-6) == pytest.approx(seconds + 10e-6)
 
 
-def test_calls_go_round_until_the_cache_has_forgotten() -> None:
+def test_turns_exceed_the_cache() -> None:
     cache = 62_914_560
     assert num_turns(4_214_784, "NVIDIA H200") == 60
     assert num_turns(4 * cache, "NVIDIA H200") == 1
@@ -427,16 +429,16 @@ def test_calls_go_round_until_the_cache_has_forgotten() -> None:
 
 
 def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The profiler is made up: it is what a GPU would answer."""
+    """The profiler is a fake with the results of a GPU."""
     seen: list[int] = []
 
     def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
-        # What it would jit again would have no turns.
+        # A function that is jitted again would lose its turns.
         assert isinstance(function, jax.stages.Wrapped)
         assert not aggregate
 
         def run() -> Any:
-            for _ in range(1 + iterations):  # it warms up
+            for _ in range(1 + iterations):  # with a warm-up call
                 function()
             return None, [[("a", 1.0), ("b", n)] for n in range(iterations)]
 
@@ -448,10 +450,10 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timing is not None
     # Milliseconds 1 to 5.
     assert timing.seconds == pytest.approx(3e-3)
-    # From the lowest of five to the highest, by the one in the middle.
+    # Range of five values, relative to their median.
     assert timing.spread == pytest.approx((5 - 1) / 3)
     assert timing.num_kernels == 2
-    # 0 to 4 of the one, always 1 of the other.
+    # 0 to 4 ms of the first kernel, always 1 ms of the second.
     assert timing.longest_s == pytest.approx(2e-3)
     assert timing.clock == "cupti"
 
@@ -464,6 +466,6 @@ def test_without_cupti_the_queue_is_timed() -> None:
     assert timing.seconds > 0
 
 
-def test_shapes_that_are_not_there_are_refused() -> None:
+def test_unknown_shapes_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
         experiment.run(Config(shapes="tiny", only="nothing"))

@@ -1,4 +1,4 @@
-"""What a step launches on a GPU only falls; how it is counted is worked by hand."""
+"""Kernel launches of a step: upper bounds, and counts of a hand-made plan."""
 
 import os
 import subprocess
@@ -21,8 +21,8 @@ from tests.support import folders, smoke
 WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-# Launches of a layer, of a forward pass beside its layers, of a step beside that.
-# Lower them with what is counted; never raise them.
+# Launches of a layer, of a forward pass without layers, of a step without both.
+# Lower the bars with the counts; never raise them.
 BARS = {
     "smoke": {"greedy": (10, 10, 41), "sampled": (10, 10, 63), "mixed": (10, 19, 43)}
 }
@@ -37,10 +37,10 @@ def assert_below_the_bars(name: str, result: Launches) -> None:
 
 @needs_compiler
 @pytest.mark.thorough
-def test_what_is_launched_only_falls() -> None:
+def test_launch_counts_do_not_exceed_the_bars() -> None:
     result = smoke.run("bench_launches").result
     assert_below_the_bars("smoke", result)
-    # The host looks nowhere, nothing of a weight's shape is copied, pools stay.
+    # The host reads no condition, no weight is copied, pools are updated in place.
     assert result.waits.captured.all()
     assert len(result.waits) > 10
     assert result.weight_copies == 0
@@ -96,14 +96,14 @@ PLAN = [
 
 
 def test_parts_of_a_step() -> None:
-    counts = experiment.count(PLAN, 2)
+    counts = experiment.count_launches(PLAN, 2)
     rows = {
         (path, part): num
         for path, part, num in zip(*vars(counts).values(), strict=True)
         if num
     }
-    # A loop's condition runs once more than its body; three launches of two layers are
-    # two of one; a loop whose name nobody chose has no trip.
+    # A loop's condition runs once more than its body; three launches of two layers
+    # count as two per layer; an unnamed loop has no trip.
     every = {"counts": 1, "apply_plan": 1, "other": 1}
     decode = {"forward": 1 + 2, "layer": 2}
     expected = {
@@ -118,7 +118,7 @@ def test_parts_of_a_step() -> None:
     }
 
 
-def test_scopes_without_what_jax_adds() -> None:
+def test_scopes_of_jax_and_xla_are_removed() -> None:
     scope = "jit(run_steps)/while/body/eval_jaxpr/emit/draw/cond/branch_1_fun/cut/cond"
     assert experiment.scope_of(thunk("Conditional", scope)) == "emit/draw/cut"
 
@@ -134,16 +134,16 @@ def test_copies_of_weights_are_found() -> None:
     assert experiment.weight_copies(text, params) == 2
 
 
-def test_without_the_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deviceless, "unavailable_reason", lambda: "there is none")
     with pytest.raises(ValueError, match=r"cannot compile for an H200: there is none"):
         experiment.run(CONFIGS["smoke"])
 
 
 def test_the_document_has_each_count_by_path() -> None:
-    counts = experiment.count(PLAN, 2)
-    waits = experiment.Waits.of([("emit/draw", "Conditional", 0)])
-    compiled = experiment.Compiled.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
+    counts = experiment.count_launches(PLAN, 2)
+    waits = experiment.DataDependentLoops.of([("emit/draw", "Conditional", 0)])
+    compiled = experiment.CompileTimes.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
     found = experiment.metrics(Launches(counts, waits, compiled, False, 0, 1, 1))
     assert found["per_layer"] == {"greedy": 2, "sampled": 2, "mixed": 0}
     assert found["per_forward"] == {"greedy": 3, "sampled": 3, "mixed": 1}
@@ -153,25 +153,25 @@ def test_the_document_has_each_count_by_path() -> None:
     for path, parts in found["parts"].items():
         assert sum(parts.values()) == found["per_step"][path]
         assert {"counts", "emit", "other"} < parts.keys()
-        # What the document had before.
+        # Keys of the document in earlier versions.
         assert found[path]["step"] == found["per_step"][path]
         assert found[path]["layer"] == found["per_layer"][path]
     assert found["compile_8_layers_s"] == 4.5
-    told = experiment.summary(Launches(counts, waits, compiled, False, 0, 1, 1))
-    assert "per_layer" not in str(told)
+    output = experiment.summary(Launches(counts, waits, compiled, False, 0, 1, 1))
+    assert "per_layer" not in str(output)
 
 
-def test_settings_are_made_before_devices_are_asked_for(
+def test_prepare_runs_before_devices_are_initialized(
     experiment_with_all: study.Experiment,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    [launches] = registry.load("bench_launches").studies
+    [launches] = registry.load_experiment("bench_launches").studies
     assert launches.prepare is experiment.prepare
-    calls, begin = [], run_folder.begin
+    calls, begin = [], run_folder.begin_run
     made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
     monkeypatch.setattr(
-        run_folder, "begin", lambda *given: (calls.append(2), begin(*given))
+        run_folder, "begin_run", lambda *given: (calls.append(2), begin(*given))
     )
     whole = experiment_with_all._replace(studies=(made_up,))
     run.run(whole, made_up.configs["smoke"], tmp_path / "out")
@@ -180,7 +180,7 @@ def test_settings_are_made_before_devices_are_asked_for(
 
 @pytest.fixture(name="experiment_with_all")
 def _experiment_with_all(request: pytest.FixtureRequest) -> study.Experiment:
-    """The fixture `experiment`, whose name is a module's here."""
+    """The fixture `experiment`, whose name is a module in this file."""
     return request.getfixturevalue("experiment")
 
 
@@ -198,7 +198,7 @@ def test_the_compiler_is_found_where_setup_puts_it(
     deviceless.load_compiler()
     assert sys.path == [str(tmp_path / "deviceless")]
     assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
-    # With a GPU JAX's own checks are of use.
+    # With a GPU, the checks of JAX are useful.
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     (tmp_path / "driver").touch()
     deviceless.load_compiler()
@@ -229,7 +229,7 @@ def test_jax_starts_with_the_compiler_and_without_a_gpu(is_named: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_route_is_told_by_the_innermost_name() -> None:
+def test_a_route_matches_the_innermost_scope() -> None:
     quiet = experiment._Quiet("made up", {"draw": 1})
     assert isinstance(quiet, Route)
     assert quiet.choice(thunk("Conditional", "emit/draw/cond")) == 1

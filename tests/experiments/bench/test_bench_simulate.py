@@ -1,4 +1,4 @@
-"""The race of schedulers: both take the same decisions, and the race is told."""
+"""The simulator benchmark: equal decisions of both schedulers, and its report."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ NUM = 40
 COST = cost_models.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
 
 
-def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> None:
-    """Chunks by the budget, preemptions, prompts of one token; to the microsecond."""
+def test_python_scheduler_equals_the_simulator() -> None:
+    """Chunked prefill, preemptions, prompts of one token; exact to the microsecond."""
     rng = np.random.default_rng(3)
     w = Workload(
         arrival=jnp.asarray(clock.from_seconds(np.cumsum(rng.exponential(0.02, NUM)))),
@@ -49,11 +49,11 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
         num_steps=800,
         head=5,
     )
-    steps: list[plain_scheduler.Step] = []
-    served = plain_scheduler.serve(
-        experiment.requests(w),
-        plain_scheduler.Bounds(22, 4, 24, 8, 5),
-        experiment.price(COST),
+    steps: list[plain_scheduler.SchedulerStep] = []
+    served = plain_scheduler.run_scheduler(
+        experiment.to_requests(w),
+        plain_scheduler.SchedulerLimits(22, 4, 24, 8, 5),
+        experiment.to_price(COST),
         steps.append,
     )
     assert int(state.num_done) == NUM
@@ -75,8 +75,8 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
     }
     assert served.num_steps == busy.sum()
     for name, values in ours.items():
-        theirs = [getattr(step, name) for step in steps]
-        assert np.asarray(values)[busy].tolist() == theirs, name
+        peer_rows = [getattr(step, name) for step in steps]
+        assert np.asarray(values)[busy].tolist() == peer_rows, name
     noted = Events(*np.asarray(state.ledger.events, np.int64).T)
     for name in ("first", "finish"):
         ours_us = (getattr(noted, f"{name}_s") - 1) * clock.SECOND
@@ -85,6 +85,6 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
 
 
 @pytest.mark.slow
-def test_the_race_has_a_rate_for_everyone() -> None:
+def test_every_system_has_a_rate() -> None:
     found = smoke.run("bench_simulate").metrics
     assert all(found[name] > 0 for name in experiment.KEYS)

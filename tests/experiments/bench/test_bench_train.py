@@ -1,4 +1,4 @@
-"""The benchmark of training: its rows, and that everyone trains the same."""
+"""The training benchmark: its rows, and equal training of all systems."""
 
 import importlib.util
 import os
@@ -18,35 +18,35 @@ KEYS = {
     *("implementation", "width", "tokens_per_s", "flops_per_s", "compile_s", "ratio")
 }
 
-# A peer that answers at once, in the words of `peer_main`.
+# A peer that answers at once, with the protocol of `peer_main`.
 FAKE = """
 import json, sys, zipfile
-if sys.argv[2] == "Compiled":
+if sys.argv[2] == "CompiledTrainer":
     print(json.dumps({"absent": "no compiler"}))
     sys.exit()
 print(json.dumps({"version": "torch 0"}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    said = {"tokens_per_s": 100.0}
+    reply = {"tokens_per_s": 100.0}
     if "file" in asked:
         names = zipfile.ZipFile(asked["file"]).namelist()
         assert "layers.0.qkv.weight.npy" in names and "windows.npy" in names
-        said = {"losses": [0.0] * 4, "compile_s": 0.0, "optimizer": "fused"}
-    print(json.dumps(said), flush=True)
+        reply = {"losses": [0.0] * 4, "compile_s": 0.0, "optimizer": "fused"}
+    print(json.dumps(reply), flush=True)
 """
 
 
 @pytest.mark.thorough
-def test_rows_beside_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("fake.py").write_text(FAKE)
     monkeypatch.setattr(peer_process, "MAIN", Path("fake.py").resolve())
     args = ("bench", "train", "smoke", "--out", "run", "--peer-python", sys.executable)
     found = document(jaxkv, *args)
-    ours, theirs = found["rows"]
-    assert set(ours) == set(theirs) == KEYS
-    assert [ours["implementation"], theirs["implementation"]] == ["jaxkv", "PyTorch"]
-    assert theirs["tokens_per_s"] == 100
-    assert theirs["ratio"] == 1
+    ours, peer_rows = found["rows"]
+    assert set(ours) == set(peer_rows) == KEYS
+    assert [ours["implementation"], peer_rows["implementation"]] == ["jaxkv", "PyTorch"]
+    assert peer_rows["tokens_per_s"] == 100
+    assert peer_rows["ratio"] == 1
     assert ours["ratio"] == pytest.approx(ours["tokens_per_s"] / 100)
     assert ours["width"] == 8
     assert ours["compile_s"] > 0
@@ -59,20 +59,20 @@ def test_rows_beside_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> 
     assert details["absent"] == "PyTorch, compiled: no compiler"
     assert details["mfu"] is None
     assert details["ceiling_flops_per_s"] > 1e8
-    # The fake has losses of zero: ours at the start is that of a guess.
+    # The fake has losses of 0; the loss of jaxkv at the start is that of a guess.
     assert other["loss_gap"] == pytest.approx(5.549, abs=0.06)
     assert Path("run/figure.png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough
-def test_stopped_early_it_has_whole_widths() -> None:
+def test_a_stopped_run_has_complete_widths() -> None:
     config = experiment.Config(
         width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01
     )
     rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
-    (study,) = registry.load("bench_train").studies
+    (study,) = registry.load_experiment("bench_train").studies
     for kept in (rows, []):
         assert smoke.draw(study, kept)
         assert bool(experiment.summary(kept)) == bool(kept)
@@ -81,8 +81,10 @@ def test_stopped_early_it_has_whole_widths() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("torch") is not None, reason="it is installed here"
 )
-def test_the_real_script_says_what_is_missing() -> None:
-    rival = peers.Rival("PyTorch", Path(sys.executable), peers.SCRIPT, "Eager")
+def test_the_real_script_reports_missing_libraries() -> None:
+    rival = peers.PyTorchTrainer(
+        "PyTorch", Path(sys.executable), peers.SCRIPT, "EagerTrainer"
+    )
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass
 

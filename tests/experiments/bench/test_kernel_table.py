@@ -1,4 +1,4 @@
-"""The README's table of kernels: from a device's record alone."""
+"""The README's table of kernels, generated from the record of a device."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ ONE, TWO, COPY = (sets.SETS["quick"][i] for i in (0, 2, 7))
 
 
 def row(spec: Any, name: str, seconds: float | None, **fields: Any) -> Any:
-    """A row as the benchmark writes it."""
+    """Returns a row as the benchmark writes it."""
     ours = ("mosaic_gpu", "reference")
     timed = {"seconds": seconds, "fraction": 0.5, "target_s": 2e-4, "error": 1e-3}
     empty = _row(spec, name, name not in ours)
@@ -25,8 +25,8 @@ def row(spec: Any, name: str, seconds: float | None, **fields: Any) -> Any:
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes run folders of synthetic results, without their figures."""
-    monkeypatch.setattr(style, "render", lambda *args, **sizes: {})
+    """Makes run folders of synthetic results, without figures."""
+    monkeypatch.setattr(style, "render_figure", lambda *args, **sizes: {})
 
     def make(device: str, *, interrupted: bool = False) -> Path:
         folder = tmp_path / "run"
@@ -47,10 +47,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             row(TWO, "XLA gather", 3e-4),
             row(COPY, "mosaic_gpu", None, note="it broke"),
         ]
-        experiment = registry.load("bench_kernels")
-        run_folder.begin(folder, experiment, Config())
+        experiment = registry.load_experiment("bench_kernels")
+        run_folder.begin_run(folder, experiment, Config())
         result = [head, *rows]
-        run_folder.finish(
+        run_folder.finish_run(
             folder, experiment, result, duration_s=1.0, interrupted=interrupted
         )
         return folder
@@ -59,26 +59,26 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_line_for_each_shape(record: Any) -> None:
-    heads, _, one, two, copy, _, caption = report.markdown(record("NVIDIA H200")).split(
-        "\n"
-    )
+    heads, _, one, two, copy, _, caption = report.kernel_table(
+        record("NVIDIA H200")
+    ).split("\n")
     assert heads.startswith("| shape | bytes | jaxkv | best peer |")
     assert one == (
         "| decode-b1-1k-32x8-p16 | 4.21 MB | **8 us** |"
         " 9.6 us (FlashInfer (decode, tensor cores)) | 1.20 | 50.0 % | 200 us |"
     )
-    # The peer is ahead.
+    # The peer is faster.
     assert "| 600 us | **300 us (XLA gather)** | 0.50 |" in two
     assert "| not timed: it broke | - | - |" in copy
     assert len({line.count("|") for line in (heads, one, two, copy)}) == 1
-    for said in ("NVIDIA H200; 20", "FlashInfer 0.6.7", "copy 4.3 TB/s", "CUPTI"):
-        assert said in caption
+    for output in ("NVIDIA H200; 20", "FlashInfer 0.6.7", "copy 4.3 TB/s", "CUPTI"):
+        assert output in caption
 
 
-def test_only_whole_records_of_gpus(record: Any, tmp_path: Path) -> None:
+def test_incomplete_or_cpu_records_are_rejected(record: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was made on a CPU"):
-        report.markdown(record("cpu"))
+        report.kernel_table(record("cpu"))
     with pytest.raises(ValueError, match="only a whole run counts"):
-        report.markdown(record("NVIDIA H200", interrupted=True))
+        report.kernel_table(record("NVIDIA H200", interrupted=True))
     with pytest.raises(ValueError, match="nothing"):
-        report.markdown(tmp_path / "nothing")
+        report.kernel_table(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""The command line: one JSON document, exit statuses, one line for bad input."""
+"""The command line: one JSON document, exit statuses, one-line errors."""
 
 import errno
 import importlib.util
@@ -25,11 +25,11 @@ from tests.support.commands import (
 
 @pytest.fixture
 def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command in an empty folder, with one experiment more in the catalogue."""
+    """Runs a command in an empty folder, with one more experiment registered."""
     return command(capsys)
 
 
-def test_run_prints_one_document_and_keeps_a_folder(jaxkv: Command) -> None:
+def test_run_prints_one_document_and_writes_a_folder(jaxkv: Command) -> None:
     status, out, _ = jaxkv("run", "made_up", "paper", "--load.rate", "4", "--json")
     assert status == 0
     document = json.loads(out)
@@ -50,7 +50,7 @@ def test_any_config_file_runs_again(jaxkv: Command) -> None:
     assert json.loads((second / "config.json").read_text())["num_points"] == 2
 
 
-def test_run_says_it_plainly_to_a_person(
+def test_run_prints_tables_without_json(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -76,14 +76,14 @@ report: here/report.md
     )
 
 
-def test_a_smoke_run_compiles_fast_where_compiling_is_its_time(
+def test_compile_bound_smoke_runs_disable_optimization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def asked(name: str, **environ: str) -> dict[str, str]:
-        compilation_cache.compile_fast(name, environ)
+        compilation_cache.disable_optimization(name, environ)
         return environ
 
-    assert asked("jacobi") == {}  # jax has read its variables
+    assert asked("jacobi") == {}  # jax has already read its variables
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert asked("jacobi")["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
@@ -91,7 +91,7 @@ def test_a_smoke_run_compiles_fast_where_compiling_is_its_time(
     assert asked("latency_vs_rate") == {}
     assert {x.name for x in registry.entries()} >= compilation_cache.COMPILE_BOUND
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    assert asked("jacobi") == {}  # a GPU's programs need optimisation
+    assert asked("jacobi") == {}  # programs for a GPU need optimization
 
 
 def test_list_names_every_experiment(jaxkv: Command) -> None:
@@ -108,16 +108,19 @@ def test_list_names_every_experiment(jaxkv: Command) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which command?"),
+        ("", "command is missing; one of"),
         ("rum", "unknown command 'rum'; did you mean run?"),
-        ("run", "which experiment?"),
+        ("run", "experiment is missing; one of"),
         ("run made_upp", "unknown experiment 'made_upp'; did you mean made_up?"),
         ("run made_up papr", "unknown config 'papr'; did you mean paper?"),
         ("run made_up --load.rat 4", "did you mean --load.rate?"),
         ("run made_up --load.rate x", "load.rate: could not convert string to float"),
         ("run made_up --load.rate -1", "load: rate=-1.0 must be above 0"),
         ("run made_up --config no.json", "no.json"),
-        ("run made_up paper --config no.json", "both paper and --config no.json"),
+        (
+            "run made_up paper --config no.json",
+            "paper and --config no.json exclude each other",
+        ),
         ("run made_up --config bad.json", "bad.json: load: unknown field 'rat'"),
         ("run made_up --out bad.json", "bad.json: is a file"),
         ("run made_up --name refused", "model/config.json: not JSON"),
@@ -132,7 +135,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert_refused(jaxkv, args, line)
 
 
-def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Command) -> None:
+def test_a_failed_run_keeps_the_earlier_one(jaxkv: Command) -> None:
     jaxkv("run", "made_up", "--out", "here")
     before = {path: path.read_bytes() for path in Path("here").iterdir()}
     for name, status in (("refused", 2), ("broken", 1)):
@@ -143,7 +146,7 @@ def test_a_run_that_comes_to_nothing_leaves_the_earlier_one(jaxkv: Command) -> N
 
 
 @pytest.mark.parametrize("width", ["40", "80", "120"])
-def test_what_is_printed_fits_and_steers_nothing(
+def test_output_fits_the_width_without_control_characters(
     jaxkv: Command, width: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
@@ -161,12 +164,12 @@ def test_a_failure_keeps_its_traceback_and_status_1(jaxkv: Command) -> None:
 
 
 def running_by(experiment: Experiment, run: Callable[..., Any]) -> Experiment:
-    """The same experiment, its only study carried out by another function."""
+    """Returns the experiment with another `run` function in its only study."""
     (study,) = experiment.studies
     return experiment._replace(studies=(study._replace(run=run),))
 
 
-def test_ctrl_c_keeps_what_there_is(
+def test_ctrl_c_keeps_the_partial_result(
     jaxkv: Command, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: Any, progress: Any) -> Any:
@@ -182,7 +185,7 @@ def test_ctrl_c_keeps_what_there_is(
         return experiment.studies[0].run(config, progress)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = jaxkv("run", "made_up", "--json")
     assert status == 130, err
@@ -201,7 +204,7 @@ def test_a_second_ctrl_c_stops_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load", lambda name: interrupted)
+    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (130, "")
     assert "only the config is in here" in err
@@ -214,13 +217,13 @@ def test_a_full_disk_is_one_line_and_status_2(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "draw", full)
-    monkeypatch.setattr(run_folder, "mark", full)
+    monkeypatch.setattr(run_folder, "draw_figure", full)
+    monkeypatch.setattr(run_folder, "mark_status", full)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (2, "")
     line = "jaxkv: here: cannot be written: No space left on device"
     assert err.splitlines()[1:] == [line]  # after that of the bar
-    assert Path("here/result.npz").exists()  # it may have taken long
+    assert Path("here/result.npz").exists()  # the result is kept
 
 
 @pytest.mark.parametrize(
@@ -242,9 +245,7 @@ def test_a_full_disk_is_one_line_and_status_2(
         "demo",
     ],
 )
-def test_help_is_status_0_and_says_what_holds_without_a_flag(
-    jaxkv: Command, args: str
-) -> None:
+def test_help_is_status_0_and_describes_defaults(jaxkv: Command, args: str) -> None:
     status, out, _ = jaxkv(*args.split(), "--help")
     assert status == 0
     assert "usage: jaxkv" in out
@@ -252,7 +253,7 @@ def test_help_is_status_0_and_says_what_holds_without_a_flag(
     assert args == "run made_up" or "None" not in out
 
 
-def test_help_lists_and_costs_import_nothing_heavy() -> None:
+def test_help_list_and_cost_do_not_import_jax() -> None:
     assert_nothing_heavy_is_imported(
         "--help",
         "run --help",
@@ -265,8 +266,10 @@ def test_help_lists_and_costs_import_nothing_heavy() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
-def test_every_experiment_is_as_the_catalogue_says(entry: registry.Entry) -> None:
-    experiment = registry.load(entry.name)
+def test_every_experiment_matches_its_registry_entry(
+    entry: registry.RegistryEntry,
+) -> None:
+    experiment = registry.load_experiment(entry.name)
     assert entry.question.endswith("?")
     assert sorted(entry.configs) == sorted(experiment.configs)
     assert entry.configs[0] == next(iter(experiment.configs))
@@ -275,12 +278,12 @@ def test_every_experiment_is_as_the_catalogue_says(entry: registry.Entry) -> Non
             study.config_type
         }
         assert not study.fields & {"config", "out", "json", "help", "max_seconds"}
-    # Else a config.json could be of either.
+    # Otherwise a config.json could belong to either study.
     fields = {frozenset(study.fields) for study in experiment.studies}
     assert len(fields) == len(experiment.studies)
 
 
-def test_the_catalogue_has_every_experiment_in_order() -> None:
+def test_the_registry_lists_every_experiment_in_order() -> None:
     known = registry.entries()
     assert [entry.name for entry in known] == sorted(entry.name for entry in known)
     root = Path(registry.__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Wrong words, values and files, at random: a result, or one line and nothing left."""
+"""Random invalid arguments, values and files: a result, or a one-line error."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from tests.support.commands import assert_refused, command
 from tests.support.folders import RECORDS
 
 OPTIONS = {
-    "cost": cost_command.Options,
-    "plan": plan_options.Options,
+    "cost": cost_command.CostOptions,
+    "plan": plan_options.PlanOptions,
     "fit": fitting.Config,
-    "generate": generate.Options,
+    "generate": generate.GenerateOptions,
     "train": train_command.TrainOptions,
     "sweep": train_command.SweepOptions,
-    "claims": results_page.Options,
+    "claims": results_page.ClaimsOptions,
 }
 OF_RUNS = ("out", "config", "max_seconds", "load.rate", "limit", "name")
 """Flags of runs of `made_up`."""
@@ -98,11 +98,7 @@ FILES = [*TEXTS, *FOLDERS, "binary", "loop", "missing", "/dev/zero", "/proc/self
 
 
 class Fuzz:
-    """Draws command lines, and writes the files that they name.
-
-    Args:
-      seed: of all draws.
-    """
+    """Draws command lines, and writes the files that they name."""
 
     def __init__(self, seed: int):
         self._rng = random.Random(seed)
@@ -115,7 +111,7 @@ class Fuzz:
         Path("loop").symlink_to("loop")
 
     def words(self) -> list[str]:
-        """A command line, most probably a wrong one."""
+        """Returns a command line, which is most probably invalid."""
         rng = self._rng
         command = rng.choice([*OPTIONS, *OPTIONS, "run", "bench", "demo", "list", "?"])
         if command == "?":
@@ -142,7 +138,7 @@ class Fuzz:
         return words
 
     def _changed(self, value: Any) -> Any:
-        """A document with something wrong, deep inside or at once."""
+        """Returns a document with an error at any depth."""
         rng = self._rng
         if isinstance(value, dict) and value:
             key, luck = rng.choice([*value]), rng.random()
@@ -165,7 +161,7 @@ class Fuzz:
     def _cost(self) -> list[str]:
         if self._rng.random() < 0.4:
             return ["llama-2-7b"]
-        bundle = Path(bundled.folder_of("stdlib-bytes"), "config.json")
+        bundle = Path(bundled.find_model_folder("stdlib-bytes"), "config.json")
         is_file = self._rng.random() < 0.5
         return [self._file() if is_file else self._copy(bundle, "mine.json")]
 
@@ -240,9 +236,9 @@ def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
         *before, line = err.splitlines()
         assert line.startswith("jaxkv: "), words
         assert len(line) < 2000, words
-        # What was under way may have told how far it was, or warned.
-        told = (" resamples", " points", "jaxkv: warning: ")
-        assert all(any(x in each for x in told) for each in before), (words, err)
+        # Progress lines and warnings may precede the error.
+        output = (" resamples", " points", "jaxkv: warning: ")
+        assert all(any(x in each for x in output) for each in before), (words, err)
         assert out == "" or "--json" not in words, words
     half = [
         os.path.join(folder, name)
@@ -263,13 +259,13 @@ def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
         pytest.param(2, 1850, marks=pytest.mark.slow),
     ],
 )
-def test_any_words_end_in_a_result_or_one_line(
+def test_random_arguments_give_a_result_or_a_one_line_error(
     seed: int, num: int, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fuzz = Fuzz(seed)
     statuses = [hold(fuzz.words(), capsys) for _ in range(num)]
-    assert statuses.count(2) > num / 2  # most are wrong
-    assert statuses.count(0) > num / 50  # and some are not
+    assert statuses.count(2) > num / 2  # most are invalid
+    assert statuses.count(0) > num / 50  # and some are valid
     assert main.main(["run", "made_up", "--out", "after", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["points"] == 5
 
@@ -282,13 +278,13 @@ def test_any_words_end_in_a_result_or_one_line(
         ("cost deep.json", "deep.json: not JSON: maximum recursion depth exceeded"),
         ("train deep.json", "deep.json: not JSON: maximum recursion depth exceeded"),
         ("run made_up --config inside/config.json", "inside/config.json: [Errno 21] I"),
-        ("run made_up --out full", "full: holds something else than a run"),
+        ("run made_up --out full", "full: holds files that are not a run"),
         ("run made_up --out loop", "loop: cannot be written: File exists"),
         ("run made_up --name \udcff", "config.json: cannot be written: 'utf-8' codec"),
         ("claims --folder folder", "folder: holds no run folder with a claims.json"),
     ],
 )
-def test_a_file_that_is_none_is_named(
+def test_unreadable_files_are_named_in_the_error(
     words: str, line: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Fuzz(0)

@@ -1,4 +1,4 @@
-"""`jaxkv cost`: its document, its words, its figure, and what it refuses."""
+"""`jaxkv cost`: document, tables, answers, figure, and errors."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_the_document_of_llama_2_7b(cost: Command) -> None:
     )
 
 
-def test_one_layer_as_the_assignment_asks(cost: Command) -> None:
+def test_one_layer_of_the_assignment(cost: Command) -> None:
     assert document(cost, "llama-2-7b")["one_layer"].items() >= {
         ("num_params", 202_383_360),
         ("forward_flops", 1_932_735_283_200),
@@ -50,7 +50,7 @@ def test_one_layer_as_the_assignment_asks(cost: Command) -> None:
     assert mixed["num_params"] == 11_507_286_272
 
 
-def test_a_layout_divides_and_sends(cost: Command) -> None:
+def test_per_device_costs_and_traffic_of_a_layout(cost: Command) -> None:
     args = ("--parallel", "tp=8,sp,pp=2", "--device", "h100", "--zero", "1")
     found = document(cost, "llama-2-7b", *args, "--attention", "causal")
     assert found["num_devices"] == 16
@@ -65,39 +65,39 @@ def test_a_layout_divides_and_sends(cost: Command) -> None:
     assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
 
 
-def test_pages_in_parts_send_by_row(cost: Command) -> None:
-    said = words(cost, "llama-3.1-8b", "--sequence", "4096", "--parallel", "cp=4")
+def test_context_parallel_pages_send_per_row(cost: Command) -> None:
+    output = words(cost, "llama-3.1-8b", "--sequence", "4096", "--parallel", "cp=4")
     for part in (
         "one step of b rows, s = 1",
         "one pass over b s rows, divided by cp=4",
         "1.21 GB",  # queries, keys and values
     ):
-        assert part in said
+        assert part in output
     odd = words(cost, "llama-3.1-8b", "--sequence", "4095", "--parallel", "cp=4")
     assert "one pass over b s rows, not divided by cp=4" in odd
 
 
-def test_tables_and_words_say_the_same(cost: Command) -> None:
-    said = words(cost, "llama-2-7b", "--checkpoint", "boundary")
+def test_tables_and_answers_agree_with_the_document(cost: Command) -> None:
+    output = words(cost, "llama-2-7b", "--checkpoint", "boundary")
     for part in (
         "gate and up 2 h i 90,177,536 32 2,885,681,152",
         "total 6,738,415,616",
         "training 3 X 46.1 GFLOP 189 TFLOP",
         "1,073,741,824 bytes (1 GiB) over 32 layers",
-        "33,554,432 bytes each way",
-        "as much as all else at s = 25,204",
-        "llama-2-7b has none. With 8 experts",
-        "bind at no batch: K and V hold it below 7.15",
+        "33,554,432 bytes per direction",
+        "half of it at s = 25,204",
+        "llama-2-7b has no experts. With 8 experts",
+        "memory-bound at every batch size, because K and V limit it to 7.15",
     ):
-        assert part in said
+        assert part in output
 
 
 def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
-    said = words(cost, "mixtral-8x7b")
-    assert "Of 46.7 G parameters a token uses 12.88 G" in said
-    assert "3.63 times the parameters" in said
+    output = words(cost, "mixtral-8x7b")
+    assert "Of 46.7 G parameters a token uses 12.88 G" in output
+    assert "3.63 times the parameters" in output
     assert cost("mixtral-8x7b", "--sequence", "1")[0] == 0
-    # To the experts and back, k h of two bytes each way; one in eight is at home.
+    # To the experts and back, k h of two bytes per direction; one in eight is local.
     found = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
     assert (
         found["comms_bytes"]["expert"]["forward"]
@@ -105,7 +105,7 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
     )
 
 
-def test_every_name_is_answered(cost: Command) -> None:
+def test_every_known_model_has_costs(cost: Command) -> None:
     for name in ("deepseek-v3", "gemma-2-9b", "stdlib-bytes"):
         assert name in words(cost, name)
 
@@ -128,13 +128,13 @@ def test_a_file_and_a_folder_are_read(cost: Command) -> None:
 
 
 @pytest.mark.slow
-def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
+def test_figure_and_document_are_written(cost: Command) -> None:
     found = document(cost, "smollm2-135m", "--plot", "--out", "here")
     kept = json.loads(Path("here/cost.json").read_text())
     assert kept["num_params"] == found["num_params"]
     assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
     first = Path("here/figure.svg").read_bytes()
-    assert b"memory binds below" in first
+    assert b"memory-bound below" in first
     document(cost, "smollm2-135m", "--plot")  # a new folder, the same bytes
     (again,) = Path("runs").iterdir()
     assert again.name.startswith("cost-smollm2-135m-")
@@ -144,7 +144,7 @@ def test_the_figure_and_the_document_are_kept(cost: Command) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which model? A config.json, a folder, or one of: llama-7b"),
+        ("", "MODEL is missing: a config.json, a folder, or one of: llama-7b"),
         ("llama-2-8b", "did you mean llama-2-7b or"),
         ("here/there.json", "here/there.json: no such file or folder"),
         ("bad.json", "bad.json: not JSON"),
@@ -177,7 +177,7 @@ WRONG = {
 }
 
 
-def test_tables_fit_80_columns_of_a_pipe_whatever_the_terminal(
+def test_piped_tables_fit_80_columns(
     cost: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS")

@@ -1,4 +1,4 @@
-"""`jaxkv fit`: from a log to coefficients, doubts, frontiers, and a folder."""
+"""`jaxkv fit`: from a log to coefficients, warnings, frontiers, and a folder."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def loss(num_params: Any, num_tokens: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep's folder: 5 budgets, 7 sizes, one run diverged, and curves."""
+    """Folder of a sweep: 5 budgets, 7 sizes, one diverged run, and curves."""
     folder = tmp_path_factory.mktemp("sweep")
     noise = np.random.default_rng(0).normal(0, 0.002, 35)
     runs, curves = [], []
@@ -107,7 +107,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     assert "| parabola | 5 of 5 |" in report
     assert (folder / "figure.svg").exists()
 
-    # Again, by its config, into the same folder, for a person.
+    # Again from its config into the same folder, with tables as output.
     again = ("fit", "--config", "here/config.json", "--out", "here")
     status, out, err = jaxkv(*again)
     assert status == 0, err
@@ -140,7 +140,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     held = found["held_out"]
     assert held["num_points"] == 29
     assert held["mean_error"] < 0.03
-    # By the published coefficients themselves, on the runs that they did not see.
+    # With the published coefficients, on the held-out runs.
     log = read_log(path)
     others = log.take(~log.select(rule))
     n, d = (others.columns[name] for name in ("num_params", "num_tokens"))
@@ -153,7 +153,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
 
 
 @pytest.mark.thorough
-def test_laws_stand_side_by_side(sweep: Path) -> None:
+def test_several_laws_are_fitted_and_tabulated(sweep: Path) -> None:
     config = Config(
         log=str(sweep),
         law="chinchilla, kaplan-d",
@@ -167,12 +167,12 @@ def test_laws_stand_side_by_side(sweep: Path) -> None:
     errors = [fit["held_out"]["mean_error"] for fit in document["fits"]]
     assert errors[0] < 0.02 < errors[1]
     assert document["coefficients"] == document["fits"][0]["coefficients"]
-    said = "".join(map(repr, summary(result)))
-    assert "Held out: 7 of 34 runs." in said
-    assert "kaplan-d" in said
+    output = "".join(map(repr, summary(result)))
+    assert "Held out: 7 of 34 runs." in output
+    assert "kaplan-d" in output
 
 
-def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
+def test_a_log_with_one_input_is_fitted_by_one_input_laws(jaxkv: Command) -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())
     Path("log.csv").write_text(f"params,loss\n{rows}")
@@ -189,7 +189,7 @@ def test_a_log_of_one_column_has_laws_of_one_input(jaxkv: Command) -> None:
 
 
 @pytest.mark.slow
-def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
+def test_each_group_is_fitted_separately(jaxkv: Command, sweep: Path) -> None:
     lines = ["N,D,data,loss"]
     rng = np.random.default_rng(1)
     for data, shift in (("web", 0.0), ("code", -0.5), ("few", 0.0)):
@@ -202,8 +202,8 @@ def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
                     lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
     Path("log.csv").write_text("\n".join(lines) + "\n")
     alone = document(jaxkv, "fit", "log.csv", "--bootstrap", "0")
-    (said,) = [x for x in alone["warnings"] if "groups the runs" in x]
-    assert said.startswith("data is not used, and groups the runs (web, code, few)")
+    (output,) = [x for x in alone["warnings"] if "groups the runs" in x]
+    assert output.startswith("data is not used, and groups the runs (web, code, few)")
     args = ("log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
     found = document(jaxkv, "fit", *args)
     fits = found["fits"]
@@ -221,7 +221,7 @@ def test_each_group_is_fitted_by_itself(jaxkv: Command, sweep: Path) -> None:
         "chinchilla"
     )
     assert {each["group"] for each in found["frontiers"]} == {"web", "code"}
-    # As if each were a log of its own.
+    # Equal to fits of separate logs.
     only = ("--where", "data == 'code'", "--ignore", "data != 'code'")
     one = document(jaxkv, "fit", "log.csv", "--bootstrap", "50", *only)
     for name in ("coefficients", "intervals"):
@@ -261,7 +261,7 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
+def test_ctrl_c_keeps_the_completed_fits(sweep: Path) -> None:
     config = Config(log=str(sweep), law="chinchilla,kaplan-d")
     result = fitting.run(config, Stopping(1))
     document = json.loads(result.document)
@@ -273,7 +273,7 @@ def test_ctrl_c_keeps_what_was_fitted(sweep: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
+def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     log = read_log(sweep)
     fit = fits_fit.fit(CHINCHILLA, log.columns)
     names = profile.choose_pair(fit)
@@ -293,7 +293,7 @@ def test_the_objective_over_a_plane_is_least_at_the_fit(sweep: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> None:
+def test_long_logs_report_subsampling(sweep: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
@@ -304,8 +304,8 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     document = json.loads(result.document)
     assert document["notes"][2:] == [
         describe_thinning(34),
-        "the objective over the plane is not drawn: above 20 rows",
-        "the figure's dots are 25 of 34 rows",
+        "the contour of the objective is not drawn: more than 20 rows",
+        "the figure has dots for 25 of 34 rows",
         "isoFLOP minima are found from 28 of 34 grouped runs",
     ]
     assert document["num_points"] == 34
@@ -319,7 +319,7 @@ def test_long_logs_say_what_is_done_on_a_part(sweep: Path, monkeypatch: Any) -> 
     plt.close(figure)
 
 
-# The most memory that the process had itself: `ru_maxrss` begins with its parent's.
+# Peak memory of the process itself: `ru_maxrss` starts with that of its parent.
 FIT_AND_TELL_MEMORY = """if True:
     import sys
     from pathlib import Path
@@ -354,7 +354,7 @@ def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
+def test_a_doubtful_surface_gives_no_correction(tmp_path: Path) -> None:
     flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
     n = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)
     seen = 1.8 + 420 * n**-0.34 + 1500 * (flops / 6 / n) ** -0.36
@@ -370,8 +370,8 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         assert ("parabola, corrected" in found) == is_sound
         assert document["shift"].startswith("The surface by projection" * is_sound)
         assert found["projection, robust"] == pytest.approx(0.514, abs=0.02)
-        told = [line for line in document["notes"] if "bias of parabolas" in line]
-        assert len(told) == (not is_sound)
+        reported = [line for line in document["notes"] if "bias of parabolas" in line]
+        assert len(reported) == (not is_sound)
         sizes = document["residual_sizes"]
         assert sizes["half"] < sizes["most"] < sizes["worst"]
         if is_sound:
@@ -380,22 +380,25 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
             continue
         assert document["shift"] == ""
         assert sizes["worst"] == pytest.approx(np.log(1.4), abs=0.02)
-        said = document["frontier_warnings"]
-        assert any("projection: a few runs decide the surface" in x for x in said)
-        assert any("the methods contradict each other" in x for x in said)
+        output = document["frontier_warnings"]
+        assert any("projection: a few runs decide the surface" in x for x in output)
+        assert any("the methods contradict each other" in x for x in output)
 
 
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which log?"),
+        ("", "LOG is missing"),
         ("no.csv", "no.csv: cannot be read"),
         ("log.csv --law chinchila", "no law 'chinchila'"),
         ("log.csv --law ,", "must name a law"),
         ("log.csv --law chinchilla,learning-rate", "laws of different targets"),
-        ("log.csv --where N>9", "the rule leaves no row to fit"),
+        ("log.csv --where N>9", "the rule selects no row to fit"),
         ("log.csv --where M>9", "no column 'M'; one of N, D, loss, row"),
-        ("log.csv --where N>1 --hold-out N>1", "both --where and --hold-out; which?"),
+        (
+            "log.csv --where N>1 --hold-out N>1",
+            "--where and --hold-out must not be given together",
+        ),
         ("log.csv --columns U", "--columns U: must be INPUT=COLUMN"),
         ("log.csv --law data-constrained", "the law reads num_unique_tokens; name"),
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
@@ -407,10 +410,10 @@ def test_a_surface_in_doubt_corrects_nothing(tmp_path: Path) -> None:
         ("log.csv --by data", "log.csv: no column 'data'; there is N, D, loss"),
         ("log.csv --by ,", "--by ,: must name a column"),
         ("log.csv --last-of run", "--last-of run: no such column; there is N, D, los"),
-        ("log.csv --columns U=N", "--columns U: no law here reads it: unknown input"),
+        ("log.csv --columns U=N", "--columns U: no law has this input: unknown input"),
         ("log.csv --n N --columns num_params=D", "--n N and --columns num_params=D;"),
-        ("log.csv --fix E", "--fix E: must be NAME=VALUE, and '' is no finite number"),
-        ("log.csv --fix E=1 E=2", "--fix and --bound: each coefficient once"),
+        ("log.csv --fix E", "--fix E: must be NAME=VALUE with a finite number, not ''"),
+        ("log.csv --fix E=1 E=2", "--fix and --bound must name each coefficient once"),
         ("log.csv --bound E=3", "--bound E=3: must be NAME=LOW:HIGH"),
     ],
 )
@@ -423,7 +426,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 @pytest.mark.thorough
-def test_rows_that_are_not_fitted_are_not_doubted(tmp_path: Path) -> None:
+def test_held_out_rows_give_no_warnings(tmp_path: Path) -> None:
     rows = ["params,D,val/loss,lr,kept"]
     for n in (10, 30, 100, 300):
         for d in (2e8, 6e8, 2e9, 6e9):
@@ -437,11 +440,11 @@ def test_rows_that_are_not_fitted_are_not_doubted(tmp_path: Path) -> None:
     document = json.loads(fitting.run(ruled).document)
     assert document["num_points"] == 12
     assert not document["log_warnings"]
-    note = "rules compare params times 1e+06, as its flag says"
+    note = "rules compare params times 1e+06, the unit of its flag"
     assert note in document["notes"]
 
 
-def test_intervals_that_leave_everything_open_are_unknown() -> None:
+def test_uninformative_intervals_are_unknown() -> None:
     written = report._interval
     assert written((0.3, 0.4), 0.35) == "0.3 to 0.4"
     assert written((1e-9, 1.8), 1.6) == "1e-09 to 1.8"
@@ -452,7 +455,7 @@ def test_intervals_that_leave_everything_open_are_unknown() -> None:
     assert written(None) == "-"
 
 
-def test_intervals_that_do_not_overlap_are_pointed_out() -> None:
+def test_disjoint_intervals_give_a_warning() -> None:
     data = {
         "num_params": np.repeat([1e7, 3e7, 1e8, 3e8], 4),
         "num_tokens": np.tile([2e8, 6e8, 2e9, 6e9], 4),
@@ -470,10 +473,10 @@ def test_intervals_that_do_not_overlap_are_pointed_out() -> None:
     apart = frontier_set.FrontierSet(
         frontier_set._NO_GROUPS, [parabola, near, envelope], [], None, [], []
     )
-    [line] = report.disjoint([found], apart)
+    [line] = report.disjoint_intervals([found], apart)
     assert line.startswith("intervals of a, N* ~ C^a, do not overlap: chinchilla 0.5")
     assert "parabola 0.600 (0.580 to 0.620); akima 0.595 (0.590 to 0.600)" in line
     assert frontier_set.ENVELOPE not in line
-    assert not report.disjoint([], apart)
+    assert not report.disjoint_intervals([], apart)
     other = parabola._replace(method="x", num_params=PowerLaw(1.0, 0.5, (0.49, 0.51)))
-    assert report.disjoint([], apart._replace(frontiers=[parabola, other]))
+    assert report.disjoint_intervals([], apart._replace(frontiers=[parabola, other]))

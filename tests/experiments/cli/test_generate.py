@@ -1,4 +1,4 @@
-"""`jaxkv generate`: the model's own words, live, as JSON, and errors in one line."""
+"""`jaxkv generate`: answers of the model, streaming, JSON, and one-line errors."""
 
 import dataclasses
 import io
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from experiments.cli import compilation_cache, generate
-from experiments.cli.console import writing
-from experiments.harness import bundled, showing
+from experiments.cli.console import answer_writer
+from experiments.harness import bundled, terminal_text
 from jaxkv.models import checkpoints, transformer
 from jaxkv.serving import engine
 from jaxkv.serving.outputs import Event
@@ -45,14 +45,14 @@ def completions(called: Command, *args: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_bundled_model_goes_on_greedily(jaxkv: Command) -> None:
+def test_the_bundled_model_continues_greedily(jaxkv: Command) -> None:
     prompt, num = "import os\n\ndef ", 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
     (completion,) = completions(jaxkv, "stdlib-bytes", *flags)
     assert completion.keys() >= {"text", "tokens", "reason"}
     assert completion["reason"] == "length"
     assert bytes(completion["tokens"]).decode() == completion["text"]
-    # The same as a plain forward pass over the whole.
+    # Equal to a plain forward pass over the whole sequence.
     best = laws([*prompt.encode(), *completion["tokens"]]).argmax(-1)
     assert best[len(prompt) - 1 : -1].tolist() == completion["tokens"]
 
@@ -66,13 +66,13 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
     plain = completions(jaxkv, *words)
     found = completions(jaxkv, *words, "--speculate", kind)
     assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
-    folder = str(bundled.heads_of("stdlib-bytes", kind))
+    folder = str(bundled.find_heads_folder("stdlib-bytes", kind))
     named = completions(jaxkv, *words, "--speculate", kind, "--heads", folder)
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
 
 
-def test_heads_that_do_not_fit_are_refused(jaxkv: Command, tiny: str) -> None:
-    folder = bundled.heads_of("stdlib-bytes", "eagle")
+def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:
+    folder = bundled.find_heads_folder("stdlib-bytes", "eagle")
     for words, line in (
         (f"{tiny} --speculate eagle --heads {folder}", "a model with hidden_size=160"),
         (f"{tiny} --speculate eagle", "no eagle heads ship with it"),
@@ -135,7 +135,7 @@ def test_the_best_of_several_answers(jaxkv: Command) -> None:
         expected = logprob("import ", each["tokens"])
         assert each["score"] == pytest.approx(expected, abs=1e-3)
     assert {each["score"] for each in drawn} == {None}
-    assert jaxkv("stdlib-bytes", *ONE, *best)[1] == said([first, second])
+    assert jaxkv("stdlib-bytes", *ONE, *best)[1] == output([first, second])
 
 
 @pytest.mark.slow
@@ -144,57 +144,59 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     status, out, err = jaxkv(tiny, *BOTH, *search)
     assert status == 0
     found = completions(jaxkv, tiny, *BOTH, *search)
-    assert out == said(found)
-    assert err.startswith("[searching: no text before the end]\n[length; 72 tokens")
+    assert out == output(found)
+    assert err.startswith("[beam search: text appears at the end]\n[length; 72 tokens")
     assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
     assert [each["sample"] for each in found] == [0, 1, 2] * 2
-    for prompt, mine in ("import ", found[:3]), ("class A", found[3:]):
-        scores = [each["score"] for each in mine]
-        totals = [logprob(prompt, each["tokens"], tiny) for each in mine]
+    for prompt, selected in ("import ", found[:3]), ("class A", found[3:]):
+        scores = [each["score"] for each in selected]
+        totals = [logprob(prompt, each["tokens"], tiny) for each in selected]
         assert scores == pytest.approx([each / 12**0.5 for each in totals], abs=1e-3)
         assert scores == sorted(scores, reverse=True)
-        assert len({tuple(each["tokens"]) for each in mine}) == 3
+        assert len({tuple(each["tokens"]) for each in selected}) == 3
         flags = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
         (greedy,) = completions(jaxkv, tiny, *flags)
         assert totals[0] > logprob(prompt, greedy["tokens"], tiny) - 1e-3
 
 
 @pytest.mark.thorough
-def test_the_score_of_a_single_answer_stands_beside_it(jaxkv: Command) -> None:
+def test_the_score_of_a_single_answer_is_printed(jaxkv: Command) -> None:
     found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
     assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
     assert "score" not in jaxkv("stdlib-bytes", *BOTH, "--n", "2")[2]
 
 
-def test_a_search_is_asked_for_as_the_flags_say() -> None:
-    options = generate.Options(prompt=("x", "y"), beam_width=3, length_penalty=-1.0)
+def test_beam_search_flags_set_sampling_parameters() -> None:
+    options = generate.GenerateOptions(
+        prompt=("x", "y"), beam_width=3, length_penalty=-1.0
+    )
     asks = generate._asks(options)
     assert [ask.beam_width for ask in asks] == [3, 3]
     assert asks[0].length_penalty == -1.0
     for flag, asked in ("false", False), ("true", True), ("never", "never"):
         ask = dataclasses.replace(options, early_stopping=flag)
         assert generate._asks(ask)[0].early_stopping is asked
-    # Off is off: what draws nothing may say so.
+    # Values that disable an option are allowed.
     generate._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
 
 
 def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
-    """Log-probabilities of what follows each token."""
-    model = checkpoints.load_model(bundled.folder_of(model_name))
+    """Returns log-probabilities of the next token after each token."""
+    model = checkpoints.load_model(bundled.find_model_folder(model_name))
     sequence = jnp.asarray([tokens])
     logits = transformer.logits(model.params, sequence, config=model.config)
     return np.asarray(jax.nn.log_softmax(logits[0], axis=1))
 
 
 def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
-    """Log-probability of an answer, by a plain forward pass over the whole."""
+    """Returns the log-probability of an answer, by a plain forward pass."""
     tokens, start = [*prompt.encode(), *answer], len(prompt)
     law = laws(tokens, model_name)
     return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 
 
-def said(found: list[dict]) -> str:
-    """What a person reads of ranked answers."""
+def output(found: list[dict]) -> str:
+    """Returns the printed form of ranked answers."""
     return "".join(
         f"--- {i + 1} of {len(found)}, score {each['score']:.3f} ---\n{each['text']}\n"
         for i, each in enumerate(found)
@@ -204,18 +206,18 @@ def said(found: list[dict]) -> str:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which model? A folder, or one of: stdlib-bytes"),
-        ("--prompt x", "which model?"),
+        ("", "MODEL is missing: a folder, or one of: stdlib-bytes"),
+        ("--prompt x", "MODEL is missing"),
         ("stdlib-byte --prompt x", "did you mean stdlib-bytes?"),
         ("no/such/folder --prompt x", "unknown model 'no/such/folder'"),
-        ("stdlib-bytes", "give at least one --prompt"),
+        ("stdlib-bytes", "--prompt must be given at least once"),
         ("stdlib-bytes --promt x", "did you mean --prompt?"),
         ("stdlib-bytes --prompt x --temperature -1", "temperature=-1.0"),
         ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),
         ("stdlib-bytes --prompt x --n three", "three"),
         ("stdlib-bytes --prompt x --beam-width 65", "65 beams for a prompt must be at"),
         ("stdlib-bytes --prompt x --beam-width 2 --stop y", "or stop strings"),
-        ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "search draws nothing"),
+        ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "not used by beam search"),
         ("stdlib-bytes --prompt x --beam-width 2 --length-penalty nan", "=nan must be"),
         ("stdlib-bytes --prompt x --beam-width 2 --early-stopping x", "early-stopping"),
         ("stdlib-bytes --prompt x --length-penalty 2", "2.0: needs --beam-width"),
@@ -238,17 +240,19 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_keeps_the_words_so_far(
+def test_ctrl_c_keeps_the_text_so_far(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = writing.Writer.__call__
+    say = answer_writer.AnswerWriter.__call__
 
-    def interrupt(self: writing.Writer, index: int, text: str, done: bool) -> None:
+    def interrupt(
+        self: answer_writer.AnswerWriter, index: int, text: str, done: bool
+    ) -> None:
         say(self, index, text, done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing.Writer, "__call__", interrupt)
-    monkeypatch.setattr(writing.Writer, "finish", lambda self: None)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "__call__", interrupt)
+    monkeypatch.setattr(answer_writer.AnswerWriter, "finish", lambda self: None)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--json")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
     assert status == 130
@@ -260,7 +264,7 @@ def test_ctrl_c_keeps_the_words_so_far(
 def interrupt_when(
     monkeypatch: pytest.MonkeyPatch, is_so: Callable[[Event], object]
 ) -> None:
-    """Has Ctrl-C pressed after the first event of which something is so."""
+    """Sends Ctrl-C after the first event that satisfies a condition."""
     stream = engine.Engine.stream
 
     def interrupted(self: engine.Engine) -> Iterator[Event]:
@@ -273,7 +277,7 @@ def interrupt_when(
 
 
 @pytest.mark.thorough
-def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
+def test_ctrl_c_during_best_of_keeps_partial_answers(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_when(monkeypatch, lambda event: event.sample == 1 and event.tokens)
@@ -289,7 +293,7 @@ def test_ctrl_c_while_the_best_is_sought_keeps_what_there_is(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_searches_that_have_ended(
+def test_ctrl_c_keeps_completed_beam_searches(
     jaxkv: Command, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt_when(monkeypatch, lambda event: event.completion is not None)
@@ -302,13 +306,15 @@ def test_ctrl_c_keeps_the_searches_that_have_ended(
     assert [len(each["tokens"]) for each in found] == [12] * 3 + [0] * 3
 
 
-def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    write = writing.Writer(("a\x1b]b", "c"))
+    write = answer_writer.AnswerWriter(("a\x1b]b", "c"))
     write(1, "late", True)
     write(0, "x\x1b[2J\r    y", False)
     write.finish()
@@ -318,10 +324,10 @@ def test_a_terminal_is_never_steered(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_ranked_answers_come_whole_and_in_order(
+def test_ranked_answers_are_written_whole_and_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write = writing.Writer(("a", "b", "c"), whole=True)
+    write = answer_writer.AnswerWriter(("a", "b", "c"), whole=True)
     write(2, "z", True, -3.0)
     write(1, "y", True, -2.0)
     assert capsys.readouterr().out == ""
@@ -334,27 +340,27 @@ def test_ranked_answers_come_whole_and_in_order(
 
 
 def test_last_lines_fit_on_a_screen() -> None:
-    assert showing.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
+    assert terminal_text.last_lines("a\nbcd\n\tef", num_lines=2, width=3) == "bcd\n   "
 
 
-def test_a_folder_comes_before_a_bundled_name(
+def test_a_folder_takes_precedence_over_a_bundled_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bundled.folder_of("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
+    assert bundled.find_model_folder("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
     (tmp_path / "stdlib-bytes").mkdir()
-    assert bundled.folder_of("stdlib-bytes") == Path("stdlib-bytes")
+    assert bundled.find_model_folder("stdlib-bytes") == Path("stdlib-bytes")
 
 
-def test_compilation_is_told_apart_from_speed() -> None:
+def test_compile_time_is_reported_separately() -> None:
     found = generate._summary([{"tokens": [1], "reason": "stop", "score": None}], 2, 6)
     assert found == "[stop; 1 tokens in 2.0 s; compiled in 6.0 s]"
 
 
-def test_programs_are_kept_where_nobody_said_otherwise(tmp_path: Path) -> None:
+def test_programs_are_cached_in_the_default_folder(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    compilation_cache.keep_programs(environ)
+    compilation_cache.enable_program_cache(environ)
     assert environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "jaxkv")
     environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
-    compilation_cache.keep_programs(environ)
+    compilation_cache.enable_program_cache(environ)
     assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}

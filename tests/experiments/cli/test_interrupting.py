@@ -1,4 +1,4 @@
-"""Ctrl-C, really sent: one line, status 130, and a folder that can be used."""
+"""Ctrl-C as a real signal: one line, status 130, and a usable folder."""
 
 import json
 import os
@@ -27,8 +27,8 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(popen: Start) -> Start:
-    """Starts `jaxkv`, after some lines of code."""
-    # What starts the tests may ignore it, as `nohup make test` does.
+    """Starts `jaxkv` after some lines of code."""
+    # The parent of the tests may ignore SIGHUP, as `nohup make test` does.
     hears = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 
     def begin(*args: str, code: str = "") -> subprocess.Popen[str]:
@@ -39,7 +39,7 @@ def start(popen: Start) -> Start:
 
 
 def heard(stream: IO[str] | None) -> str:
-    """The next line that a process prints there."""
+    """Returns the next line of a stream of a process."""
     assert stream is not None
     return stream.readline()
 
@@ -68,11 +68,11 @@ def press(
     return out, err
 
 
-STOPPING = "stopping after this piece; Ctrl-C again stops at once\n"
+STOPPING = "stopping after the current piece; Ctrl-C again stops at once\n"
 
 
 @pytest.mark.parametrize("number", interrupts.SIGNALS)
-def test_before_there_is_anything_to_keep_it_ends_at_once(
+def test_ctrl_c_without_results_ends_at_once(
     start: Start, number: signal.Signals
 ) -> None:
     process = start("run", "demo", code=STUBBORN)
@@ -80,7 +80,7 @@ def test_before_there_is_anything_to_keep_it_ends_at_once(
     assert press(process, number) == ("", "jaxkv: interrupted\n")
 
 
-# A library that lets no KeyboardInterrupt through, as a garbage collector's callback.
+# A library that swallows KeyboardInterrupt, like a garbage collector's callback.
 STUBBORN = """if True:
     import time
     from experiments.framework import registry
@@ -91,21 +91,21 @@ STUBBORN = """if True:
                 time.sleep(60)
             except BaseException:
                 pass
-    registry.load = load
+    registry.load_experiment = load
 """
 
 
 @pytest.mark.thorough
-def test_a_demo_that_compiles_keeps_a_whole_folder(
+def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     start: Start, model: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     process = start("demo", "smoke", "--model", model, "--out", str(out))
     wait_for(lambda: (out / "env.json").exists(), process)
-    said, err = press(process)
+    output, err = press(process)
     assert err == STOPPING
-    assert "interrupted; this is what it had" in said
-    kept = run_folder.read(out, registry.load("demo"))
+    assert "interrupted; the result is partial" in output
+    kept = run_folder.read_run(out, registry.load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
     names = {path.name for path in out.iterdir()}
@@ -120,7 +120,7 @@ def test_a_demo_that_compiles_keeps_a_whole_folder(
 
 
 @pytest.mark.slow
-def test_a_demo_that_serves_keeps_what_it_has(
+def test_ctrl_c_during_serving_keeps_partial_results(
     start: Start, model: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -128,15 +128,15 @@ def test_a_demo_that_serves_keeps_what_it_has(
     process = start("demo", "smoke", "--model", model, "--out", str(out), *sizes)
     whole = "static batching: 400 of 400 requests"
     while not (line := heard(process.stderr)).startswith(whole):
-        assert line.startswith("static batching: ")  # on a busy machine, now and then
+        assert line.startswith("static batching: ")  # a progress line on a busy machine
     assert press(process)[1] == STOPPING
-    kept = run_folder.read(out, registry.load("demo"))
+    kept = run_folder.read_run(out, registry.load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.static.is_done.all()
     assert not kept.result.continuous.is_done.all()
 
 
-def test_a_second_one_does_not_wait_for_a_compiler(
+def test_a_second_ctrl_c_does_not_wait_for_the_compiler(
     start: Start, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -149,23 +149,25 @@ def test_a_second_one_does_not_wait_for_a_compiler(
     assert json.loads((out / "env.json").read_text())["status"] == "interrupted"
 
 
-# One step of Python that takes minutes, as a compiler's may, and hears no signal.
+# One bytecode instruction that takes minutes, like a compilation, without signals.
 DEAF = """if True:
     import hashlib, os
     from experiments.framework import registry
-    load = registry.load
+    load = registry.load_experiment
     def run(config, progress):
-        os.write(1, b"here\\n")  # not twice, whenever the signals come
+        os.write(1, b"here\\n")  # atomic, unlike print, if a signal arrives
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
     def deaf(name):
         found = load(name)
         return found._replace(studies=(found.studies[0]._replace(run=run),))
-    registry.load = deaf
+    registry.load_experiment = deaf
 """
 
 
 @pytest.mark.slow
-def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
+def test_an_interrupted_training_run_can_be_resumed(
+    start: Start, tmp_path: Path
+) -> None:
     out, folder = tmp_path / "run", tmp_path / "training"
     process = start(
         "run",
@@ -182,7 +184,7 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = run_folder.read(out, registry.load("bundled_model"))
+    kept = run_folder.read_run(out, registry.load_experiment("bundled_model"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
@@ -195,7 +197,7 @@ def test_a_training_run_can_be_taken_up(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_answer_ends_with_what_it_has(
+def test_an_interrupted_answer_keeps_its_text(
     start: Start, model: str, number: signal.Signals
 ) -> None:
     words = ("--prompt", "import ", "--max-tokens", "1000")
@@ -211,31 +213,29 @@ def test_an_answer_ends_with_what_it_has(
 
 SLOW = """if True:
     import time
-    from experiments.cli.console import writing
-    say = writing.Writer.__call__
+    from experiments.cli.console import answer_writer
+    write = answer_writer.AnswerWriter.__call__
     def call(self, index, text, complete, score=None):
-        say(self, index, text, complete, score)
+        write(self, index, text, complete, score)
         if not complete:
             print("under way", file=sys.stderr, flush=True)
             time.sleep(60)
-    writing.Writer.__call__ = call
+    answer_writer.AnswerWriter.__call__ = call
 """
 
 
 @pytest.mark.thorough
-def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
-    start: Start, tmp_path: Path
-) -> None:
+def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)
     assert heard(process.stdout) == "here\n"
-    said, err = press(process, signal.SIGTERM)
-    assert err == "stopping after this piece; SIGTERM again stops at once\n"
-    assert said.splitlines()[-2:] == [
-        "interrupted; this is what it had",
+    output, err = press(process, signal.SIGTERM)
+    assert err == "stopping after the current piece; SIGTERM again stops at once\n"
+    assert output.splitlines()[-2:] == [
+        "interrupted; the result is partial",
         f"report: {out / 'report.md'}",
     ]
-    kept = run_folder.read(out, registry.load("lecture_numbers"))
+    kept = run_folder.read_run(out, registry.load_experiment("lecture_numbers"))
     assert kept.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
@@ -244,7 +244,7 @@ def test_what_a_cluster_sends_ends_it_as_ctrl_c_does(
 PATIENT = """if True:
     import time
     from experiments.framework import registry
-    load = registry.load
+    load = registry.load_experiment
     def waiting(experiment):
         (study,) = experiment.studies
         def run(config, progress):
@@ -253,15 +253,15 @@ PATIENT = """if True:
                 time.sleep(0.01)
             return study.run(config)
         return experiment._replace(studies=(study._replace(run=run),))
-    registry.load = lambda name: waiting(load(name))
+    registry.load_experiment = lambda name: waiting(load(name))
 """
 
 
 @pytest.mark.parametrize("number", interrupts.SIGNALS)
-def test_a_process_that_ignores_it_goes_on_doing_so(number: signal.Signals) -> None:
+def test_ignored_signals_remain_ignored(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with interrupts.leaving_at_once():
+        with interrupts.exit_on_interrupt():
             assert signal.getsignal(number) is signal.SIG_IGN
             os.kill(os.getpid(), number)
             others = {*interrupts.SIGNALS} - {number}

@@ -1,4 +1,4 @@
-"""`jaxkv plan`: the lecture's case, fits with intervals, and what it refuses."""
+"""`jaxkv plan`: the plan of the lecture, fits with intervals, and errors."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SMALL = "--vocab-size 256 --sequence 128 --tie-embeddings --attention causal"
 
 @pytest.fixture(scope="module")
 def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fit of a surface whose optimum is known, and its folder."""
+    """A fit of a surface with a known optimum, and its folder."""
     rng = np.random.default_rng(0)
     flops = np.repeat(np.geomspace(1e18, 1e21, 5), 8)
     num_params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.6, 0.6, 40)
@@ -43,7 +43,7 @@ def planned(jaxkv: Command, args: str) -> dict[str, Any]:
     return document(jaxkv, "plan", *args.split())
 
 
-def told(jaxkv: Command, args: str) -> str:
+def reported(jaxkv: Command, args: str) -> str:
     return words(jaxkv, "plan", *args.split())
 
 
@@ -59,15 +59,15 @@ THE_LECTURE_S = {
 """Numbers, and how far off they may be."""
 
 
-def test_the_lecture_s_case(jaxkv: Command) -> None:
+def test_the_plan_of_the_lecture(jaxkv: Command) -> None:
     found = planned(jaxkv, LECTURE)
     for name, (number, error) in THE_LECTURE_S.items():
         assert found[name] == pytest.approx(number, rel=error), name
     assert found["num_params_searched"] == pytest.approx(found["num_params"], rel=1e-6)
     for name in ("interval", "num_devices", "duration_s"):
         assert found[name] is None
-    said = (found["device"], found["warnings"], found["count"])
-    assert said == ("a100", [], "total")
+    output = (found["device"], found["warnings"], found["count"])
+    assert output == ("a100", [], "total")
     shape = found["architecture"]
     assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
     # The counts of a layer, by hand.
@@ -78,15 +78,15 @@ def test_the_lecture_s_case(jaxkv: Command) -> None:
     assert shape["num_params"]["total"] == total
     assert found["memory_bytes"] > 16 * total
     assert shape["min_devices"] == -(-found["memory_bytes"] // 80e9)
-    # Attention makes it dearer than 6 N, so the budget trains it on less.
+    # Attention costs more than 6 N, so the budget trains on fewer tokens.
     assert shape["cost_usd"] > 5e6
     spent = shape["num_tokens"] * shape["train_flops_per_token"]
     assert spent == pytest.approx(found["flops"], rel=1e-12)
     assert found["exact_optimum"]["loss"] <= shape["loss"]
 
 
-def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
-    said = told(jaxkv, f"{LECTURE} --days 60")
+def test_the_plan_is_explained_step_by_step(jaxkv: Command) -> None:
+    output = reported(jaxkv, f"{LECTURE} --days 60")
     for part in (
         "a100 4 312 124.8 1.123e+17 best v100 2.5 125 50 7.2e+16 t4 1 65 26 9.36e+16",
         "5,000,000 USD / 4 USD an hour = 1,250,000 device-hours",
@@ -98,10 +98,10 @@ def test_it_is_explained_step_by_step(jaxkv: Command) -> None:
         "without an interval",
         "on 869 of them 59.93 days",
     ):
-        assert part in said
+        assert part in output
 
 
-def test_days_and_devices_give_each_other(jaxkv: Command) -> None:
+def test_days_and_devices_determine_each_other(jaxkv: Command) -> None:
     days = planned(jaxkv, f"{LECTURE} --days 60")
     assert days["num_devices"] == 869
     assert days["duration_s"] == pytest.approx(days["device_s"] / 869, rel=1e-12)
@@ -109,13 +109,13 @@ def test_days_and_devices_give_each_other(jaxkv: Command) -> None:
     assert devices["duration_s"] == pytest.approx(4.5e6, rel=1e-12)
     few = planned(jaxkv, f"{LECTURE} --devices 2")
     assert "2 devices cannot hold a training step" in few["warnings"][0]
-    # Both are a budget of their own.
+    # Days and devices together are a budget.
     both = planned(jaxkv, "--gpu h100:2 --mfu 0.5 --devices 64 --days 10")
     assert both["flops"] == pytest.approx(64 * 864_000 * 989.4e12 * 0.5, rel=1e-12)
     assert both["cost_usd"] == pytest.approx(64 * 240 * 2, rel=1e-12)
 
 
-def test_operations_alone_are_a_budget(jaxkv: Command) -> None:
+def test_a_budget_in_flops_is_enough(jaxkv: Command) -> None:
     found = planned(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
     assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
     assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
@@ -139,7 +139,7 @@ def test_serving_and_repetition(jaxkv: Command) -> None:
     assert 0 < served["equal_loss"]["saved"] < 0.2
     hours = served["device_s"] + served["serve_device_s"]
     assert hours == pytest.approx(plain["device_s"], rel=1e-9)
-    # Serving that uses devices half as well counts twice.
+    # Serving at half the MFU counts twice.
     args = f"{LECTURE} --inference-tokens 1e12 --serve-mfu 0.2"
     assert planned(jaxkv, args)["num_params"] == served["num_params"]
     few = planned(jaxkv, f"{LECTURE} --unique-tokens 2e11")
@@ -148,11 +148,11 @@ def test_serving_and_repetition(jaxkv: Command) -> None:
     assert few["loss"] > plain["loss"]
     assert few["num_params_searched"] == pytest.approx(few["num_params"], rel=1e-6)
     assert planned(jaxkv, f"{LECTURE} --unique-tokens 1e13")["epochs"] == 1
-    (said,) = planned(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
-    assert "half of the budget would reach a loss of 2.5977" in said
-    said = told(jaxkv, f"{args} --unique-tokens 2e11")
-    assert "weighed x 2 for serving's MFU of 0.2" in said
-    assert "with new data it were" in said
+    (output,) = planned(jaxkv, f"{LECTURE} --unique-tokens 1e9")["warnings"]
+    assert "half of the budget would reach a loss of 2.5977" in output
+    output = reported(jaxkv, f"{args} --unique-tokens 2e11")
+    assert "weighed x 2 for serving's MFU of 0.2" in output
+    assert "with new data it would be" in output
 
 
 def test_designs_of_equal_loss_respect_the_unique_tokens(jaxkv: Command) -> None:
@@ -168,12 +168,14 @@ def test_designs_of_equal_loss_respect_the_unique_tokens(jaxkv: Command) -> None
     assert same["loss"] == pytest.approx(training["loss"], rel=1e-9)
     assert same["num_params"] < training["num_params"]
     assert 0 < same["saved"] < 0.2
-    said = told(jaxkv, f"{args} --unique-tokens 2e10")
-    assert "training only 4.266e+09 3.907e+11 2.2154" in said
-    assert "same loss 3.443e+09 5.139e+11 2.2154" in said
+    output = reported(jaxkv, f"{args} --unique-tokens 2e10")
+    assert "training only 4.266e+09 3.907e+11 2.2154" in output
+    assert "same loss 3.443e+09 5.139e+11 2.2154" in output
 
 
-def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None:
+def test_a_fit_gives_intervals_and_its_parameter_count(
+    jaxkv: Command, fit: Path
+) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = planned(jaxkv, args)
     truth = published.compute_optimum(
@@ -191,13 +193,13 @@ def test_a_fit_brings_intervals_and_its_count(jaxkv: Command, fit: Path) -> None
     assert counted == pytest.approx(found["num_params"], rel=2e-3)
     assert not [x for x in found["warnings"] if "times the operations" in x]
     far = planned(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
-    said = " ".join(far["warnings"])
-    assert "times the operations of the largest run" in said
-    assert "counted non-embedding parameters, --count is total" in said
+    output = " ".join(far["warnings"])
+    assert "times the operations of the largest run" in output
+    assert "counted non-embedding parameters, --count is total" in output
     limits = f"{args} --unique-tokens 1e10 --inference-tokens 1e10"
     low, high = planned(jaxkv, limits)["interval"]
     assert low < high
-    assert "90% interval of the law" in told(jaxkv, args)
+    assert "90% interval of the law" in reported(jaxkv, args)
 
 
 def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:
@@ -210,7 +212,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
         found["flops"] / 312e12 / 0.4 / 3600 * 4, rel=1e-9
     )
     assert found["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
-    # What is planned for that budget is the same plan.
+    # The plan for that budget is the same.
     again = planned(jaxkv, f"--flops {found['flops']!r}")
     assert again["num_params"] == pytest.approx(found["num_params"], rel=1e-9)
     assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
@@ -224,11 +226,13 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
     assert low < budgets.needed_budget(truth, 2.1) < high
     near = planned(jaxkv, f"--target-loss 1.83 --law {fit} {SMALL}")
     assert near["flops_interval"][1] is None
-    said = " ".join(near["warnings"])
-    assert "by some resamples no budget reaches a loss of 1.83" in said
-    said = told(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
-    assert "The loss is given: L = 2.1. The smallest budget whose best N and D" in said
-    assert f"{low:.4g} to {high:.4g} FLOPs" in said
+    output = " ".join(near["warnings"])
+    assert "in some resamples no budget reaches a loss of 1.83" in output
+    output = reported(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
+    assert (
+        "The loss is given: L = 2.1. The smallest budget whose best N and D" in output
+    )
+    assert f"{low:.4g} to {high:.4g} FLOPs" in output
 
     limits = "--target-loss 2.1 --inference-tokens 1e12 --unique-tokens 5e10"
     limited = planned(jaxkv, limits)
@@ -239,7 +243,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
     assert limited["flops"] > planned(jaxkv, limits[:42])["flops"]
 
 
-def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None:
+def test_a_plan_uses_the_fit_of_the_selected_group(jaxkv: Command, fit: Path) -> None:
     plain = json.loads((fit / "fit.json").read_text())
     other = plain | {"group": "b", "coefficients": plain["coefficients"] | {"E": 1.5}}
     other["fixed"] = {"E": 1.5}
@@ -254,9 +258,9 @@ def test_a_fit_of_groups_gives_the_law_of_one(jaxkv: Command, fit: Path) -> None
     second = planned(jaxkv, f"{args} --group b")
     assert second["loss"] < first["loss"] - 0.2
     assert (first["fixed"], second["fixed"]) == ({}, {"E": 1.5})
-    assert "E = 1.5 (given)" in told(jaxkv, f"{args} --group b")
+    assert "E = 1.5 (given)" in reported(jaxkv, f"{args} --group b")
     for more, line in (
-        ("", "it has a law for each data; --group a, or one of: a, b"),
+        ("", "it has a law for each data; give --group, one of: a, b"),
         (" --group c", "unknown --group 'c'; one of: a, b"),
     ):
         assert_refused(jaxkv, f"plan {args}{more}", line)
@@ -276,10 +280,13 @@ def test_the_folder(jaxkv: Command) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ("", "which budget? One of: --budget-usd, --flops, --days with --devices"),
-        ("--days 3", "which budget?"),
-        ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops; which"),
-        (f"{LECTURE} --days 1 --devices 5", "which is the budget?"),
+        (
+            "",
+            "a budget is missing; one of: --budget-usd, --flops, --days with --devices",
+        ),
+        ("--days 3", "a budget is missing"),
+        ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops: give exactly one"),
+        (f"{LECTURE} --days 1 --devices 5", "give exactly one budget"),
         ("--budget-usd 5e6", "--budget-usd needs --gpu NAME:USD_PER_HOUR:TFLOPS"),
         ("--days 3 --devices 3", "--days with --devices needs --gpu"),
         ("--budget-usd 5e6 --gpu a100:x:312", "'x' is no positive price"),
@@ -299,10 +306,10 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --law bad.jsn", "bad.jsn', no such file or folder; did you mea"),
         ("--flops 1e20 --law ./bad.jsn", "no such file or folder; did you mean bad"),
         ("--flops 1e20 --law /dev/zero", "it is a device, not a file"),
-        ("--flops 1e20 --group a", "--group a: --law lecture is no fit of groups"),
+        ("--flops 1e20 --group a", "--group a: --law lecture is not a fit of groups"),
         ("--target-loss 1", "--target-loss 1 by lecture: target=1 must be above the f"),
         ("--target-loss nan", "--target-loss nan: must be in"),
-        ("--target-loss 2 --flops 1e20", "--flops and --target-loss; which is the bud"),
+        ("--target-loss 2 --flops 1e20", "--flops and --target-loss: give exactly one"),
         ("--target-loss 1.8 --unique-tokens 1e10", "be reached with 1e+10 unique"),
         ("--target-loss 30", "30: a budget of 1.263e+10 FLOPs is too small"),
         ("--flops 1e20 --law chinchilla", "no published constants here"),
@@ -311,7 +318,7 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --law .", "fit.json"),
         ("--flops 1e20 --count some", "--count"),
         ("--flops 1e9", "a budget of 1e+09 FLOPs is too small for any design"),
-        ("--flops 1e12", "; with --vocab-size in [1, 5,991] there are smaller ones"),
+        ("--flops 1e12", "; with --vocab-size in [1, 5,991] there are smaller designs"),
         ("--flops 1e14 --sequence 900000000", "; a smaller --sequence might do"),
         ("--flops 1e20 --law odd.json", "odd.json: shape={'vocab_size': '9'} must"),
         ("--flops 1e-3", "too small for any design"),

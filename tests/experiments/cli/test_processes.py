@@ -1,4 +1,4 @@
-"""One command in several real processes: the answers of one, and an end if one dies."""
+"""One command in several real processes: the answers of one, and failures."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def free_port() -> int:
 def start(
     num: int, *words: str, first: tuple[str, ...] = ()
 ) -> list[subprocess.Popen[str]]:
-    """Starts `jaxkv` with these words, `num` times; with some more the first one."""
+    """Starts `jaxkv` in `num` processes; the first one gets additional arguments."""
     port = free_port()
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return [
@@ -58,10 +58,10 @@ def start(
 
 
 def answers(started: list[subprocess.Popen[str]]) -> list[str]:
-    """What each printed, all having ended well."""
+    """Returns the output of each process after successful ends."""
     both = [each.communicate(timeout=240) for each in started]
-    for each, (_, said) in zip(started, both, strict=True):
-        assert each.returncode == 0, said
+    for each, (_, output) in zip(started, both, strict=True):
+        assert each.returncode == 0, output
     return [printed for printed, _ in both]
 
 
@@ -74,7 +74,7 @@ def answers(started: list[subprocess.Popen[str]]) -> list[str]:
         pytest.param(2, "dp=4", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_in_processes_is_that_of_one(
+def test_a_run_in_several_processes_equals_that_of_one(
     num: int, layout: str, tmp_path: Path
 ) -> None:
     words = ("train", "smoke", "--json", "--parallel", layout, "--zero", "1")
@@ -91,7 +91,7 @@ def test_a_run_in_processes_is_that_of_one(
 
 
 @pytest.mark.slow
-def test_an_engine_in_processes_says_the_same() -> None:
+def test_an_engine_in_several_processes_gives_the_same_answers() -> None:
     words = ("generate", "stdlib-bytes", "--prompt", "def ", "--max-tokens", "12")
     words = (*words, "--temperature", "0")
     first, other = answers(start(2, *words, "--parallel", "tp=2"))
@@ -100,11 +100,11 @@ def test_an_engine_in_processes_says_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_lost_process_ends_all_and_the_run_resumes(tmp_path: Path) -> None:
     config = tmp_path / "long.json"
     (printed,) = answers(start(1, "train", "smoke", "--print-config"))
-    told = json.loads(printed) | {"num_steps": 10**6, "checkpoint_every": 500}
-    config.write_text(json.dumps(told))
+    reported = json.loads(printed) | {"num_steps": 10**6, "checkpoint_every": 500}
+    config.write_text(json.dumps(reported))
     words = ("train", str(config), "--parallel", "dp=2", "--out", str(tmp_path / "run"))
     started, limit = start(2, *words), time.monotonic() + 120
     kept = tmp_path / "run" / "checkpoints"
@@ -112,11 +112,11 @@ def test_a_lost_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> N
         assert time.monotonic() < limit
         time.sleep(0.1)
     started[1].send_signal(signal.SIGKILL)
-    _, said = started[0].communicate(timeout=60)
+    _, output = started[0].communicate(timeout=60)
     assert started[0].returncode == 1
-    assert re.search("jaxkv: another process has ended: .*Gloo", said)
+    assert re.search("jaxkv: another process has ended: .*Gloo", output)
     before = max(int(x.name) for x in kept.iterdir() if x.name.isdecimal())
-    # The others stop with the first one, and say so, whatever their own clocks say.
+    # All processes stop with the first one and report it, independent of their clocks.
     again = start(2, *words, "--json", first=("--max-seconds", "15"))
     printed, _ = again[0].communicate(timeout=120)
     again[1].communicate(timeout=120)
@@ -126,7 +126,7 @@ def test_a_lost_process_ends_the_others_and_the_run_goes_on(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A config of a run that does not end by itself."""
+    """Returns the config of a run that does not end by itself."""
     config = tmp_path_factory.mktemp("configs") / "long.json"
     endless = {"num_steps": 10**6, "checkpoint_every": 500}
     given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
@@ -152,7 +152,7 @@ INT, TERM = signal.SIGINT, signal.SIGTERM
 @pytest.mark.parametrize(
     ("after", "sent", "statuses"),
     [
-        # Of two processes, the one that is not asked has the status of the other.
+        # A process without a signal has the status of the other one.
         pytest.param("curve.jsonl", [(1, INT)], (130, 130), marks=pytest.mark.thorough),
         pytest.param("curve.jsonl", [(1, TERM)], (143, 143), marks=pytest.mark.slow),
         pytest.param("curve.jsonl", [(0, TERM)], (143, 143), marks=pytest.mark.slow),
@@ -183,11 +183,11 @@ def test_a_signal_to_any_process_stops_all_with_a_checkpoint(
     assert tuple(each.returncode for each in started) == statuses, both
     asked = {index for index, _ in sent}
     for index, (printed, err) in enumerate(both):
-        assert ("stopping after this piece" in err) == (index in asked)
+        assert ("stopping after the current piece" in err) == (index in asked)
         assert "Traceback" not in err
         assert (printed == "") == (index > 0)
     why = "interrupted" if 0 in asked else "another process was stopped"
-    assert both[0][0].splitlines()[-1] == f"{why}; the same command goes on"
+    assert both[0][0].splitlines()[-1] == f"{why}; run the same command to continue"
     kept = out / "checkpoints"
     assert not [path for path in kept.iterdir() if not path.name.isdecimal()]
     files.verify_checksums(kept / str(steps_of(kept)[-1]))
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_all_at_once(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
     config = tmp_path / "mine.json"
     given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
     # At the smoke run's rate rounding grows to a relative 2e-2.
@@ -241,7 +241,7 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("coordinator", "numbers", "said"),
+    ("coordinator", "numbers", "output"),
     [
         ("127.0.0.1", (2, 0), "must be host:port"),
         ("127.0.0.1:0", (2, 0), "must be host:port"),
@@ -251,14 +251,14 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path) -> None:
         ("cluster", (2, 0), "sets num_processes"),
     ],
 )
-def test_impossible_company_is_refused(
-    coordinator: str, numbers: tuple[int | None, int | None], said: str
+def test_invalid_process_groups_are_rejected(
+    coordinator: str, numbers: tuple[int | None, int | None], output: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=output):
         processes.join_processes(coordinator, *numbers)
 
 
-def test_a_coordinator_that_is_not_there_is_named(
+def test_a_missing_coordinator_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
@@ -271,8 +271,8 @@ def test_a_coordinator_that_is_not_there_is_named(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("index", [0, 1])
-def test_who_is_alone_says_so_in_a_line(index: int) -> None:
-    """The first waits for those who do not come; the second for the first."""
+def test_a_process_without_peers_reports_it_in_one_line(index: int) -> None:
+    """The first process waits for the second, and the second for the first."""
     program = (
         "import sys; from jaxkv.parallel import processes; processes.TIMEOUT_S = 2; "
         "from experiments.cli import main; sys.exit(main.main())"
@@ -288,13 +288,13 @@ def test_who_is_alone_says_so_in_a_line(index: int) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    said = (f"'{address}': not all of 2 processes", f"'{address}': no response")
+    output = (f"'{address}': not all of 2 processes", f"'{address}': no response")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("jaxkv: coordinator=" + said[index])
+    assert line.startswith("jaxkv: coordinator=" + output[index])
     assert line.endswith("?")
 
 
-def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_devices_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_joined", processes._Joined(2, 0))
     with pytest.raises(ValueError, match="1 devices leaves some of 2 processes"):
         processes.check_all_used(1)
@@ -302,23 +302,23 @@ def test_a_process_without_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -
         train.train(family.TRAININGS["smoke"], Path("nowhere"))
 
 
-def test_commands_that_divide_nothing_are_for_one(
+def test_undivided_commands_reject_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from experiments.cli.main import main
 
     monkeypatch.setattr(processes, "_joined", processes._Joined(2, 0))
     assert main(["list"]) == 2
-    said = capsys.readouterr().err
-    assert "--coordinator is for generate and train alone: each of 2" in said
+    output = capsys.readouterr().err
+    assert "--coordinator is only for generate and train: each of 2" in output
     assert main(["generate", "stdlib-bytes", "--prompt", "a"]) == 2
     assert "1 devices leaves some of 2 processes" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_whoever_ends_while_nothing_is_exchanged_ends_all(lost: int) -> None:
-    """Nothing fails in Python then: JAX aborts, and the parent says why."""
+def test_a_process_that_ends_while_idle_ends_all(lost: int) -> None:
+    """No Python exception occurs: JAX aborts, and the parent reports the reason."""
     program = (
         "import sys, time; from experiments.cli import main; "
         "main._COMMANDS['train'] = main._COMMANDS['train']._replace("
@@ -341,16 +341,16 @@ def test_whoever_ends_while_nothing_is_exchanged_ends_all(lost: int) -> None:
         assert any("here" in line for line in each.stderr)
     started[lost].kill()
     began = time.monotonic()
-    _, said = started[1 - lost].communicate(timeout=60)
+    _, output = started[1 - lost].communicate(timeout=60)
     assert time.monotonic() - began < 40
     assert started[1 - lost].returncode == 1
-    last = said.splitlines()[-1]
-    assert last == "jaxkv: another process has ended, and with it this one"
+    last = output.splitlines()[-1]
+    assert last == "jaxkv: ended because another process has ended"
     started[lost].communicate(timeout=10)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--process-id", "1"], "--process-id needs --coordinator"),
         (["--coordinator"], "--coordinator needs a value"),
@@ -358,10 +358,10 @@ def test_whoever_ends_while_nothing_is_exchanged_ends_all(lost: int) -> None:
         (["--process-id=1", "--process-id=1"], "--process-id is given twice"),
     ],
 )
-def test_half_a_request_is_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_incomplete_process_flags_are_rejected(
+    words: list[str], output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from experiments.cli.main import main
 
     assert main(["list", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err

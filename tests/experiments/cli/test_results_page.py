@@ -1,4 +1,4 @@
-"""The page of claims says what the records say, and nothing else."""
+"""The page of claims is generated from the records."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from tests.support.commands import Command, assert_refused, document
 
 
 @pytest.mark.thorough
-def test_the_page_that_ships_is_made_of_the_records_that_ship() -> None:
-    page = results_page.page(results_page.find(results_page.RECORDS))
+def test_the_shipped_page_is_generated_from_the_shipped_records() -> None:
+    page = results_page.render_page(results_page.find_records(results_page.RECORDS))
     assert results_page.PAGE.read_text("utf-8") == page
 
 
-def test_the_reports_that_ship_show_figures_that_ship() -> None:
+def test_shipped_reports_reference_existing_figures() -> None:
     reports = list(results_page.RECORDS.glob("*/report.md"))
     shown = [
         report.parent / name
@@ -29,7 +29,7 @@ def test_the_reports_that_ship_show_figures_that_ship() -> None:
     assert [path for path in shown if not path.is_file()] == []
 
 
-def test_every_claim_of_every_record_stands_on_it_with_its_verdict(
+def test_the_page_lists_every_claim_with_its_verdict(
     jaxkv: Command,
 ) -> None:
     shutil.copytree(results_page.RECORDS / "sharing", "a/run")
@@ -46,7 +46,7 @@ def test_every_claim_of_every_record_stands_on_it_with_its_verdict(
     assert {path.name for path in Path().iterdir()} == {"a", "page.md"}
 
 
-def test_a_folder_without_runs_and_a_broken_one_are_named(jaxkv: Command) -> None:
+def test_folders_without_valid_runs_are_rejected(jaxkv: Command) -> None:
     assert_refused(jaxkv, "claims --folder .", "holds no run folder")
     Path("claims.json").write_text("[{}]")
     Path("env.json").write_text("{}")
@@ -54,22 +54,24 @@ def test_a_folder_without_runs_and_a_broken_one_are_named(jaxkv: Command) -> Non
 
 
 def recorded() -> dict[str, list[Claim]]:
-    """The claims of every record by its folder, without its experiment."""
+    """Returns the claims of every record by its folder."""
     paths = sorted(results_page.RECORDS.glob("*/claims.json"))
     rows = {x.parent.name: json.loads(x.read_text("utf-8")) for x in paths}
     return {name: [Claim(**row) for row in listed] for name, listed in rows.items()}
 
 
-def test_the_first_line_counts_kinds_apart(jaxkv: Command) -> None:
+def test_the_first_line_counts_claims_by_kind(jaxkv: Command) -> None:
     claims = [claim for listed in recorded().values() for claim in listed]
 
     def count(verdict: str, *kinds: str) -> int:
         return sum(x.verdict == verdict and x.kind in kinds for x in claims)
 
     _, _, first, *_ = results_page.PAGE.read_text("utf-8").splitlines()
-    told = {x: count(x, "reproduces", "cannot compare") for x in ("holds", "fails")}
+    output = {x: count(x, "reproduces", "cannot compare") for x in ("holds", "fails")}
     differ = count("differs", "cannot compare")
-    shown = f"): {told['holds']} hold, {told['fails']} fail, {differ} cannot compare"
+    shown = (
+        f"): {output['holds']} hold, {output['fails']} fail, {differ} cannot compare"
+    )
     assert shown in first
     checks = f"): {count('holds', 'checks')} hold, {count('fails', 'checks')} fail"
     assert checks in first.partition("Own checks")[2]
@@ -83,8 +85,8 @@ def test_the_first_line_counts_kinds_apart(jaxkv: Command) -> None:
     assert out.split()[:3] == ["Reproductions", "(17):", "14"]
 
 
-def test_claims_of_records_are_of_the_kind_that_their_source_makes_them() -> None:
-    """A published number is not ours, and is judged once."""
+def test_kinds_of_claims_match_their_sources() -> None:
+    """A published number is not a check, and is judged once."""
     for folder, claims in recorded().items():
         assert len(claims) == len({x.claim for x in claims}), folder
         for x in claims:
@@ -96,7 +98,7 @@ def test_claims_of_records_are_of_the_kind_that_their_source_makes_them() -> Non
                 assert x.note
 
 
-def test_rows_that_a_fit_used_are_calibrated() -> None:
+def test_rows_used_in_a_fit_are_calibrated() -> None:
     fitted = {
         (folder, x.claim)
         for folder, claims in recorded().items()

@@ -1,4 +1,4 @@
-"""`jaxkv train` taken up: damaged checkpoints, and other devices."""
+"""`jaxkv train` resumed: damaged checkpoints, and other devices."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,8 @@ def test_a_damaged_checkpoint_is_one_line(jaxkv: Command) -> None:
 
 
 @pytest.mark.thorough
-def test_other_devices_go_on_with_losses_that_agree(jaxkv: Command) -> None:
-    """And the page of help and the warning name the same tolerance."""
+def test_a_run_resumed_on_other_devices_has_equal_losses(jaxkv: Command) -> None:
+    """The help text and the warning name the same tolerance."""
     texts.write_functions(Path("text"))
     write_config("mine.json")
     # The first half of the run, as its folder has it when it is stopped there.
@@ -49,9 +49,9 @@ def test_other_devices_go_on_with_losses_that_agree(jaxkv: Command) -> None:
     document(jaxkv, "train", "half.json", "--out", "run")
     whole_config = Path("whole/config.json").read_text()
     Path("run/config.json").write_text(whole_config)
-    said = "up to 20 were divided as num_processes=1, later ones as data=4,.* 0.002, "
+    output = "up to 20 were divided as num_processes=1, later ones as data=4,.* 0.002, "
     divided = ("--parallel", "dp=4", "--zero", "1")
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=output):
         found = document(jaxkv, "train", "mine.json", "--out", "run", *divided)
     for name in ("train_loss", "loss"):
         assert found[name] == pytest.approx(whole[name], rel=1e-4)

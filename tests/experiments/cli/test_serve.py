@@ -1,4 +1,4 @@
-"""`jaxkv serve`: a process that answers over HTTP, and ends as it is asked to."""
+"""`jaxkv serve`: a process that answers over HTTP until a signal."""
 
 import contextlib
 import importlib.util
@@ -36,7 +36,7 @@ KEY = "a-secret-key"
         ),
     ],
 )
-def test_without_the_extra_it_is_named(
+def test_a_missing_extra_is_named(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch, missing: str, flags: str, line: str
 ) -> None:
     find = importlib.util.find_spec
@@ -71,7 +71,7 @@ def test_without_the_extra_it_is_named(
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(
+def test_invalid_serve_options_are_rejected_in_one_line(
     jaxkv: Command, words: str, line: str
 ) -> None:
     assert_refused(jaxkv, f"serve {folders.TOKENIZED} {words}", line)
@@ -85,10 +85,10 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         ('{"max_slots": 0}', "--max-slots 0: must be in"),
         ('{"dtype": "float8"}', "dtype: 'float8' is not"),
         ("[1]", "holds list, not an object"),
-        ('{"loading": {}}', "'loading' is no option of a file"),
+        ('{"loading": {}}', "'loading' is not an option of a config file"),
     ],
 )
-def test_a_file_of_options_is_checked_as_flags_are(
+def test_a_config_file_is_validated_like_flags(
     jaxkv: Command, tmp_path: Path, text: str, line: str
 ) -> None:
     file = tmp_path / "serve.json"
@@ -97,9 +97,7 @@ def test_a_file_of_options_is_checked_as_flags_are(
     assert_refused(jaxkv, words, line)
 
 
-def test_flags_change_what_a_file_of_options_says(
-    jaxkv: Command, tmp_path: Path
-) -> None:
+def test_flags_override_the_config_file(jaxkv: Command, tmp_path: Path) -> None:
     file = tmp_path / "serve.json"
     file.write_text('{"host": "first.invalid", "port": 81, "seed": 3}')
     words = f"serve {folders.TOKENIZED} --config {file}"
@@ -151,7 +149,7 @@ class Server:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
-def test_a_server_outlives_its_clients_and_ends_when_asked(
+def test_a_server_survives_its_clients_and_stops_on_a_signal(
     tmp_path: Path, popen: Callable[..., subprocess.Popen[str]]
 ) -> None:
     model = engines.save_tiny_model(tmp_path / "tiny", max_positions=4096)
@@ -182,7 +180,7 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
             connection.close()
     server.wait_until_idle()
     assert server.metric("jaxkv_disconnects_total") == 12
-    # 1,100 connections that ask for nothing, from a process that may have 256.
+    # 1,100 idle connections; the process may open 256 files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = hard == resource.RLIM_INFINITY or hard > 2600
     resource.setrlimit(resource.RLIMIT_NOFILE, (2500 if room else soft, hard))
@@ -195,7 +193,7 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
         assert server.text(**asked) == text
         assert time.monotonic() - begin < 5
     assert server.process.poll() is None
-    # What is in progress when it is stopped gets one clear error.
+    # Requests in progress at the stop get one clear error.
     connection = server.begin(**endless, stream=True)
     response = connection.getresponse()
     assert response.read(6) == b"data: "
@@ -207,7 +205,7 @@ def test_a_server_outlives_its_clients_and_ends_when_asked(
     connection.close()
     out, err = server.process.communicate(timeout=60)
     assert (server.process.returncode, out) == (143, "")
-    # A busy machine compiles for longer than the 5 s after which that is noted.
+    # A compilation on a busy machine can exceed the 5 s after which it is logged.
     [line] = [x for x in err.splitlines() if not x.startswith("jaxkv: compiling, ")]
     assert line.startswith("[")
 
@@ -221,12 +219,12 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
         ("--decode 0", "--decode 0: must be at least 1"),
         ("--prefill 1", "--decode None: must be at least 1"),
         ("--decode 1 --prefill -1", "--prefill -1: must be at least 0"),
-        ("--service mine", "give --address and --service"),
+        ("--service mine", "--address and --service must name the workers"),
         ("--decode 1 --address x:1", "needs the cluster's token in RAY_AUTH_TOKEN"),
     ],
 )
 @pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
-def test_workers_that_cannot_be_started_are_refused_in_one_line(
+def test_invalid_worker_options_are_rejected_in_one_line(
     jaxkv: Command, words: str, line: str
 ) -> None:
     assert_refused(jaxkv, f"serve {folders.TOKENIZED} --port 0 {words}", line)
@@ -250,7 +248,7 @@ for line in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_without_extras_commands_work_and_name_what_is_missing(tmp_path: Path) -> None:
+def test_commands_work_without_extras_and_name_missing_ones(tmp_path: Path) -> None:
     (tmp_path / "log.parquet").write_bytes(b"PAR1" * 4)
     model = folders.TOKENIZED
     ran = subprocess.run(

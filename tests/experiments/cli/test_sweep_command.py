@@ -1,4 +1,4 @@
-"""`jaxkv sweep`, `jaxkv train`, and `jaxkv fit` and `plan` after them."""
+"""`jaxkv sweep` and `jaxkv train`, followed by `jaxkv fit` and `plan`."""
 
 import json
 import shutil
@@ -28,12 +28,12 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
     again = document(jaxkv, "sweep", "mine.json")
     assert (again["completed"], again["skipped"]) == (18, 18)
     fitted = document(jaxkv, "fit", "runs/sweep-mine", "--bootstrap", "20")
-    said = " ".join(fitted["notes"])
-    assert "9 rows left out: not the best learning rate of size and tokens" in said
+    output = " ".join(fitted["notes"])
+    assert "9 rows left out: not the best learning rate of size and tokens" in output
     law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
     assert law["num_points"] == 9
     assert result.from_json(json.dumps(law)).law == "chinchilla"
-    # No flag says that these models read bytes in windows of 32.
+    # No flag gives the byte vocabulary and the windows of 32 of these models.
     plan = document(
         jaxkv, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"
     )
@@ -54,7 +54,7 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
 
 
 @pytest.mark.thorough
-def test_a_plan_goes_on_from_the_record_that_ships(jaxkv: Command) -> None:
+def test_a_plan_uses_the_shipped_record(jaxkv: Command) -> None:
     law = RECORDS / "isoflop" / "fit.json"
     plan = document(
         jaxkv,
@@ -70,7 +70,7 @@ def test_a_plan_goes_on_from_the_record_that_ships(jaxkv: Command) -> None:
 
 
 @pytest.mark.slow
-def test_one_run_and_the_model_it_leaves(jaxkv: Command) -> None:
+def test_one_training_run_writes_a_model(jaxkv: Command) -> None:
     done = document(jaxkv, "train", "smoke")
     assert done["status"] == "done"
     assert done["num_tokens"] == 40 * 8 * 32
@@ -85,23 +85,25 @@ def test_one_run_and_the_model_it_leaves(jaxkv: Command) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "sweep"])
-def test_when_the_time_is_up_the_same_command_goes_on(
+def test_after_the_time_limit_the_same_command_continues(
     command: str, jaxkv: Command
 ) -> None:
     status, out, err = jaxkv(command, "smoke", "--max-seconds", "1e-9")
     assert status == 75
-    assert "time is up; the same command goes on" in out
-    assert err.count("time is up") == 1
+    assert "time limit reached; run the same command to continue" in out
+    assert err.count("time limit reached") == 1
 
 
-def test_an_experiment_without_a_result_leaves_its_folder_alone(jaxkv: Command) -> None:
+def test_an_experiment_without_a_result_does_not_change_its_folder(
+    jaxkv: Command,
+) -> None:
     late = ["run", "isoflop", "smoke", "--max-seconds", "1e-9"]
     status, _, err = jaxkv(*late, "--folder", "kept")
     assert status == 75
-    said = err.splitlines()[-1]
-    assert said.startswith("jaxkv: stopped; 0 runs are in ")
-    assert said.endswith("kept, and the same command goes on")
-    assert jaxkv(*late)[0] == 130  # nothing is kept for another call
+    output = err.splitlines()[-1]
+    assert output.startswith("jaxkv: stopped; 0 runs are in ")
+    assert output.endswith("kept, and the same command goes on")
+    assert jaxkv(*late)[0] == 130  # the experiment cannot be resumed
     assert not Path("runs").exists()
 
 
@@ -109,7 +111,7 @@ def test_an_experiment_without_a_result_leaves_its_folder_alone(jaxkv: Command) 
 def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
     Path("odd.json").write_text('{"modles": []}')
     for args, message in [
-        ("", "which config?"),
+        ("", "CONFIG is missing"),
         ("smok", "did you mean smoke"),
         ("missing.json", "missing.json: no such file"),
         ("odd.json", "unknown field"),
@@ -119,12 +121,12 @@ def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
         assert_refused(jaxkv, f"{command} {args}", message)
 
 
-def test_an_unknown_executor_is_told_of_those_that_there_are(jaxkv: Command) -> None:
+def test_an_unknown_executor_lists_the_known_ones(jaxkv: Command) -> None:
     status, _, err = jaxkv("sweep", "smoke", "--executor", "slurm")
     assert (status, "local" in err, "None" in err) == (2, True, False)
 
 
-def test_a_window_is_no_longer_than_the_text(jaxkv: Command) -> None:
+def test_a_window_longer_than_the_text_is_rejected(jaxkv: Command) -> None:
     Path("long.txt").write_text("a line\n" * 100)
     for i in range(4):
         Path(f"{i}.txt").write_text(f"{i}")
@@ -146,7 +148,7 @@ def test_shipped_configs_survive_json() -> None:
             assert config_json.config_loads(config_type, text, "x") == config
 
 
-def test_the_table_fills_up() -> None:
+def test_the_loss_table_shows_completed_runs() -> None:
     def record(size: int, tokens: int, loss: float | None, status: str = "done"):
         return {
             "num_params": size,
@@ -159,10 +161,10 @@ def test_the_table_fills_up() -> None:
         }
 
     rows = [record(8, 10, 3.0), record(8, 10, 2.5), record(16, 20, None, "diverged")]
-    assert sweep_tables.table([]) == ""
-    lines = sweep_tables.table(rows).splitlines()
+    assert sweep_tables.loss_table([]) == ""
+    lines = sweep_tables.loss_table(rows).splitlines()
     assert len(lines) == 3
     assert lines[1].split() == ["8", "2.5000", "."]
     assert lines[2].split() == ["16", ".", "diverged"]
     many = [record(8, tokens, 2.0) for tokens in range(1, 12)]
-    assert sweep_tables.table(many).count("2.0000") == 11
+    assert sweep_tables.loss_table(many).count("2.0000") == 11

@@ -1,8 +1,13 @@
-"""Formulas against what JAX and XLA count in small models."""
+"""Cost formulas compared with counts of JAX and XLA in small models."""
 
 import pytest
 
-from experiments.counting.cost_check.experiment import CONFIGS, claims, ratio, run
+from experiments.counting.cost_check.experiment import (
+    CONFIGS,
+    claims,
+    formula_over_count,
+    run,
+)
 from experiments.framework import registry
 from tests.support import smoke
 
@@ -10,20 +15,24 @@ from tests.support import smoke
 @pytest.mark.parametrize(
     "config", ["smoke", pytest.param("real", marks=pytest.mark.slow)]
 )
-def test_formulas_count_what_is_there(config: str) -> None:
+def test_formulas_agree_with_jax_and_xla(config: str) -> None:
     rows = run(CONFIGS[config])
     assert len(claims(rows)) == 4 * len(CONFIGS[config].families)
     for row in rows:
-        assert ratio(row, "parameters") == ratio(row, "kept") == 1
-        # Norms, activations and the softmax are counted by XLA alone.
-        assert ratio(row, "forward") == pytest.approx(1, abs=0.02)
-        assert ratio(row, "training") == pytest.approx(1, abs=0.02)
+        assert (
+            formula_over_count(row, "parameters")
+            == formula_over_count(row, "kept")
+            == 1
+        )
+        # Norms, activations and the softmax are counted only by XLA.
+        assert formula_over_count(row, "forward") == pytest.approx(1, abs=0.02)
+        assert formula_over_count(row, "training") == pytest.approx(1, abs=0.02)
         assert row["xla_temporary_bytes"] > 0
-    experiment = registry.load("cost_check")
+    experiment = registry.load_experiment("cost_check")
     (study,) = experiment.studies
-    assert study.tell(rows)
+    assert study.report_parts(rows)
     assert b"training" in smoke.draw(study, rows)["figure.svg"]
-    # An operation more in a hundred is noticed, a byte is.
+    # Errors of 1 % in operations, and of one byte, are detected.
     off = [{**row, "kept_bytes": row["kept_bytes"] + 1} for row in rows]
     off = [{**row, "training_flops": int(row["training_flops"] * 1.04)} for row in off]
     noticed = [

@@ -1,4 +1,4 @@
-"""Formulas against compiled programs; that an error in either is seen."""
+"""Traffic formulas compared with compiled programs; errors in either are detected."""
 
 import dataclasses
 
@@ -15,13 +15,13 @@ from experiments.counting.parallelism.experiment import CONFIGS, Config, claims,
         pytest.param(Config(layouts=("tp=4,sp,dp=2",)), marks=pytest.mark.slow),
     ],
 )
-def test_programs_send_what_the_formulas_say(config: Config) -> None:
+def test_traffic_of_programs_equals_the_formulas(config: Config) -> None:
     result = run(config)
     ways = result.ways
     assert len(ways) == len(config.layouts)
     np.testing.assert_array_equal(ways.sent_bytes, ways.found_bytes)
     np.testing.assert_array_equal(ways.params, ways.params_given)
-    # Norms, activations, the softmax and the loss are counted by XLA alone.
+    # Norms, activations, the softmax and the loss are counted only by XLA.
     np.testing.assert_allclose(ways.flops, ways.flops_found, rtol=0.02)
     off = dataclasses.replace(
         ways, sent_bytes=ways.sent_bytes + 4, params=ways.params - 1

@@ -8,7 +8,9 @@ from experiments.decoding.speculation.by_chance import Config, Priced, Result
 from experiments.framework import registry
 from tests.support import smoke
 
-STUDY = next(x for x in registry.load("speculation").studies if x.run is by_chance.run)
+STUDY = next(
+    x for x in registry.load_experiment("speculation").studies if x.run is by_chance.run
+)
 TINY = Config(
     shape="random-tiny",
     chances=(0.6,),

@@ -20,7 +20,9 @@ from scaling.corpora import corpora
 from scaling.training.consistency import Consistency
 from tests.support import smoke
 
-STUDY = next(x for x in registry.load("jacobi").studies if x.run is fine_tuning.run)
+STUDY = next(
+    x for x in registry.load_experiment("jacobi").studies if x.run is fine_tuning.run
+)
 TINY = Config(
     corpus=corpora.CorpusConfig(held_out=0.02),
     objective=Consistency(prompt_tokens=8, block_tokens=6, text_tokens=16),

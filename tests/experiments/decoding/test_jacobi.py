@@ -8,13 +8,13 @@ import pytest
 from experiments.decoding.jacobi import blocks, from_text
 from experiments.decoding.jacobi.from_text import CONFIGS, Blocks, Picture, Result
 from experiments.decoding.speculation.on_text import Runs
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
 from tests.support import engines, smoke
 from tests.support.engines import MODEL, Ask
 
-(STUDY,) = of_module(from_text)
+(STUDY,) = studies_of(from_text)
 
 
 def test_what_is_right_is_counted_from_the_first_on() -> None:

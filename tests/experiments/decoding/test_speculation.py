@@ -7,12 +7,12 @@ import pytest
 
 from experiments.decoding.speculation import on_text, serving, theory
 from experiments.decoding.speculation.on_text import CONFIGS, Config, Result
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.harness.timing import CallTimes
 from jaxkv.engine import StepInfo
 from tests.support import smoke
 
-(STUDY,) = of_module(on_text)
+(STUDY,) = studies_of(on_text)
 SMOKE = CONFIGS["smoke"]
 
 

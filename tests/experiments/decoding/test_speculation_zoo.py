@@ -10,12 +10,12 @@ from experiments.decoding.speculation import held_out, serving
 from experiments.decoding.speculation.on_text import Runs
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from jaxkv.progress import QUIET
 from jaxkv.text import tokenizer
 from tests.support import smoke
 
-(STUDY,) = of_module(experiment)
+(STUDY,) = studies_of(experiment)
 
 
 def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> Runs:

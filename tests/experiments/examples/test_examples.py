@@ -1,4 +1,4 @@
-"""A logits_fn, a policy and a model of one's own, about ten lines each, and exact."""
+"""A custom logits_fn, policy and model of about ten lines each, tested exactly."""
 
 import functools
 from typing import NamedTuple
@@ -21,7 +21,7 @@ END = 60
 
 
 def only_digits(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
-    """Lets through five digits, then the end token."""
+    """Allows five digits, then the end token."""
     token = jnp.arange(logits.shape[1])[None, :]
     digit = (token >= ord("0")) & (token <= ord("9"))
     full = answer.num_tokens - answer.prompt_length >= 5
@@ -33,7 +33,7 @@ def only_digits(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
 
 
 class ShortestFirst(NamedTuple):
-    """First come, first served, but for the order: the shortest prompt goes first."""
+    """First come, first served, with the shortest prompt first."""
 
     fcfs: jaxkv.Policy
     holds_finished = False
@@ -51,7 +51,7 @@ class ShortestFirst(NamedTuple):
 
 
 def forward(params, pages, rows):
-    """A transformer without norms: embeddings, attention over pages, an MLP."""
+    """A transformer without norms: embeddings, paged attention, an MLP."""
     x = params["embed"][rows.token] + params["places"][jnp.maximum(rows.position, 0)]
     for layer, w in enumerate(params["layers"]):
         q, k, v = (jnp.einsum("rd,dhe->rhe", x, w[name]) for name in "qkv")
@@ -67,7 +67,7 @@ def forward(params, pages, rows):
 
 @jax.jit
 def serve(params, state):
-    """Runs forty steps as one program."""
+    """Runs 40 steps in one program."""
 
     def body(state, _):
         return jaxkv.step(
@@ -128,7 +128,7 @@ def make_pages() -> kv_pages.Pages:
 
 
 def logits_of(params: dict, tokens: list[int]) -> np.ndarray:
-    """The same model over a whole sequence, in NumPy: logits of its last token."""
+    """Returns the logits of the last token of the model on a sequence, in NumPy."""
     p = jax.tree.map(np.asarray, params)
     x = p["embed"][tokens] + p["places"][: len(tokens)]
     future = np.triu(np.ones((len(tokens), len(tokens)), bool), 1)
@@ -143,7 +143,7 @@ def logits_of(params: dict, tokens: list[int]) -> np.ndarray:
 
 
 def five_digits(params: dict, prompt: list[int]) -> list[int]:
-    """What a greedy answer of nothing but digits must be."""
+    """Returns the expected greedy answer that consists of digits."""
     known = list(prompt)
     for _ in range(5):
         logits = logits_of(params, known)[ord("0") : ord("9") + 1]
@@ -164,7 +164,7 @@ PROMPTS = [
 GREEDY = jaxkv.Sampling.greedy(max_tokens=20, stop_tokens=(END,))
 
 
-def test_all_of_them_inside_ones_own_jit_and_scan() -> None:
+def test_all_features_inside_a_custom_jit_and_scan() -> None:
     params, state = make_params(), jaxkv.init(CONFIG, make_pages())
     asks = [engines.Ask(name, prompt, GREEDY) for name, prompt in enumerate(PROMPTS)]
     requests = jax.tree.map(jnp.asarray, engines.requests_of(asks, CONFIG))
@@ -177,12 +177,12 @@ def test_all_of_them_inside_ones_own_jit_and_scan() -> None:
     for name, prompt in enumerate(PROMPTS):
         assert outcomes[name].tokens == five_digits(params, prompt)
         assert outcomes[name].reason == "stop"
-    # Six rows: 2 + 3 + 1 of 5, and the first to come has to wait.
+    # Six rows: 2 + 3 + 1 of 5; the first arrival has to wait.
     first = np.asarray(info.request_id)[0]
     assert sorted(first[first >= 0].tolist()) == [1, 2, 3]
 
 
-def test_all_of_them_through_the_facade() -> None:
+def test_all_features_through_the_engine_class() -> None:
     params = make_params()
     engine = jaxkv.Engine(
         params,

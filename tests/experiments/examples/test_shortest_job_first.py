@@ -1,4 +1,4 @@
-"""Shortest job first changes when requests are served, never what they get."""
+"""Shortest job first changes the order of requests, and not their tokens."""
 
 import numpy as np
 import pytest
@@ -12,15 +12,15 @@ from tests.support.engines import TIGHT, greedy
 pytestmark = pytest.mark.thorough
 
 
-def test_it_lowers_latency_and_finishes_the_long_jobs(
+def test_shortest_job_first_lowers_latency_and_finishes_long_jobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    latency = shortest_job_first.main()  # not a number if a request is left
+    latency = shortest_job_first.main()  # NaN if a request is unfinished
     assert latency["shortest job"] < 0.5 * latency["first come"]
     assert capsys.readouterr().out.count("s per token") == 2
 
 
-def test_it_serves_every_request_as_a_plain_loop_does() -> None:
+def test_shortest_job_first_gives_the_answers_of_a_plain_loop() -> None:
     rng = np.random.default_rng(0)
     sizes = (28, 20, 3, 9, 25, 2, 14, 5, 30, 4)
     asks = [

@@ -1,4 +1,4 @@
-"""Claims as data: a wrong file is told what is wrong, and those that ship are right."""
+"""Claims files: error messages of invalid ones, and validity of the shipped ones."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from experiments.cli import results_page
 from experiments.framework import claims, report
-from experiments.framework.claims import Book, judge, ours
+from experiments.framework.claims import ClaimsFile, judge, measured
 
 TEXT = """
 paper = "They 2020, of {data}"
@@ -20,7 +20,7 @@ published = { a = { 1 = 2.0 } }
 by = ["data", "size"]
 unit = "times"
 tolerance = 0.1
-because = "so said"
+because = "as printed"
 differs = "Another machine, {device}."
 note = "{paper}?"
 
@@ -42,20 +42,20 @@ because = "small"
 """
 
 
-def book(folder: Path, text: str) -> Book:
+def book(folder: Path, text: str) -> ClaimsFile:
     (folder / "claims.toml").write_text(text)
-    return claims.beside(str(folder / "module.py"))
+    return claims.claims_file(str(folder / "module.py"))
 
 
-def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
+def test_a_claim_is_formatted_and_judged(tmp_path: Path) -> None:
     found = [
-        ours("rate", 2.05, data="a", size=1),
-        ours("rate", 9.0, data="a", size=2),  # of which nothing is published
-        ours("rate", 9.0, differs=True, data="a", size=1, device="cpu"),
-        ours("half", 0.5, published=0.6, tolerance=0.2),
-        ours("share", -4.1),
+        measured("rate", 2.05, data="a", size=1),
+        measured("rate", 9.0, data="a", size=2),  # no published number
+        measured("rate", 9.0, differs=True, data="a", size=1, device="cpu"),
+        measured("half", 0.5, published=0.6, tolerance=0.2),
+        measured("share", -4.1),
     ]
-    judge = book(tmp_path, TEXT).judges(lambda result: found)
+    judge = book(tmp_path, TEXT).judge(lambda result: found)
     one, other, half, share = judge(None)
     assert (one.claim, one.source) == ("a: 1.0 serve best", "They 2020, of a, figure 1")
     assert (one.verdict, one.note) == ("holds", "They 2020, of a?")
@@ -75,8 +75,8 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
             'kind = "holds"',
             "kind: 'holds' is not one of: reproduces",
         ),
-        ('because = "so said"\n', "", "rate: has a tolerance, and no because"),
-        ('kind = "checks"', 'kind = "cannot compare"', "differs does not say why"),
+        ('because = "as printed"\n', "", "rate: tolerance needs `because`"),
+        ('kind = "checks"', 'kind = "cannot compare"', "needs `differs`"),
         ('"5 %"', '"5"', "share: tolerance='5' must be a number, or a share"),
         ('unit = "1"', "unit = 1", "unit: 1 is not of type str"),
         ('unit = "1"\n', "", "missing 1 required keyword-only argument: 'unit'"),
@@ -85,11 +85,15 @@ def test_a_claim_is_filled_and_judged(tmp_path: Path) -> None:
             'units = "1"',
             "unknown field 'units'; did you mean unit?",
         ),
-        ('by = ["data", "size"]\n', "", "rate: has numbers by words with `by`"),
+        (
+            'by = ["data", "size"]\n',
+            "",
+            "rate: `published` must be a table if `by` is set",
+        ),
         ("[half]", "[half", "cannot be read"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_errors_of_a_claims_file_are_reported(
     before: str, after: str, message: str, tmp_path: Path
 ) -> None:
     wrong = book(tmp_path, TEXT.replace(before, after))
@@ -101,28 +105,31 @@ def test_what_is_wrong_with_a_file_is_said(
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (ours("third", 1), "has no claim third"),
-        (ours("rate", 1, published=2.0, data="a", size=1), "published is given twice"),
-        (ours("half", 1, differs=True, published=1), "half: lacks differs"),
-        (ours("half", 1), "must be finite"),
+        (measured("third", 1), "has no claim third"),
+        (
+            measured("rate", 1, published=2.0, data="a", size=1),
+            "published must be in the file or in the run",
+        ),
+        (measured("half", 1, differs=True, published=1), "half: needs `differs`"),
+        (measured("half", 1), "must be finite"),
     ],
 )
-def test_what_does_not_fit_its_claim_is_said(
-    found: claims.Ours, message: str, tmp_path: Path
+def test_measurements_that_contradict_the_file_are_rejected(
+    found: claims.MeasuredValue, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        book(tmp_path, TEXT).judges(lambda result: [found])(None)
+        book(tmp_path, TEXT).judge(lambda result: [found])(None)
 
 
 FILES = sorted(results_page.PAGE.parent.rglob("claims.toml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
-def test_every_claim_that_ships_is_whole_and_asked_for(path: Path) -> None:
+def test_every_shipped_claim_is_valid_and_used(path: Path) -> None:
     modules = path.parent.glob("*.py")
     code = "\n".join(module.read_text("utf-8") for module in modules)
-    assert Book(path).ids
-    for id in Book(path).ids:
+    assert ClaimsFile(path).ids
+    for id in ClaimsFile(path).ids:
         assert f'"{id}"' in code, id
 
 
@@ -186,28 +193,28 @@ unit = "1"
 """
 
 
-def judged(folder: Path, *found: claims.Ours) -> list[claims.Claim]:
-    return book(folder, KINDS).judges(lambda result: found)(None)
+def judged(folder: Path, *found: claims.MeasuredValue) -> list[claims.Claim]:
+    return book(folder, KINDS).judge(lambda result: found)(None)
 
 
-def test_a_published_range_is_one_claim_that_has_one_verdict(tmp_path: Path) -> None:
+def test_a_published_range_is_one_claim_with_one_verdict(tmp_path: Path) -> None:
     values = (1.5, 1.7, 2.7, 2.8)
-    found = judged(tmp_path, *(ours("range", x, data="a") for x in values))
+    found = judged(tmp_path, *(measured("range", x, data="a") for x in values))
     assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
     assert {(x.published, x.published_high) for x in found} == {(1.7, 2.7)}
     assert "published 1.7 to 2.7 (they)" in report.claim_numbers(found[0])
-    with pytest.raises(ValueError, match="a range has both"):
+    with pytest.raises(ValueError, match="must be set if and only if"):
         judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
 
 
-def test_a_direction_is_judged_where_a_number_cannot_be(tmp_path: Path) -> None:
+def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) -> None:
     found = judged(
         tmp_path,
-        ours("other", 1.5),
-        ours("other", 0.5),
-        ours("other", 1.5, direction="not decided"),
-        ours("stated", 1.05),
-        ours("stated", 1.2),
+        measured("other", 1.5),
+        measured("other", 0.5),
+        measured("other", 1.5, direction="not decided"),
+        measured("stated", 1.05),
+        measured("stated", 1.2),
     )
     assert {(x.verdict, x.kind) for x in found} == {("differs", "cannot compare")}
     ways = ["holds", "fails", "not decided", "holds", "fails"]
@@ -215,13 +222,13 @@ def test_a_direction_is_judged_where_a_number_cannot_be(tmp_path: Path) -> None:
     assert report.claim_numbers(found[1]).endswith("; its direction: fails")
 
 
-def test_kinds_are_those_of_rows_and_own_checks_stay_checks(tmp_path: Path) -> None:
+def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
     a, b, check, other = judged(
         tmp_path,
-        ours("fitted", 1.0, data="a"),
-        ours("fitted", 3.0, data="b"),
-        ours("check", 0.0),
-        ours("check", 1.0, differs=True),
+        measured("fitted", 1.0, data="a"),
+        measured("fitted", 3.0, data="b"),
+        measured("check", 0.0),
+        measured("check", 1.0, differs=True),
     )
     assert (a.kind, a.verdict) == ("calibrated", "holds")
     assert a.note == "Lengths follow from it."
@@ -230,25 +237,25 @@ def test_kinds_are_those_of_rows_and_own_checks_stay_checks(tmp_path: Path) -> N
     assert (other.kind, other.verdict) == ("checks", "differs")
     # The number of a check is not published.
     assert report.claim_numbers(check) == "ours 0, expected 0 (an oracle)"
-    found = report.tally([a, b, check, other])
+    found = report.count_verdicts([a, b, check, other])
     assert found["reproductions"] == {"holds": 0, "fails": 1, "differs": 0}
     assert found["calibrated"] == {"holds": 1, "fails": 0, "differs": 0}
     assert found["checks"] == {"holds": 1, "fails": 0, "differs": 1}
 
 
-def test_a_number_set_down_from_memory_says_so(tmp_path: Path) -> None:
-    [found] = judged(tmp_path, ours("memory", 1.0))
+def test_a_number_from_memory_is_marked(tmp_path: Path) -> None:
+    [found] = judged(tmp_path, measured("memory", 1.0))
     assert found.source == "they; set down from memory"
 
 
-def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
+def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
     rows = judged(
         tmp_path,
-        ours("fitted", 1.0, data="a"),
-        ours("fitted", 1.0, data="b"),
-        ours("other", 1.5),
-        ours("check", 1.0),
-        ours("memory", 1.0),
+        measured("fitted", 1.0, data="a"),
+        measured("fitted", 1.0, data="b"),
+        measured("other", 1.5),
+        measured("check", 1.0),
+        measured("memory", 1.0),
     )
     found = [x.at_smoke_size() for x in rows]
     verdicts = [*3 * ["not judged"], "fails", "holds"]
@@ -262,12 +269,20 @@ def test_a_smoke_run_judges_checks_alone(tmp_path: Path) -> None:
     ("before", "after", "message"),
     [
         ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, cal"),
-        ('fitted = "Lengths follow from it."\n', "", "fitted: must have `fitted`"),
-        ('"above 1"', '"up"', "other: direction='up' must be 'as stated', or as"),
-        ('kind = "checks"', 'kind = "checks"\ndirection = "above 1"', "is judged"),
+        (
+            'fitted = "Lengths follow from it."\n',
+            "",
+            "`fitted` must be set if and only if",
+        ),
+        ('"above 1"', '"up"', "other: direction='up' must be 'as stated' or a bound"),
+        (
+            'kind = "checks"',
+            'kind = "checks"\ndirection = "above 1"',
+            "needs kind='cannot compare'",
+        ),
     ],
 )
-def test_a_claim_without_its_kind_is_refused_by_name(
+def test_an_invalid_claim_is_rejected_by_name(
     before: str, after: str, message: str, tmp_path: Path
 ) -> None:
     wrong = book(tmp_path, KINDS.replace(before, after))

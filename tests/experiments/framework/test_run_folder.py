@@ -1,4 +1,4 @@
-"""Run folders: whole, read back, redrawn to the same bytes, never half written."""
+"""Run folders: complete, read back, redrawn to the same bytes, never partial."""
 
 import dataclasses
 import json
@@ -21,20 +21,22 @@ FILES = {
 }
 
 
-def make_run(folder: Path, experiment: Experiment, **changes: object) -> run_folder.Run:
+def make_run(
+    folder: Path, experiment: Experiment, **changes: object
+) -> run_folder.SavedRun:
     config = dataclasses.replace(experiment.configs["smoke"], **changes)
-    run_folder.begin(folder, experiment, config)
+    run_folder.begin_run(folder, experiment, config)
     result = experiment.study_of(config).run(config)
-    return run_folder.finish(folder, experiment, result, duration_s=1.5)
+    return run_folder.finish_run(folder, experiment, result, duration_s=1.5)
 
 
-def test_a_run_folder_is_whole_and_reads_back(
+def test_a_run_folder_is_complete_and_reads_back(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     made = make_run(tmp_path, experiment, name="a run", num_points=3)
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
-    run = run_folder.read(tmp_path, experiment)
+    run = run_folder.read_run(tmp_path, experiment)
     assert run.config == made.config
     assert run.config.limit == math.inf
     np.testing.assert_array_equal(run.result.done, [0, 1, 2])
@@ -63,7 +65,7 @@ def test_a_run_folder_is_whole_and_reads_back(
     assert "* **fails**: the tail is short; ours 1.5 s, published 3 s (us)." in report
 
 
-def test_a_smoke_run_says_that_it_does_not_judge(
+def test_a_smoke_run_marks_claims_as_not_judged(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     def claims(result: object) -> list[Claim]:
@@ -83,41 +85,41 @@ def test_a_smoke_run_says_that_it_does_not_judge(
         (paper, "paper", judged),
     ):
         folder = tmp_path / f"{config.num_points}{name}"
-        run_folder.begin(folder, experiment, config, name)
+        run_folder.begin_run(folder, experiment, config, name)
         result = experiment.studies[0].run(config)
-        run = run_folder.finish(folder, experiment, result, duration_s=1.0)
+        run = run_folder.finish_run(folder, experiment, result, duration_s=1.0)
         assert [claim.verdict for claim in run.claims] == expected
         text = (folder / "report.md").read_text()
         assert ("1 not judged: smoke" in text) == (expected == unjudged)
 
 
-def test_a_new_run_leaves_nothing_of_the_old_one(
+def test_a_new_run_replaces_all_files_of_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     make_run(tmp_path, experiment)
-    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
+    run_folder.begin_run(tmp_path, experiment, experiment.configs["paper"])
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"config.json", "env.json", run_folder.EARLIER}
     assert json.loads((tmp_path / "env.json").read_text())["status"] == "running"
     result = experiment.studies[0].run(experiment.configs["paper"])
-    run_folder.finish(tmp_path, experiment, result, duration_s=1.0)
+    run_folder.finish_run(tmp_path, experiment, result, duration_s=1.0)
     assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert run_folder.read(tmp_path, experiment).env["status"] == "done"
+    assert run_folder.read_run(tmp_path, experiment).env["status"] == "done"
 
 
-def test_an_abandoned_run_leaves_the_old_one(
+def test_an_abandoned_run_restores_the_old_one(
     tmp_path: Path, experiment: Experiment
 ) -> None:
     make_run(tmp_path, experiment)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
-    # Killed; the next one finds what was put aside.
-    run_folder.begin(tmp_path, experiment, experiment.configs["paper"])
-    run_folder.abandon(tmp_path)
+    run_folder.begin_run(tmp_path, experiment, experiment.configs["paper"])
+    # The run is killed; the next one restores the earlier files.
+    run_folder.begin_run(tmp_path, experiment, experiment.configs["paper"])
+    run_folder.abandon_run(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     new = tmp_path / "new"
-    run_folder.begin(new, experiment, experiment.configs["paper"])
-    run_folder.abandon(new)
+    run_folder.begin_run(new, experiment, experiment.configs["paper"])
+    run_folder.abandon_run(new)
     assert not new.exists()
 
 
@@ -130,9 +132,9 @@ def test_rows_are_kept_as_json_lines(tmp_path: Path, experiment: Experiment) -> 
         summary=lambda result: [],
     )
     rows = experiment._replace(studies=(study,))
-    run_folder.begin(tmp_path, rows, rows.configs["smoke"])
+    run_folder.begin_run(tmp_path, rows, rows.configs["smoke"])
     result = [{"loss": np.float32(0.5)}, {"loss": math.nan}]
-    run = run_folder.finish(tmp_path, rows, result, duration_s=0.0)
+    run = run_folder.finish_run(tmp_path, rows, result, duration_s=0.0)
     assert (tmp_path / "runs.jsonl").read_text() == '{"loss": 0.5}\n{"loss": null}\n'
     assert run.result == [{"loss": 0.5}, {"loss": None}]
 
@@ -159,23 +161,23 @@ def test_a_damaged_file_is_named(
     make_run(tmp_path, experiment)
     (tmp_path / name).write_bytes(content)
     with refused(message, name):
-        run_folder.read(tmp_path, experiment)
+        run_folder.read_run(tmp_path, experiment)
 
 
 def test_a_result_is_never_pickled(tmp_path: Path, experiment: Experiment) -> None:
     class Odd(NamedTuple):
         thing: object
 
-    run_folder.begin(tmp_path, experiment, experiment.configs["smoke"])
+    run_folder.begin_run(tmp_path, experiment, experiment.configs["smoke"])
     with pytest.raises(TypeError, match="field thing has dtype object"):
-        run_folder.finish(tmp_path, experiment, Odd({}), duration_s=0.0)
+        run_folder.finish_run(tmp_path, experiment, Odd({}), duration_s=0.0)
 
 
 def test_a_missing_array_is_named(tmp_path: Path, experiment: Experiment) -> None:
     make_run(tmp_path, experiment)
     np.savez(tmp_path / "result.npz", time_s=np.zeros(1), done=np.zeros(1))
     with pytest.raises(ValueError, match=r"result\.npz: lacks tail\.p95_s"):
-        run_folder.read(tmp_path, experiment)
+        run_folder.read_run(tmp_path, experiment)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -187,12 +189,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     assert (
         run_folder.new_folder(tmp_path / "a" / "b", "made_up") == tmp_path / "a" / "b"
     )
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="holds files that are not a run"):
         run_folder.new_folder(tmp_path, "made_up")
     with pytest.raises(ValueError, match="is a file"):
         run_folder.new_folder(tmp_path / "notes.txt", "made_up")

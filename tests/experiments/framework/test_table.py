@@ -12,42 +12,42 @@ from experiments.framework.table import (
     Bools,
     Floats,
     Ints,
-    Record,
-    Table,
+    ResultRecord,
+    ResultTable,
     Texts,
     column,
-    shown,
+    computed_column,
 )
 
 
-class Loads(Table):
-    """Made-up loads."""
+class Loads(ResultTable):
+    """Synthetic request rates."""
 
     data: Texts = column("whose lengths")
     rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
     finish_s: Float[np.ndarray, "rows repeats"] = column("to the end", of=np.median)
     num: Ints = column("requests", key="requests")
-    ended: Bools = column("whether all did", is_told=False)
+    ended: Bools = column("whether all did", is_reported=False)
 
     @property
-    @shown(heading="over the first")
+    @computed_column(heading="over the first")
     def ratio(self) -> np.ndarray:
-        """Rates over the first."""
+        """Rates relative to the first one."""
         return self.rate / self.rate[:1].sum()
 
 
-class Tail(Record):
-    """A part of a result."""
+class Tail(ResultRecord):
+    """A nested record of a result."""
 
     p95_s: float = column("the tail")
 
 
-class Result(Record):
-    """A made-up result."""
+class Result(ResultRecord):
+    """A synthetic result."""
 
     slope: float = column("of something")
-    curve: np.ndarray = column("drawn, not told")
-    secret: str = column("kept, not told", is_told=False)
+    curve: np.ndarray = column("drawn, not reported")
+    secret: str = column("saved, not reported", is_reported=False)
     loads: Loads = column("all of them", heading="all loads")
     tail: Tail = column("of the latencies")
 
@@ -70,7 +70,7 @@ def test_rows_and_tables_follow_from_the_columns(loads: Loads) -> None:
     assert loads.rows("ended") == [{"ended": True}, {"ended": False}]
 
 
-def test_rows_are_chosen_joined_and_named(loads: Loads) -> None:
+def test_rows_are_selected_concatenated_and_named(loads: Loads) -> None:
     assert loads.where(data="b", ended=False).num.tolist() == [4]
     assert len(loads.where(data="b", num=3)) == 0
     both = Loads.joined([loads, Loads.of([]), loads.at([1, 0])])
@@ -80,7 +80,7 @@ def test_rows_are_chosen_joined_and_named(loads: Loads) -> None:
     assert Loads.of([row]).data.tolist() == ["c"]
 
 
-def test_columns_are_of_their_kind_even_without_rows() -> None:
+def test_columns_have_their_type_even_without_rows() -> None:
     none = Loads.joined([])
     kinds = [x.dtype.kind for x in (none.data, none.rate, none.num, none.ended)]
     assert kinds == ["U", "f", "i", "b"]
@@ -92,7 +92,7 @@ def test_columns_are_of_their_kind_even_without_rows() -> None:
         Loads.of([("a", 1)])
 
 
-def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
+def test_a_result_is_saved_and_reported(loads: Loads, tmp_path) -> None:
     result = Result(math.nan, np.arange(3), "x", loads, Tail(0.5))
     arrays = run_folder._flatten(result)
     assert arrays["loads.finish_s"].shape == (2, 3)
@@ -100,9 +100,9 @@ def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
     again = run_folder._load_arrays(tmp_path / "result.npz", Result)
     assert (again.tail.p95_s, again.secret) == (0.5, "x")
     assert again.loads.rows() == loads.rows()
-    told = table.metrics(again)
-    assert [*told] == ["slope", "loads", "tail"]
-    assert told["tail"] == {"p95_s": 0.5}
+    output = table.metrics(again)
+    assert [*output] == ["slope", "loads", "tail"]
+    assert output["tail"] == {"p95_s": 0.5}
     assert table.sheets(again) == [
         Sheet("", ("metric", "value"), [("slope", "-")]),
         loads.sheet("all loads"),
@@ -112,20 +112,20 @@ def test_a_result_is_kept_and_told(loads: Loads, tmp_path) -> None:
 
 def test_columns_by_name_become_rows() -> None:
     columns = {"tokens": np.array([1, 2]), "is_same": np.array([True, False])}
-    found = table.by_row(columns)
+    found = table.to_rows(columns)
     assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
     assert type(found[0]["tokens"]) is int
-    assert table.by_row({"tokens": np.zeros(0)}) == []
+    assert table.to_rows({"tokens": np.zeros(0)}) == []
 
 
-class Bare(Record):
-    """As older run folders have it."""
+class Bare(ResultRecord):
+    """A record with the array names of older run folders."""
 
     tail: Tail = column("without its name", prefix="")
     best: Tail = column("with another", prefix="best_")
 
 
-def test_parts_may_lie_under_names_of_older_folders(tmp_path) -> None:
+def test_nested_arrays_can_keep_names_of_older_folders(tmp_path) -> None:
     arrays = run_folder._flatten(Bare(Tail(0.5), Tail(0.25)))
     assert [*arrays] == ["p95_s", "best_p95_s"]
     np.savez(tmp_path / "result.npz", **arrays)

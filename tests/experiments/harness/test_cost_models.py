@@ -1,4 +1,4 @@
-"""Cost models: their published formulas, the formulas of the calculator, own data."""
+"""Cost models: published formulas, roofline formulas, and fits to measured runs."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ MIXED = work(
         (DISTSERVE, FEW, 23.48 + 5.93e-4 * 47_000 + 0.0607 * 94),
         (DISTSERVE, MANY, 20.21 + 4.91e-4 * 47_500 + 0.120 * 95),
         (DISTSERVE, work(), 0),
-        # A step of both pays the constant once.
+        # A mixed step pays the constant once.
         (
             FIGURE_12,
             MIXED,
@@ -45,16 +45,16 @@ MIXED = work(
         ),
     ],
 )
-def test_published_fits_price_steps_as_printed(
+def test_published_fits_give_the_printed_step_times(
     name: str, step: Work, milliseconds: float
 ) -> None:
-    price_s = float(named_costs.find(name).cost(step))
+    price_s = float(named_costs.find_cost_model(name).cost(step))
     np.testing.assert_allclose(price_s, milliseconds * 1e-3, rtol=1e-6)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "mixtral-8x7b"])
-def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
-    """A chunk behind 50 tokens, and two that decode."""
+def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
+    """A prefill chunk after 50 tokens, and two decodes."""
     new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
     found = cost_models.roofline(
         published.describe(model),
@@ -79,9 +79,9 @@ def test_the_roofline_of_a_step_is_that_of_its_slots(model: str) -> None:
     np.testing.assert_allclose(cost(moves), apart.time_s + 1.25, rtol=1e-6)
 
 
-def test_a_measured_run_gives_back_its_own_times() -> None:
+def test_a_fit_to_a_run_reproduces_its_times() -> None:
     folder = RECORDS / "bench_decode"
-    found = named_costs.measured(folder)
+    found = named_costs.fit_measured_steps(folder)
     assert found.error is not None
     assert 0 < found.error < 0.15
     assert "AMD EPYC" in found.source
@@ -91,11 +91,11 @@ def test_a_measured_run_gives_back_its_own_times() -> None:
     whole = work(num_prompt_rows=2048)._replace(prompt_squares=jnp.float32(2048**2))
     seconds = found.cost(whole) + 3 * found.cost.prefill[0]
     np.testing.assert_allclose(seconds, 2048 / 510, rtol=found.error + 0.01)
-    with pytest.raises(ValueError, match="no rows of somebody"):
-        named_costs.measured(folder, implementation="somebody")
+    with pytest.raises(ValueError, match="no rows of unknown"):
+        named_costs.fit_measured_steps(folder, implementation="unknown")
 
 
-def test_costs_may_be_mapped() -> None:
+def test_cost_models_can_be_vmapped() -> None:
     scales = [cost_models.figure_12(scale=x).cost for x in (1.0, 2.0)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *scales)
     prices = jax.vmap(lambda cost: cost(work(num_decodes=3)))(stacked)
@@ -112,6 +112,6 @@ def test_costs_may_be_mapped() -> None:
         ("guess", "unknown cost model 'guess'"),
     ],
 )
-def test_what_is_unknown_is_said_in_one_line(name: str, line: str) -> None:
+def test_unknown_cost_models_are_rejected_in_one_line(name: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        named_costs.find(name)
+        named_costs.find_cost_model(name)

@@ -6,12 +6,12 @@ import heapq
 import numpy as np
 import pytest
 
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.serving.batching import experiment, lectures, sweeps
 from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke
 
-(STUDY,) = of_module(experiment)
+(STUDY,) = studies_of(experiment)
 SMOKE = CONFIGS["smoke"]
 
 

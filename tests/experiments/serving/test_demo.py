@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.harness import prompts
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
@@ -20,7 +20,7 @@ from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
 
-(STUDY,) = of_module(experiment)
+(STUDY,) = studies_of(experiment)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_the_model_must_have_text_and_room(model: str) -> None:
         ("--max-length 100000", "max_length=100000 must be at most"),
         ("--model nope", "unknown model 'nope'"),
         ("--model broken", "broken/model.safetensors: "),
-        ("--out kept", "kept: holds something else than a run"),
+        ("--out kept", "kept: holds files that are not a run"),
         ("--out kept/notes/run", "cannot be written"),
     ],
 )
@@ -140,11 +140,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 
 def test_lengths_are_ragged_within_their_bounds() -> None:
-    sizes = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    sizes = prompts.draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert min(sizes) == 16
     assert max(sizes) == 192
     assert 50 < np.median(sizes) < 61  # the middle is 55.4
-    again = prompts.ragged(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    again = prompts.draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert sizes == again
 
 
@@ -153,7 +153,7 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
 
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
     tokenizer, ask = ByteTokenizer(257), prompts.Sampling.greedy()
-    requests = prompts.held_out(tokenizer, sizes, [ask] * 3, rng)
+    requests = prompts.cut_held_out_prompts(tokenizer, sizes, [ask] * 3, rng)
     texts = [
         x.text.decode()
         for x in corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
@@ -200,10 +200,10 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
 
 def test_spans_cut_each_slot_where_it_changes() -> None:
     values = np.array([[0, 5], [0, -1], [2, -1]])
-    assert list(timelines.spans(values)) == [
+    assert list(timelines.split_into_spans(values)) == [
         (0, 0, 0, 2),
         (0, 2, 2, 3),
         (1, 5, 0, 1),
         (1, -1, 1, 3),
     ]
-    assert list(timelines.spans(np.zeros((0, 2), int))) == []
+    assert list(timelines.split_into_spans(np.zeros((0, 2), int))) == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry, run_folder
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.plotting import style
 from experiments.serving.latency_vs_rate import (
     azure,
@@ -113,15 +113,15 @@ def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.thorough
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
-    (study,) = of_module(figures)
+    (study,) = studies_of(figures)
     claims = study.claims(rows)
     assert any("served at once by the paged system" in claim.claim for claim in claims)
-    assert [getattr(x, "title", "") for x in study.tell(rows)] == [
+    assert [getattr(x, "title", "") for x in study.report_parts(rows)] == [
         "requests/s at 0.5 s a token",
         "at the end of the published axis",
         "time to simulate, compilation included",
     ]
-    files = style.render(
+    files = style.render_figure(
         lambda axes: study.plot(axes, rows),
         panels=study.panels,
         size_inches=(2.0, 2.0),
@@ -147,7 +147,9 @@ def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() ->
 
 
 def test_beams_share_more_than_samples() -> None:
-    measured = run_folder.read(RECORDS / "sharing", registry.load("sharing")).result
+    measured = run_folder.read_run(
+        RECORDS / "sharing", registry.load_experiment("sharing")
+    ).result
     samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
     assert 0 < samples < beams < 3 / 4
     assert spared(4) == pytest.approx((1 - samples) / (1 - beams))
@@ -229,7 +231,7 @@ def test_without_recordings_one_line_says_so(
 
 def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:
     old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
-    experiment = registry.load("latency_vs_rate")
+    experiment = registry.load_experiment("latency_vs_rate")
     found = experiment.config_loads(json.dumps(old), "config.json")
     assert found == azure.Config(traces=("azure_conv",))
     old |= {"panels": ["12a"], "traces": []}

@@ -79,11 +79,11 @@ def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
 
 def test_the_record_is_of_the_published_setting_and_says_what_misses() -> None:
     folder = results_page.RECORDS / "memory_waste"
-    ran = run_folder.read(folder, registry.load("memory_waste"))
+    ran = run_folder.read_run(folder, registry.load_experiment("memory_waste"))
     assert ran.config == experiment.CONFIGS["paper"]
     found = 100 * ran.result.waste.uses.mean(axis=1)
     for i, name in enumerate(map(str, ran.result.system)):
-        published = experiment.BOOK.published("uses")[name]
+        published = experiment.CLAIMS.published("uses")[name]
         shares = dict(zip(experiment.USES.values(), found[i], strict=True))
         assert len(published) == (1 if name == "paged" else 4)
         for use, printed in published.items():

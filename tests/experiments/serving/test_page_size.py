@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_json
-from experiments.framework.study import Experiment, of_module
-from experiments.harness.kernels import Implementation, Run, runs
+from experiments.framework.study import Experiment, studies_of
+from experiments.harness.kernels import Implementation, KernelRun, runs
 from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
 from experiments.serving.page_size.serving import Result, Serving
@@ -42,10 +42,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times and implementations of which all is known."""
 
     def implement(name: str, seconds: float, error: float = 0.0) -> Implementation:
-        def prepare(problem: Any) -> Run:
+        def prepare(problem: Any) -> KernelRun:
             if name == "reference" and problem.spec.page_size == 4:
                 raise ValueError("no pages of 4")
-            return Run(lambda index: seconds, lambda: error)
+            return KernelRun(lambda index: seconds, lambda: error)
 
         return Implementation(name, name != "reference", prepare)
 
@@ -56,7 +56,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         implement("cuDNN contiguous", 5.0),
         implement("XLA gather", 2.0),  # over pages, too
     ]
-    monkeypatch.setattr(runs, "of_attention", lambda: everyone)
+    monkeypatch.setattr(runs, "attention_implementations", lambda: everyone)
 
     def measure(call: Any, *, num_calls: int) -> Timing:
         seconds = call(0)
@@ -100,14 +100,14 @@ def test_workloads_are_served_with_pages_of_every_size() -> None:
     assert rows.page_size.tolist() == [16, 256] * 4
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
-    (study,) = of_module(serving)
+    (study,) = studies_of(serving)
     files = smoke.draw(study, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     assert len(study.metrics(result)["serving"]) == 8
 
 
 def test_an_older_config_chooses_its_study() -> None:
-    found = Experiment("page_size", "How large?", of_module(experiment))
+    found = Experiment("page_size", "How large?", studies_of(experiment))
     plain = json.loads(config_json.config_dumps(Config()))
     for hours, kind in ((0.0, Config), (0.25, serving.Config)):
         text = json.dumps(plain | {"hours": hours, "seed": 3})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import table
-from experiments.harness.sentences import Language, Scribe
+from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
 from experiments.serving.page_tables import experiment
 from experiments.serving.page_tables.frames import Frames
 from jaxkv.memory import kv_layout, kv_pages
@@ -103,7 +103,7 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
-    for frames in table.parts(result).values():
+    for frames in table.field_values(result).values():
         num, slots = frames.length.shape
         for i, slot in np.ndindex(num, slots):
             length, pages = int(frames.length[i, slot]), frames.pages(i, slot)
@@ -143,7 +143,7 @@ def test_the_picture_shows_the_words() -> None:
 
 
 def test_a_language_shares_weight_among_what_follows() -> None:
-    language = Language({"a b c": 3.0, "a b d": 1.0}, 4)
+    language = SentenceLanguage({"a b c": 3.0, "a b d": 1.0}, 4)
     assert language.words == ("a", "b", "c", "d")
     tokens = jnp.asarray([[0, 1, -1, -1], [0, -1, -1, -1], [2, -1, -1, -1]], jnp.int32)
     laws = np.exp(np.asarray(language.logits(tokens), np.float64))
@@ -153,7 +153,7 @@ def test_a_language_shares_weight_among_what_follows() -> None:
 
 
 def test_what_a_table_maps_decides_what_is_said() -> None:
-    language = Language({"a b c": 1.0, "d b e": 1.0}, 4)
+    language = SentenceLanguage({"a b c": 1.0, "d b e": 1.0}, 4)
     pages = kv_layout.make_pages(
         num_layers=1,
         num_pages=3,
@@ -181,5 +181,7 @@ def test_what_a_table_maps_decides_what_is_said() -> None:
     )
     for first, following in ((0, "c"), (1, "e")):
         table = rows.page_ids.at[0, 0].set(first)
-        result = Scribe(language=language)(None, pages, rows._replace(page_ids=table))
+        result = SentenceModel(language=language)(
+            None, pages, rows._replace(page_ids=table)
+        )
         assert language.words[int(result.logits[0].argmax())] == following

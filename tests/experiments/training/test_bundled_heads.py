@@ -66,20 +66,20 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
     config = experiment.CONFIGS["shipped"]
-    folder = bundled.heads_of("stdlib-bytes", kind)
+    folder = bundled.find_heads_folder("stdlib-bytes", kind)
     assert folder == Path(f"{bundled.FOLDER / Path(config.export).name}-{kind}")
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 1e6
     target = checkpoints.read_config(TARGET)
     loaded = head_folders.load_heads(folder, target)
     assert loaded.config == config.shape(kind, target)
     assert loaded.acceptance[0][0] > 0.5
-    assert folder.name not in bundled.names()
+    assert folder.name not in bundled.bundled_names()
 
 
 def test_heads_of_no_model_are_refused() -> None:
     for model, kind in (("stdlib-bytes", "hydra"), ("other", "eagle")):
         with pytest.raises(ValueError, match=f"{model}: no {kind} heads ship with it"):
-            bundled.heads_of(model, kind)
+            bundled.find_heads_folder(model, kind)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_heads_of_no_model_are_refused() -> None:
 def test_shipped_heads_draft_what_the_model_says(kind: Any) -> None:
     """The same tokens, in half the steps or fewer; of two answers, so by and large."""
     bar = {"medusa": 1.7, "eagle": 2.4}[kind]
-    heads = bundled.heads_of("stdlib-bytes", kind)
+    heads = bundled.find_heads_folder("stdlib-bytes", kind)
     plain, one = answers()
     assert one == 1
     for how in ({"max_drafts": 4}, {"max_drafts": 8}):
@@ -107,7 +107,7 @@ def test_shipped_heads_draft_what_the_model_says(kind: Any) -> None:
 
 def test_acceptance_is_stored_as_it_was_measured() -> None:
     for kind in KINDS:
-        folder = bundled.heads_of("stdlib-bytes", kind)
+        folder = bundled.find_heads_folder("stdlib-bytes", kind)
         raw = json.loads((folder / "config.json").read_text())
         card = (folder / "README.md").read_text()
         for depth, shares in enumerate(raw["acceptance"], 1):

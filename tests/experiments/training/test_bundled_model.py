@@ -45,7 +45,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
     assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte
-    assert registry.load("bundled-model").name == "bundled_model"
+    assert registry.load_experiment("bundled-model").name == "bundled_model"
 
 
 def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:

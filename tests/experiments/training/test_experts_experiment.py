@@ -12,7 +12,7 @@ from scaling.training import architectures
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-(STUDY,) = registry.load("experts").studies
+(STUDY,) = registry.load_experiment("experts").studies
 
 
 def test_pairs_cost_the_same_but_for_the_router() -> None:
@@ -45,7 +45,7 @@ def test_smoke_compares_all_pairs() -> None:
     assert by_layer == [("with", 1), ("without", 1)]
     busiest = [row["busiest"] for row in numbers["imbalance"]]
     np.testing.assert_allclose(busiest, result.loads[:, 0].max(1), rtol=1e-6)
-    sheets = [part for part in STUDY.tell(result) if isinstance(part, Sheet)]
+    sheets = [part for part in STUDY.report_parts(result) if isinstance(part, Sheet)]
     assert [len(sheet.rows) for sheet in sheets] == [2, 1, 2, 7]
     for sheet in sheets:
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
@@ -75,8 +75,8 @@ def test_a_run_ended_at_once_is_told() -> None:
     found = experiment.run(experiment.CONFIGS["smoke"], Stopping(0))
     assert len(found.runs) == 0
     assert STUDY.metrics(found)["runs"] == []
-    assert STUDY.tell(found)
-    assert "not identified" in str(STUDY.tell(found)[1])
+    assert STUDY.report_parts(found)
+    assert "not identified" in str(STUDY.report_parts(found)[1])
 
 
 def test_shares_of_a_router_are_the_formula() -> None:

@@ -76,7 +76,7 @@ def test_it_was_predicted_before(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_engine_serves_what_was_trained(folder: Path) -> None:
-    options = generate.Options(prompt=("def ",), max_tokens=4)
+    options = generate.GenerateOptions(prompt=("def ",), max_tokens=4)
     models = folder / "models"
     rows = [json.loads(line) for line in smoke.run("isoflop").result.runs.splitlines()]
     assert {row["status"] for row in rows} == {"done"}

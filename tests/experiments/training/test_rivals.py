@@ -21,7 +21,7 @@ from scaling.training import architectures
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-(STUDY,) = registry.load("rivals").studies
+(STUDY,) = registry.load_experiment("rivals").studies
 
 
 @pytest.mark.thorough
@@ -74,12 +74,12 @@ def test_what_was_done_before_an_early_end_is_told() -> None:
     assert len(result.differences.side) == 0
     assert np.isnan(result.places.lead[1])
     assert STUDY.claims(result) == []
-    assert STUDY.tell(result)
+    assert STUDY.report_parts(result)
     assert smoke.draw(STUDY, result)
     nothing = STUDY.run(config, Stopping(0))
     assert nothing.runs.loss.size == 0
     assert STUDY.metrics(nothing)["ratios"] == []
-    assert STUDY.tell(nothing)
+    assert STUDY.report_parts(nothing)
 
 
 SURFACE = [
@@ -242,7 +242,7 @@ def test_a_lead_from_late_context_is_told_window_by_window() -> None:
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
     assert places.lead_se[1] < 0.01 < places.gain_se[1]
     ends = places.lead[1] + np.array([-2, 2]) * places.lead_se[1]
-    assert sweep_tables.direction(*ends, above=0) == "shows"
+    assert sweep_tables.judge_direction(*ends, above=0) == "shows"
 
 
 def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.framework import Table, column
+from experiments.framework import ResultTable, column
 from experiments.framework.table import Ints
 from jaxkv import files
 from jaxkv.engine import state as engine_state
@@ -131,7 +131,7 @@ def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-class Counts(Table):
+class Counts(ResultTable):
     """A table of an experiment."""
 
     num: Ints = column("numbers")

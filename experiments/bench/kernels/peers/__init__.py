@@ -1,1 +1,1 @@
-"""Peers of the kernels in other frameworks, each in a process of its own."""
+"""Kernels of other frameworks, each in a separate process."""

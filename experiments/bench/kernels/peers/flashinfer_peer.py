@@ -1,16 +1,16 @@
-"""FlashInfer over pages: its kernels for decoding, for prefill, and for prefixes."""
+"""FlashInfer with pages: its kernels for decode, prefill, and shared prefixes."""
 
 import flashinfer
 import torch
 
-from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
+from experiments.bench.kernels.peers.torch_peer import TorchPeer, time_work
 
 WORKSPACE_BYTES = 512 * 2**20
-"""Room for partial results, as its examples have it, and more for large batches."""
+"""Memory for partial results: as in its examples, with a margin for large batches."""
 
 
-class FlashInfer(Peer):
-    """Planned once for each turn, outside of what is timed."""
+class FlashInfer(TorchPeer):
+    """FlashInfer, with a plan per turn that is not timed."""
 
     version = flashinfer.__version__
     needs_gpu = True
@@ -22,7 +22,7 @@ class FlashInfer(Peer):
         )
 
     def draw(self, shape):
-        """Draws a turn: pages head after head, and the tables over them."""
+        """Draws a turn: head-major pages, and their page tables."""
         tables, num_pages = shape.tables(may_share=True)
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
         k, v = shape.random(*size), shape.random(*size)
@@ -33,7 +33,7 @@ class FlashInfer(Peer):
         return shape.queries(), keys, (k, v), tables
 
     def ways(self, shape, turns):
-        """Yields its wrapper for such rows; for single rows more than one."""
+        """Yields its wrappers for the rows; several for single rows."""
         if shape.rows > 1:
             yield self._way("prefill", shape, turns, self._prefill)
             return
@@ -44,17 +44,17 @@ class FlashInfer(Peer):
             yield self._way("decode", shape, turns, self._decode, False)
 
     def _way(self, how, shape, turns, make, *options):
-        """Plans all turns with a wrapper each."""
+        """Plans all turns with one wrapper each."""
         sizes = (shape.q_heads, shape.kv_heads, shape.head_dim, shape.page_size)
         types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
 
         def ready(turn):
             q, _, pages, tables = turn
             wrapper, lists, masks = make(shape, tables, *options)
-            plan_s, _ = stopwatch(
+            plan_s, _ = time_work(
                 lambda: wrapper.plan(*lists, *sizes, **masks, **types), self.device
             )
-            # Its rows lie one after the other, all heads of each side by side.
+            # FlashInfer expects rows as [rows, heads, head_dim].
             rows = q.transpose(1, 2).flatten(0, 1).contiguous()
 
             def call():
@@ -81,7 +81,7 @@ class FlashInfer(Peer):
         return wrapper, lists, {"custom_mask": torch.cat(seen)}
 
     def _cascade(self, shape, tables):
-        """Two levels: the prefix, seen by all rows, then what each has of its own."""
+        """Two levels: the shared prefix, and the own pages of each sequence."""
         wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
             2, self._workspace, "HND"
         )
@@ -93,7 +93,7 @@ class FlashInfer(Peer):
         return wrapper, [rows, *levels], {}
 
     def _lists(self, shape, tables):
-        """Where each sequence's pages begin, all pages, and places in the last."""
+        """Returns the start of each sequence's pages, all pages, and last lengths."""
         starts = [0]
         for table in tables:
             starts.append(starts[-1] + len(table))

@@ -1,6 +1,6 @@
-"""torch's FlexAttention: masks as code, compiled; contiguous, and over pages.
+"""FlexAttention of torch: compiled masks, on contiguous K and V and on pages.
 
-One query row for a sequence takes its kernel for decoding, which splits the keys.
+A single query row per sequence uses its decode kernel, which splits the keys.
 """
 
 import functools
@@ -10,34 +10,35 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.kernels.peers.sdpa import Sdpa
-from experiments.bench.kernels.peers.torch_peer import Peer, stopwatch
+from experiments.bench.kernels.peers.torch_peer import TorchPeer, time_work
 
 MAX_TABLE_BYTES = 2**32
-"""Of the tables that turn pages back to places, one entry a sequence and page."""
+"""Largest size of the tables from pages to positions, with an entry per sequence and
+page."""
 
 
 class Flex(Sdpa):
-    """On contiguous keys and values."""
+    """FlexAttention on contiguous keys and values."""
 
     def ways(self, shape, turns):
-        """Yields the one way; its plan is the mask of blocks."""
+        """Yields the only variant; its plan is the block mask."""
         attend = _compiled()
         plan_s, mask = None, None
         if not (shape.is_equal and shape.rows == 1):
             plan = functools.partial(_mask, shape, max(shape.lengths))
-            plan_s, mask = stopwatch(plan, self.device)
+            plan_s, mask = time_work(plan, self.device)
         calls = [functools.partial(attend, q, k, v, mask) for q, _, k, v in turns]
         yield "", calls, plan_s
 
 
-class FlexPaged(Peer):
-    """Over pages: a mask of blocks as long as pages, each page's place looked up."""
+class FlexPaged(TorchPeer):
+    """FlexAttention on pages: a block mask with page-sized blocks, page lookup."""
 
     def draw(self, shape):
-        """Draws a turn: a pool of pages, and whose they are.
+        """Draws a turn: a pool of pages, and their owners.
 
         Raises:
-          ValueError: the tables back from pages to places would be too large.
+          ValueError: the tables from pages to positions would be too large.
         """
         tables, num_pages = shape.tables(may_share=False)
         if 8 * shape.batch * num_pages > MAX_TABLE_BYTES:
@@ -60,7 +61,7 @@ class FlexPaged(Peer):
         return shape.queries(), keys, k, v, pages
 
     def ways(self, shape, turns):
-        """Yields the one way; its plan is the mask, made and converted."""
+        """Yields the only variant; its plan is the block mask, made and converted."""
         attend = _compiled()
         lengths = torch.tensor(shape.lengths, device=self.device)
         length = -(-max(shape.lengths) // shape.page_size) * shape.page_size
@@ -71,20 +72,20 @@ class FlexPaged(Peer):
 
         calls, plan_s = [], None
         for q, _, k, v, pages in turns:
-            plan_s, mask = stopwatch(functools.partial(plan, pages), self.device)
+            plan_s, mask = time_work(functools.partial(plan, pages), self.device)
             calls.append(functools.partial(attend, q, k, v, mask))
         yield "", calls, plan_s
 
 
 def _compiled():
-    """Attention of queries, keys and values under a mask of blocks."""
-    torch.compiler.reset()  # else shape after shape counts as a recompilation
+    """Returns attention of queries, keys and values under a block mask."""
+    torch.compiler.reset()  # otherwise every shape counts as a recompilation
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v, mask: flex(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def _mask(shape, length, **blocks):
-    """A mask of blocks, from code that says whether a row sees a place."""
+    """Returns a block mask from a function of row and position."""
     contexts = torch.tensor(shape.contexts, device=shape.device)
     kin, last = shape.kin, shape.rows - 1
 

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, on contiguous keys and values."""
+"""scaled_dot_product_attention of torch, on contiguous keys and values."""
 
 import functools
 
@@ -6,14 +6,14 @@ import torch
 import torch.nn.attention.bias
 from torch.nn.attention import SDPBackend
 
-from experiments.bench.kernels.peers.torch_peer import Peer
+from experiments.bench.kernels.peers.torch_peer import TorchPeer
 
 
-class Sdpa(Peer):
-    """With whichever of its own backends is the fastest."""
+class Sdpa(TorchPeer):
+    """The fastest of its own backends."""
 
     def backends(self):
-        """The backends to try, each alone."""
+        """Returns the backends to try, one at a time."""
         if self.device == "cpu":
             return {"": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
         names = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -26,7 +26,7 @@ class Sdpa(Peer):
         return shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v
 
     def ways(self, shape, turns):
-        """Yields a way for each backend."""
+        """Yields a variant for each backend."""
         length, options = max(shape.lengths), {}
         if not shape.is_equal or shape.is_tree:
             seen = [shape.seen(i, length) for i in range(shape.batch)]
@@ -34,7 +34,7 @@ class Sdpa(Peer):
         elif shape.rows > 1 and shape.contexts[0] == 0:
             options["is_causal"] = True
         elif shape.rows > 1:
-            # Rows stand at the end: the fast backends know this one.
+            # Rows are at the end of the sequence; fast backends support this mask.
             lower_right = torch.nn.attention.bias.causal_lower_right
             options["attn_mask"] = lower_right(shape.rows, length)
         for name, backend in self.backends().items():
@@ -44,12 +44,12 @@ class Sdpa(Peer):
 
 
 class CuDnn(Sdpa):
-    """With cuDNN's backend and no other."""
+    """The cuDNN backend."""
 
     needs_gpu = True
 
     def backends(self):
-        """The one backend."""
+        """Returns the cuDNN backend."""
         return {"": [SDPBackend.CUDNN_ATTENTION]}
 
 

@@ -1,11 +1,10 @@
-"""What peers in torch have in common: the shape, what is right, and the fastest way.
+"""Common part of peers in torch: the shape, the reference, and the fastest variant.
 
-A question is a shape as `Shape` takes it, with `num_turns`, `num_calls` and `max_error`
-beside it. It is answered with `{"error", "timing", "plan_s", "how"}`, or `{"refused":
-why}`. `error` is the norm of the difference to attention in float64, at some rows, by
-the norm of that; what is not below `max_error` is not timed. `how` says which way was
-the fastest, and `plan_s` what that prepares once a step, by the clock on the wall; null
-where there is nothing to prepare.
+A question is a shape as `Shape` accepts it, with `num_turns`, `num_calls` and
+`max_error`. The answer is `{"error", "timing", "plan_s", "how"}`, or `{"refused":
+reason}`. `error` is the relative error against attention in float64, at some rows;
+results that are not below `max_error` are not timed. `how` is the fastest variant, and
+`plan_s` the wall-clock time of its preparation per step; null without preparation.
 """
 
 import abc
@@ -15,18 +14,18 @@ import time
 import torch
 
 NUM_CHECKED_ROWS = 16
-"""Last rows of a sequence that are held against float64."""
+"""Last rows of a sequence that are compared with float64."""
 
 
 class Shape:
-    """Ragged rows behind their contexts.
+    """Ragged rows after their contexts.
 
     Args:
-      asked: `contexts`, tokens before the rows of each sequence, of which all have the
-        first `shared` in common; `rows` of each; `heads`, those of queries, of keys,
-        and their size; `page_size`; `dtype`; `ancestors`, which rows each row sees,
-        itself among them, [batch, rows, rows], or null where it sees those before it.
-      device: where arrays are drawn.
+      asked: `contexts`, tokens before the rows of each sequence, the first `shared` of
+        which are common to all; `rows` per sequence; `heads`: query heads, KV heads,
+        head size; `page_size`; `dtype`; `ancestors`, the rows visible to each row
+        including itself, [batch, rows, rows], or null for causal rows.
+      device: device of the arrays.
     """
 
     def __init__(self, asked, device):
@@ -43,25 +42,25 @@ class Shape:
         self.kin = kin.to(device)
 
     def random(self, *shape):
-        """Normal numbers."""
+        """Returns normal random numbers."""
         return torch.randn(*shape, dtype=self.dtype, device=self.device)
 
     def queries(self):
-        """Queries: `[batch, q_heads, rows, head_dim]`."""
+        """Returns queries: `[batch, q_heads, rows, head_dim]`."""
         return self.random(self.batch, self.q_heads, self.rows, self.head_dim)
 
     def seen(self, i, length):
-        """Which of the first places each row of sequence i sees: `[rows, length]`."""
+        """Returns the mask of visible positions of sequence i: `[rows, length]`."""
         context, place = self.contexts[i], torch.arange(length, device=self.device)
         seen = (place < context).repeat(self.rows, 1)
         seen[:, context : context + self.rows] = self.kin[i]
         return seen
 
     def tables(self, *, may_share):
-        """Pages of each sequence in random order, and how many there are.
+        """Returns the pages of each sequence in random order, and the number of pages.
 
         Args:
-          may_share: whether the shared prefix lies in pages of all sequences.
+          may_share: True if all sequences share the pages of the common prefix.
         """
         num_shared = self.shared // self.page_size if may_share else 0
         own = [-(-length // self.page_size) - num_shared for length in self.lengths]
@@ -70,12 +69,13 @@ class Shape:
         return tables, num_shared + sum(own)
 
     def error(self, q, keys, out):
-        """Holds the first and the longest sequence, their last rows, to float64.
+        """Returns the error of the last rows of the first and the longest sequence.
 
         Args:
           q: queries.
-          keys: gives keys and values of KV head 0 of sequence i, `[length, head_dim]`.
-          out: the answer, as q.
+          keys: returns keys and values of KV head 0 of sequence i, `[length,
+            head_dim]`.
+          out: result, in the shape of q.
         """
         group = self.q_heads // self.kv_heads
         rows = slice(max(0, self.rows - NUM_CHECKED_ROWS), None)
@@ -91,11 +91,11 @@ class Shape:
         return (off / norm) ** 0.5
 
 
-class Peer(abc.ABC):
-    """What peers have in common.
+class TorchPeer(abc.ABC):
+    """Base class of peers.
 
     Raises:
-      ValueError: it needs a GPU, and there is none.
+      ValueError: the peer needs a GPU, and there is none.
     """
 
     version = torch.__version__
@@ -110,32 +110,34 @@ class Peer(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, shape):
-        """Draws the arrays of a turn, so many that no cache has them in the next.
+        """Draws the arrays of a turn, too large to be cached until the next turn.
 
-        Gives queries, `[batch, q_heads, rows, head_dim]`; `keys` as `Shape.error` takes
-        it; and what its calls need besides.
+        Returns queries, `[batch, q_heads, rows, head_dim]`; `keys` for `Shape.error`;
+        and further arguments of its calls.
         """
 
     @abc.abstractmethod
     def ways(self, shape, turns):
-        """Yields the ways in which it attends.
+        """Yields the variants of its attention.
 
-        Each is how, in a word or two; a call for each turn, ready, its output as the
-        queries lie; and the seconds that preparing a step took, or None.
+        Each is a name; a call for each turn, whose output has the shape of the queries;
+        and the seconds of the preparation for a step, or None.
         """
 
     def answer(self, asked):
-        """Checks every way and times those that are right."""
+        """Checks every variant and times the correct ones."""
         torch.manual_seed(0)
         try:
             return self._best(Shape(asked, self.device), asked)
-        except Exception as error:  # of a library's, of a compiler's: it goes on
-            said = " ".join(str(error).split())[:200]
+        except Exception as error:  # of any kind: the next shapes run
+            message = " ".join(str(error).split())[:200]
             refusal = isinstance(error, ValueError)
-            return {"refused": said if refusal else f"{type(error).__name__}: {said}"}
+            return {
+                "refused": message if refusal else f"{type(error).__name__}: {message}"
+            }
         finally:
             if self.device == "cuda":
-                torch.cuda.empty_cache()  # the others need it
+                torch.cuda.empty_cache()  # for the other processes
 
     def _best(self, shape, asked):
         turns = [self.draw(shape) for _ in range(asked["num_turns"])]
@@ -145,11 +147,11 @@ class Peer(abc.ABC):
             try:
                 error = shape.error(q, keys, calls[0]())
                 if not error <= asked["max_error"]:
-                    raise RuntimeError(f"its answer is wrong: error={error:.2g}")
-                timing = measure(calls, asked["num_calls"], self.device)
-            except RuntimeError as error:  # shapes that it does not take, no memory
-                said = " ".join(str(error).split())[:120]
-                refusals.append(f"{how}: {said}" if how else said)
+                    raise RuntimeError(f"incorrect result: error={error:.2g}")
+                timing = measure_calls(calls, asked["num_calls"], self.device)
+            except RuntimeError as error:  # unsupported shapes, out of memory
+                message = " ".join(str(error).split())[:120]
+                refusals.append(f"{how}: {message}" if how else message)
                 continue
             found.append(dict(error=error, timing=timing, plan_s=plan_s, how=how))
         if not found:
@@ -157,8 +159,8 @@ class Peer(abc.ABC):
         return min(found, key=lambda answer: answer["timing"]["seconds"])
 
 
-def stopwatch(work, device):
-    """Does the work once more than it is timed; gives seconds by the wall, and it."""
+def time_work(work, device):
+    """Runs work twice; returns the seconds of the second run, and the result."""
     for _ in range(2):
         start = time.perf_counter()
         done = work()
@@ -167,8 +169,8 @@ def stopwatch(work, device):
     return time.perf_counter() - start, done
 
 
-def measure(calls, num_calls, device):
-    """Times calls in turns, as `pallas_kernels.bench.timing` does ours."""
+def measure_calls(calls, num_calls, device):
+    """Times calls in turns, as `pallas_kernels.bench.timing` does."""
     calls[0]()
     turns = [calls[index % len(calls)] for index in range(1, 1 + num_calls)]
     if device == "cuda":
@@ -187,7 +189,7 @@ def measure(calls, num_calls, device):
 
 
 def _profile(turns):
-    """Sums the times of the kernels, as ours are; means, without a spread."""
+    """Sums the times of the kernels from the profiler; means, without a spread."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -196,11 +198,11 @@ def _profile(turns):
         torch.cuda.synchronize()
     events = [x for x in profile.key_averages() if x.self_device_time_total > 0]
     if not events:
-        raise RuntimeError("the profiler saw no kernel")
+        raise RuntimeError("the profiler recorded no kernel")
     return {
         "seconds": sum(x.self_device_time_total for x in events) / 1e6 / len(turns),
         "num_kernels": round(sum(x.count for x in events) / len(turns)),
-        # Of a kernel that a call launches more than once this is one launch.
+        # For a kernel with several launches per call: the time of one launch.
         "longest_s": max(x.self_device_time_total / 1e6 / x.count for x in events),
         "clock": "cupti",
     }

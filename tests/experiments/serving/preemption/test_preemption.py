@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry, run_folder, table
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.serving.preemption import measured, serving
 from experiments.serving.preemption.measured import Config, Result
 from experiments.serving.preemption.serving import Servings, Way
@@ -17,7 +17,7 @@ from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
-(STUDY,) = of_module(measured)
+(STUDY,) = studies_of(measured)
 SMOKE = measured.CONFIGS["smoke"]
 WHOLE = dataclasses.replace(
     SMOKE, host_shares=(0.0,), host_share=1 / 4, page_sizes=(4, 16)
@@ -44,7 +44,7 @@ def result(model: str) -> Result:
 
 def served(result: Result) -> Servings:
     """All servings in one table."""
-    found = table.parts(result).values()
+    found = table.field_values(result).values()
     return Servings.joined(x for x in found if isinstance(x, Servings))
 
 
@@ -242,7 +242,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     said = smoke.ours(measured.claims(result))
     assert not said.get("no answer depends on who is preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
-    assert len(STUDY.tell(result)) >= 1
+    assert len(STUDY.report_parts(result)) >= 1
     assert smoke.draw(STUDY, result)
 
 
@@ -251,7 +251,7 @@ def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
     result = measured.run(config, Stopping(0))
     assert measured.claims(result) == []
-    assert STUDY.tell(result) == []
+    assert STUDY.report_parts(result) == []
     assert smoke.draw(STUDY, result)
 
 
@@ -270,7 +270,7 @@ def test_the_model_must_be_long_enough(model: str) -> None:
 
 def test_the_record_shows_what_makes_it_cheap() -> None:
     folder = RECORDS / "preemption"
-    run = run_folder.read(folder, registry.load("preemption"))
+    run = run_folder.read_run(folder, registry.load_experiment("preemption"))
     ways, hosts = run.result.ways, run.result.hosts
     again = rows(ways, name="recompute")
     # Holding new requests back loses more steps than preemption costs.

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
-from experiments.framework.study import of_module
+from experiments.framework.study import studies_of
 from experiments.serving.preemption import simulated
 from experiments.serving.preemption.simulated import Config, Result, Simulated
 from tests.support import smoke
 
-(STUDY,) = of_module(simulated)
+(STUDY,) = studies_of(simulated)
 
 
 def made_up() -> Result:
@@ -47,7 +47,7 @@ def test_the_figure_and_tables_are_of_the_simulation() -> None:
     result = made_up()
     files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
-    sheets = [x for x in STUDY.tell(result) if isinstance(x, Sheet)]
+    sheets = [x for x in STUDY.report_parts(result) if isinstance(x, Sheet)]
     rules, moves = len(simulated.RULES), len(simulated.PREEMPTIONS)
     marks, sizes = len(simulated.WATERMARKS), len(simulated.PAGE_SIZES)
     assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]

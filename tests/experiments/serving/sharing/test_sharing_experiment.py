@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.framework import registry
-from experiments.harness import length_distributions, stepping
-from experiments.harness.prompts import Request
+from experiments.harness import length_distributions, stepper
+from experiments.harness.prompts import PromptRequest
 from experiments.serving.sharing import requests, served
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
 from experiments.serving.sharing.requests import Client
@@ -44,16 +44,16 @@ def client(model: str) -> Client:
         checkpoints.load_model(model),
         served.bounds(served.CONFIGS["smoke"]),
     )
-    engine = stepping.of_model(loaded, bounds, requests.seen_step)
+    engine = stepper.make_stepper(loaded, bounds, requests.seen_step)
     return Client(engine, loaded, ASK, QUIET)
 
 
-def request_of(num: int, sampling: Sampling) -> Request:
+def request_of(num: int, sampling: Sampling) -> PromptRequest:
     tokens = np.random.default_rng(num).integers(32, 127, num).tolist()
-    return Request(bytes(tokens).decode(), tokens, sampling)
+    return PromptRequest(bytes(tokens).decode(), tokens, sampling)
 
 
-def served_by(client: Client, asked: list[Request], **how: Any) -> Any:
+def served_by(client: Client, asked: list[PromptRequest], **how: Any) -> Any:
     done = client.serve(asked, **how)
     assert done is not None
     return done
@@ -87,7 +87,9 @@ def test_the_saving_worked_by_hand(
     prompt: int, answer: int, n: int, share: float
 ) -> None:
     lengths = Lengths(np.array([prompt]), np.array([answer]))
-    assert length_distributions.saving(lengths, n, 16) == pytest.approx(share)
+    assert length_distributions.shared_page_saving(lengths, n, 16) == pytest.approx(
+        share
+    )
     # A count of sets agrees, but for the step that reads the prompt.
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
@@ -96,14 +98,16 @@ def test_the_saving_worked_by_hand(
 @pytest.mark.parametrize("law", [load_lengths.ALPACA, load_lengths.SHAREGPT])
 @pytest.mark.parametrize("num", [1, 16, 300])
 def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> None:
-    lengths = length_distributions.draw(law, num, 1024, np.random.default_rng(3))
+    lengths = length_distributions.draw_lengths(
+        law, num, 1024, np.random.default_rng(3)
+    )
     assert lengths.prompt.mean() == pytest.approx(law.prompt.mean, rel=0.05)
     assert lengths.output.mean() == pytest.approx(law.output.mean, rel=0.05)
     assert (lengths.prompt + lengths.output).max() <= 1024
     assert lengths.prompt.min() >= 1
     assert lengths.output.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
-        length_distributions.draw(law, num, 100, np.random.default_rng(3))
+        length_distributions.draw_lengths(law, num, 100, np.random.default_rng(3))
 
 
 @pytest.mark.slow
@@ -264,9 +268,9 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
         assert [*said.values()] == pytest.approx([100 * apart])
     else:
         assert not said
-    (study, _) = registry.load("sharing").studies
+    (study, _) = registry.load_experiment("sharing").studies
     assert study.metrics(result)["prefixes"] == []
-    assert len(study.tell(result)) >= 1
+    assert len(study.report_parts(result)) >= 1
     nothing = dataclasses.replace(result, picture=Picture.of([]))
     for part in (result, nothing):
         assert support_smoke.draw(study, part)

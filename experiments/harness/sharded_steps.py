@@ -1,6 +1,7 @@
-"""What a device of a mesh sends, holds and computes in a training step, compiled.
+"""Traffic, memory and operations of one device in a compiled, sharded training step.
 
-From shapes alone: nothing is allocated, and the devices are those that a CPU plays.
+Programs are compiled from shapes: nothing is allocated. The devices are virtual CPU
+devices.
 """
 
 from typing import Any, NamedTuple
@@ -17,26 +18,33 @@ from scaling.shapes import from_model
 from scaling.training import StepConfig, meshes, parallel
 
 NUMBER_BYTES = 4
-"""Of activations, weights and gradients: float32."""
+"""Bytes of an activation, weight or gradient: float32."""
 
 
-class Counted(NamedTuple):
-    """Of one device."""
+class DeviceCounts(NamedTuple):
+    """Counts of one device in a compiled training step."""
 
     params: float
-    """Numbers that the program is given, tokens left out."""
+    """Numbers among the program's arguments, without tokens."""
     sent_bytes: float
-    """By its collectives, counters and flags left out."""
+    """Bytes sent by collectives, without counters and flags."""
     flops: float
-    """That XLA counts, a loop's body once."""
+    """Operations counted by XLA, which counts a loop body once."""
     kept_bytes: float
-    """At once beside parameters and gradients, at most: activations."""
+    """Peak bytes in addition to parameters and gradients: activations."""
 
 
-def counted(
+def count_compiled(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
-) -> Counted:
-    """Compiles a step's gradient, `batch` sequences over all devices."""
+) -> DeviceCounts:
+    """Compiles the gradient of a step and returns its counts.
+
+    Args:
+      shape: model.
+      layout: parallel layout.
+      batch: sequences over all devices.
+      sequence: tokens of each sequence.
+    """
     mesh, whole = meshes.make_training_mesh(layout), transformer.param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
@@ -54,24 +62,31 @@ def counted(
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
     given = memory.argument_size_in_bytes - 4 * windows.size
-    return Counted(
+    return DeviceCounts(
         params=given / NUMBER_BYTES,
-        sent_bytes=sent_by(program),
+        sent_bytes=collective_bytes(program),
         flops=float(program.cost_analysis()["flops"]),
         kept_bytes=float(memory.temp_size_in_bytes),
     )
 
 
-def sent_by(program: Any) -> float:
-    """Bytes that a device sends by a compiled program's collectives."""
+def collective_bytes(program: Any) -> float:
+    """Returns the bytes that a device sends by the collectives of a program."""
     found = collectives.collectives(str(program.as_text()))
     return sum(each.sent(rank=1) for each in found)
 
 
-def sent(
+def predicted_traffic(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
 ) -> tuple[traffic.Traffic, ...]:
-    """What it sends by the formulas, `batch` sequences over all devices."""
+    """Returns the traffic of a training step according to the formulas.
+
+    Args:
+      shape: model.
+      layout: parallel layout.
+      batch: sequences over all devices.
+      sequence: tokens of each sequence.
+    """
     return traffic.training_traffic(
         from_model.describe_config(shape),
         layout,

@@ -1,4 +1,4 @@
-"""Outputs that are closed, full or unread: one line with a name, and no work lost."""
+"""Output streams that are closed, full or unread: a one-line error, no lost work."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ CLOSED = "jaxkv: standard output is closed; send it to a file or /dev/null\n"
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """Runs a line in which JAXKV is the command, and PIPESTATUS is told."""
+    """Runs a shell line with JAXKV as the command, and PIPESTATUS."""
     jaxkv = f"{sys.executable} -m experiments.cli.main"
     return subprocess.run(
         ["bash", "-c", line.replace("JAXKV", jaxkv)],
@@ -46,12 +46,12 @@ def test_a_stream_that_fails_has_a_name(line: str, status: int, err: str) -> Non
 
 
 @pytest.mark.parametrize("words", ["list", "list --json", "run --help"])
-def test_who_reads_no_more_is_told_nothing(words: str) -> None:
+def test_a_closed_pipe_gives_no_message(words: str) -> None:
     done = shell(f"JAXKV {words} | true; echo ${{PIPESTATUS[0]}}")
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
+def test_unwritable_paths_are_named_and_unchanged(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"{pipe}: cannot be written: it is no"):
         files.write_atomically(pipe, "x")
@@ -62,16 +62,16 @@ def test_what_cannot_be_written_is_named_and_left(tmp_path: Path) -> None:
 
 COMPILE = """if True:
     from experiments.cli import compilation_cache
-    from experiments.cli.console import outputs
-    outputs.prepare()
-    compilation_cache.keep_programs()
+    from experiments.cli.console import streams
+    streams.guard_streams()
+    compilation_cache.enable_program_cache()
     import jax
     jax.jit(lambda x: x + 1)(1)
     jax.jit(lambda x: x * 2)(1)
 """
 
 
-def test_a_broken_cache_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+def test_a_damaged_cache_gives_one_line_with_the_remedy(tmp_path: Path) -> None:
     variables = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -92,20 +92,22 @@ def test_a_broken_cache_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert len(kept) >= 2
     for path in kept:
         path.write_bytes(b"garbage")
-    line = f"{tmp_path}: no place for compiled programs: what is there is broken; every"
+    line = f"{tmp_path}: cannot cache compiled programs: its files are damaged; every"
     remedy = "until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder\n"
-    said = errors()
-    assert said.startswith(f"jaxkv: warning: {line}")
-    assert said.endswith(remedy)
-    assert said.count("\n") == 1
+    output = errors()
+    assert output.startswith(f"jaxkv: warning: {line}")
+    assert output.endswith(remedy)
+    assert output.count("\n") == 1
 
 
-def test_a_cache_that_cannot_be_written_says_why() -> None:
+def test_an_unwritable_cache_gives_the_reason() -> None:
     warning = (
         "Error writing persistent compilation cache entry for 'jit_f': OSError: "
         "[Errno 30] Read-only file system: '/there/jit_f-cache'"
     )
-    said = compilation_cache.explain(warning, {"JAX_COMPILATION_CACHE_DIR": "/there"})
-    start = "/there: no place for compiled programs: Read-only file system; every start"
-    assert said.startswith(start)
-    assert compilation_cache.explain("another one") == "another one"
+    output = compilation_cache.explain_cache_warning(
+        warning, {"JAX_COMPILATION_CACHE_DIR": "/there"}
+    )
+    start = "/there: cannot cache compiled programs: Read-only file system; every start"
+    assert output.startswith(start)
+    assert compilation_cache.explain_cache_warning("another one") == "another one"

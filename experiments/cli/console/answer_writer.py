@@ -1,28 +1,28 @@
-"""Writes answers to standard output while they grow: one after the other, for a person.
+"""Writes growing answers to standard output, one after another.
 
-Where it is no terminal nothing stands there but their texts, and headings between them.
+Without a terminal, the output consists of the texts and headings between them.
 """
 
 import os
 import sys
 
-from experiments.harness import showing
+from experiments.harness import terminal_text
 
 
-class Writer:
-    """Writes texts that grow side by side one after the other.
+class AnswerWriter:
+    """Writes texts that grow in parallel one after another.
 
-    The first that is not complete is live; what later ones have waits for its turn.
-    On a terminal the prompt stands before each answer, and nothing that a model says
-    can steer the terminal.
+    The first incomplete text is written live; later texts are buffered. On a terminal,
+    each answer follows its prompt, and control characters of a model are replaced.
     """
 
     def __init__(self, prompts: tuple[str, ...], *, whole: bool = False):
-        """Begins with the first.
+        """Starts with the first text.
 
         Args:
-          prompts: what each text goes on from.
-          whole: whether texts come whole, with their scores, and not as they grow.
+          prompts: prompt of each text.
+          whole: True if complete texts arrive with their scores, instead of growing
+            texts.
         """
         self._prompts, self._whole = prompts, whole
         self._waiting = [""] * len(prompts)
@@ -35,28 +35,28 @@ class Writer:
     def __call__(
         self, index: int, text: str, complete: bool, score: float | None = None
     ) -> None:
-        """Takes new text of an answer, whether it is complete with it, and a score."""
+        """Adds text to an answer, with its completion and score."""
         self._waiting[index] += text
         self._complete[index] |= complete
         self._scores[index] = self._scores[index] if score is None else score
         while self._turn < len(self._prompts):
             self._begin()
             if self._begun:
-                self._say(self._waiting[self._turn])
+                self._write(self._waiting[self._turn])
                 self._waiting[self._turn] = ""
             if not self._complete[self._turn]:
                 return
-            self._say("\n")
+            self._write("\n")
             self._turn, self._begun = self._turn + 1, False
             self._begin()
 
     def finish(self) -> None:
-        """Writes what still waits."""
+        """Writes the buffered texts."""
         for index in range(self._turn, len(self._prompts)):
             self(index, "", True)
 
     def _begin(self) -> None:
-        """Says what stands before the text in turn, once that can be known."""
+        """Writes the heading of the current text as soon as it is known."""
         if self._begun or self._turn == len(self._prompts):
             return
         if self._whole and not self._complete[self._turn]:
@@ -65,12 +65,14 @@ class Writer:
         if len(self._prompts) > 1:
             score = self._scores[self._turn]
             scored = "" if score is None else f", score {score:.3f}"
-            self._say(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
+            self._write(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
         if self._on_terminal:
-            prompt = showing.visible(self._prompts[self._turn])
+            prompt = terminal_text.make_printable(self._prompts[self._turn])
             is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
 
-    def _say(self, text: str) -> None:
-        sys.stdout.write(showing.visible(text) if self._on_terminal else text)
+    def _write(self, text: str) -> None:
+        sys.stdout.write(
+            terminal_text.make_printable(text) if self._on_terminal else text
+        )
         sys.stdout.flush()

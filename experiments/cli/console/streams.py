@@ -1,8 +1,8 @@
-"""Standard output and error as they are found: closed, full, or with nobody to read.
+"""Standard output and error that may be closed, full, or without a reader.
 
-What goes wrong on standard error costs no work: a run of hours does not end because the
-disk of its log is full. On standard output it ends the command, in a line with a name.
-Warnings are a line each.
+A failure of standard error is ignored: a run of hours does not end because the disk of
+its log is full. A failure of standard output ends the command with a one-line error.
+Each warning is one line.
 """
 
 import io
@@ -15,11 +15,11 @@ from typing import Any, TextIO
 from experiments.cli import compilation_cache
 
 
-class Unwritable(Exception):
+class OutputError(Exception):
     """Standard output cannot be written.
 
     Attributes:
-      is_left: whether it is because who read it has gone, as `head` does.
+      is_left: True if the reader has closed the pipe, as `head` does.
     """
 
     def __init__(self, error: OSError):
@@ -27,11 +27,12 @@ class Unwritable(Exception):
         self.is_left = isinstance(error, BrokenPipeError)
 
 
-def prepare(*, is_shared: bool = False) -> None:
-    """Guards the streams of this process, and opens those that it began without.
+def guard_streams(*, is_shared: bool = False) -> None:
+    """Guards the streams of this process, and reopens streams that are closed.
 
-    If standard output is shared with libraries that print past Python, as Gloo does,
-    what they print goes to standard error.
+    Args:
+      is_shared: True if libraries such as Gloo print to standard output directly; their
+        output goes to standard error.
 
     Raises:
       ValueError: standard output is closed.
@@ -40,7 +41,7 @@ def prepare(*, is_shared: bool = False) -> None:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the next file opened would be taken for it
+        except OSError:  # otherwise the next opened file gets this number
             os.open(os.devnull, os.O_RDWR)
     sys.stderr = _guarded(sys.stderr, 2, lambda error: None)
     if is_closed:
@@ -50,7 +51,7 @@ def prepare(*, is_shared: bool = False) -> None:
         number = os.dup(1)
         os.dup2(2, 1)
     sys.stdout = _guarded(sys.stdout, number, _refuse)
-    hook: Any = _warn  # its type would be that of one function
+    hook: Any = _warn  # typeshed declares one specific function
     warnings.showwarning = hook
 
 
@@ -62,24 +63,24 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Prints a warning, in one line and once."""
-    said = compilation_cache.explain(" ".join(str(message).split()))
-    if said not in _warned:
-        _warned.add(said)
-        print("jaxkv: warning:", said, file=sys.stderr)
+    """Prints a warning once, in one line."""
+    text = compilation_cache.explain_cache_warning(" ".join(str(message).split()))
+    if text not in _warned:
+        _warned.add(text)
+        print("jaxkv: warning:", text, file=sys.stderr)
 
 
 _warned: set[str] = set()
 
 
 def _refuse(error: OSError) -> None:
-    raise Unwritable(error)
+    raise OutputError(error)
 
 
 def _guarded(
     before: TextIO | None, number: int, failed: Callable[[OSError], None]
 ) -> TextIO:
-    """The same stream, with a guard below its buffers."""
+    """Returns the stream with a guard below its buffers."""
     is_file = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(_Guard(number, failed)),
@@ -91,11 +92,11 @@ def _guarded(
 
 
 class _Guard(io.FileIO):
-    """A file that after a failure is one to nowhere.
+    """A file that discards all output after its first failure.
 
     Args:
-      number: of the file, which stays open.
-      failed: is told of the failure, and may raise what it likes.
+      number: file descriptor, which remains open.
+      failed: called with the failure; may raise.
     """
 
     def __init__(self, number: int, failed: Callable[[OSError], None]):
@@ -103,7 +104,7 @@ class _Guard(io.FileIO):
         self._failed, self._is_lost = failed, False
 
     def write(self, data: Buffer, /) -> int:
-        """Writes some of the bytes; says how many."""
+        """Writes bytes; returns their number."""
         try:
             if not self._is_lost:
                 return super().write(data)

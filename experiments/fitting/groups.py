@@ -1,4 +1,4 @@
-"""Fits laws to a log as one, or each group of its rows by itself; and scores them."""
+"""Fits laws to a whole log, or to each group of its rows, and scores them."""
 
 from typing import Any, NamedTuple
 
@@ -14,23 +14,24 @@ from scaling.laws import Law
 from scaling.logs import Log
 
 ROLLOUT = 0.1
-"""Of the largest compute: what a rollout is fitted to, where no rule says which."""
+"""Share of the largest compute below which runs are fitted in a rollout, if no rule is
+given."""
 ROLLOUT_RESAMPLES = 500
-"""At most, for the intervals that a rollout's runs should lie in."""
+"""Largest number of resamples for the intervals of a rollout."""
 
 
 class _Stopped(Exception):
-    """Raised inside a bootstrap whose person has pressed Ctrl-C."""
+    """Raised inside a bootstrap after Ctrl-C."""
 
 
-class Part(NamedTuple):
-    """Rows that are fitted together, and what was fitted to them.
+class FitGroup(NamedTuple):
+    """Rows that are fitted together, and their fits.
 
     Attributes:
-      label: of the group; empty for a log that is one.
-      rows: which of the log's rows, those held out among them.
-      fits: by law.
-      found: their frontiers.
+      label: label of the group; empty if the log is one group.
+      rows: mask of the log's rows, including held-out ones.
+      fits: fits by law.
+      found: frontiers of the rows.
     """
 
     label: str
@@ -38,29 +39,29 @@ class Part(NamedTuple):
     fits: list[FitResult]
     found: FrontierSet
 
-    def say(self, line: str) -> str:
-        """Says which group a sentence is about."""
+    def label_line(self, line: str) -> str:
+        """Returns a sentence with the label of its group."""
         return f"{self.label}: {line}" if self.label else line
 
 
-def fit_parts(
+def fit_groups(
     config: Config,
     chosen: list[Law],
     log: Log,
     is_fitted: Bool[np.ndarray, " runs"],
     progress: Progress,
-) -> tuple[list[Part], list[str]]:
-    """Fits all laws to each group of `config.by`, or to the log as one.
+) -> tuple[list[FitGroup], list[str]]:
+    """Fits all laws to each group of `config.by`, or to the whole log.
 
     Args:
-      config: how to fit.
-      chosen: the laws.
-      log: the runs.
-      is_fitted: which of them are fitted; the others are held out.
-      progress: watches.
+      config: options of the fit.
+      chosen: laws to fit.
+      log: runs.
+      is_fitted: mask of the runs to fit; the remaining runs are held out.
+      progress: progress bar.
 
     Returns:
-      The groups, at least one, and why others were not fitted, in sentences.
+      The groups, at least one, and sentences about groups that could not be fitted.
 
     Raises:
       ValueError: the log, or every group of it, cannot be fitted.
@@ -74,7 +75,9 @@ def fit_parts(
         if label:
             progress.show(f"{config.by} {label}")
         try:
-            parts.append(_part(config, chosen, log, label, rows, is_fitted, progress))
+            parts.append(
+                _fit_group(config, chosen, log, label, rows, is_fitted, progress)
+            )
         except ValueError as error:
             if not config.by:
                 raise
@@ -84,7 +87,7 @@ def fit_parts(
     return parts, doubts
 
 
-def _part(
+def _fit_group(
     config: Config,
     chosen: list[Law],
     log: Log,
@@ -92,16 +95,16 @@ def _part(
     rows: np.ndarray,
     is_fitted: np.ndarray,
     progress: Progress,
-) -> Part:
+) -> FitGroup:
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
-        raise ValueError(f"{config.log}: the rule leaves no row to fit")
-    seen, others = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
+        raise ValueError(f"{config.log}: the rule selects no row to fit")
+    seen, held_out_log = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
     if label and seen.curves is not None:
-        mine = {log.runs[i] for i in np.flatnonzero(rows)}
-        curves = seen.curves.take(np.array([x in mine for x in seen.curves.runs]))
+        selected = {log.runs[i] for i in np.flatnonzero(rows)}
+        curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))
         seen = seen._replace(curves=curves if curves.runs else None)
-    fits = [_fit(config, law, seen, others, progress) for law in chosen]
+    fits = [_fit_law(config, law, seen, held_out_log, progress) for law in chosen]
     found = find_frontiers(
         seen,
         tolerance=config.tolerance,
@@ -111,15 +114,15 @@ def _part(
         seed=config.seed,
         progress=progress,
     )
-    return Part(label, rows, fits, found)
+    return FitGroup(label, rows, fits, found)
 
 
-def _fit(
-    config: Config, law: Law, seen: Log, others: Log, progress: Progress
+def _fit_law(
+    config: Config, law: Law, seen: Log, held_out_log: Log, progress: Progress
 ) -> FitResult:
-    """Fits a law to the rows that are seen, and scores it on others.
+    """Fits a law to the given rows, and scores it on the held-out ones.
 
-    If there are none, a fit to the small ones of `seen` is scored on the larger.
+    Without held-out rows, a fit to the small runs is scored on the larger ones.
     """
     options: dict[str, Any] = {
         "loss": config.loss_kind,
@@ -132,8 +135,8 @@ def _fit(
         "bounds": config.bounds,
     }
     fit = _resampled(law, seen, config.bootstrap, options, progress)
-    if others.runs:
-        return fits_fit.score_held_out(fit, others.columns)
+    if held_out_log.runs:
+        return fits_fit.score_held_out(fit, held_out_log.columns)
     flops = prediction.run_flops(law, seen.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
@@ -143,7 +146,7 @@ def _fit(
     try:
         options["held_out"] = is_large
         held_out = fits_fit.fit(law, seen.columns, **options).held_out
-    except ValueError:  # such as one size among the small runs
+    except ValueError:  # such as a single size among the small runs
         return fit
     assert held_out is not None
     doubts = diagnostics.held_out_warnings(held_out, fit.warnings)
@@ -153,7 +156,7 @@ def _fit(
 def _resampled(
     law: Law, log: Log, resamples: int, options: dict[str, Any], progress: Progress
 ) -> FitResult:
-    """Fits a law with resamples, or, interrupted, without."""
+    """Fits a law with bootstrap intervals, or without them after an interrupt."""
     if not resamples:
         return fits_fit.fit(law, log.columns, **options)
     update = progress.bar(law.name, resamples, "resamples")
@@ -170,6 +173,6 @@ def _resampled(
             )
         except _Stopped:
             pass
-    said = "interrupted before its resamples: the intervals are from the curvature"
+    warning = "interrupted before its resamples: intervals are from the curvature"
     first = fits_fit.fit(law, log.columns, **options)
-    return first._replace(warnings=[*first.warnings, said])
+    return first._replace(warnings=[*first.warnings, warning])

@@ -1,4 +1,4 @@
-"""Our engine, timed as its peers are, and seen from outside."""
+"""The engine of jaxkv, timed like its peers."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_main
-from experiments.harness.timing import CallTimes, host_share, watch
+from experiments.harness.timing import CallTimes, host_share, record_call_times
 from jaxkv.engine import state, step
 from jaxkv.memory import Pages
 from jaxkv.models import ForwardResult, checkpoints
@@ -22,18 +22,17 @@ from jaxkv.serving.core import EngineCore
 from jaxkv.speculation import methods
 
 
-class Timing(NamedTuple):
-    """One turn: prompts that are read, and a batch that decodes.
+class TurnTiming(NamedTuple):
+    """One turn: a prefill, and a batch that decodes.
 
     Attributes:
-      prefill_s: seconds until every prompt had its first token; None where none is
-        read.
-      tokens: the first of the answers to them.
-      decode_s: seconds of the calls, or steps, in which every sequence decoded.
-      num_decoded: tokens that came of these.
-      occupancy: share of the batch that decoded, over all calls that followed the first
-        tokens, counted or not.
-      peak_bytes: peak memory of the process, weights included.
+      prefill_s: time until every prompt had its first token, in s; None without
+        prefill.
+      tokens: first tokens of the answers to the prompts.
+      decode_s: time of the calls, or steps, in which every sequence decoded, in s.
+      num_decoded: tokens generated in that time.
+      occupancy: share of the batch that decoded, over all calls after prefill.
+      peak_bytes: peak memory of the process, including weights.
     """
 
     prefill_s: float | None
@@ -45,13 +44,13 @@ class Timing(NamedTuple):
 
 
 @contextlib.contextmanager
-def served_by(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
-    """Serves with another forward pass, which is compiled where it is new.
+def use_forward(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
+    """Replaces the forward pass of an engine in the context; new programs are compiled.
 
     Args:
-      core: of the engine.
-      forward: the pass.
-      **fields: of the configuration that are others, too.
+      core: core of the engine.
+      forward: forward pass.
+      **fields: further changes to the engine config.
     """
     before = core.static
     config = dataclasses.replace(before["config"], **fields)
@@ -62,74 +61,74 @@ def served_by(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
         core.static = before
 
 
-def skip_reading(core: EngineCore, forward: Any, num_tokens: int) -> None:
-    """Passes over the prompts of all that wait, in one step.
+def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
+    """Marks the prompts of all waiting requests as prefilled, in one step.
 
     Args:
-      core: of the engine.
-      forward: what feeds their tokens in place of the model, for nothing.
-      num_tokens: how many those are.
+      core: core of the engine.
+      forward: forward pass that computes nothing.
+      num_tokens: total number of prompt tokens.
     """
     core.compile()  # the engine's own programs first
     budget = max(num_tokens, core.config.token_budget)
-    with served_by(core, forward, token_budget=budget, steps_per_call=1):
+    with use_forward(core, forward, token_budget=budget, steps_per_call=1):
         core.dispatch()
     core.read(core.unread[0])
 
 
-class Decoded(NamedTuple):
-    """A batch that decoded for a while; fields are those of `Timing`."""
+class DecodeCount(NamedTuple):
+    """Decoding of a batch; fields are those of `TurnTiming`."""
 
     decode_s: float
     num_decoded: int
     occupancy: float
 
 
-def count_full(calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]) -> Decoded:
-    """Counts the calls in each of whose steps every slot decoded.
+def count_full_batches(
+    calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]
+) -> DecodeCount:
+    """Counts the calls in which every slot decoded in every step.
 
-    A call lasts from the end of the one before to its own end, so what the host made
-    the device wait is in it; the first is not counted, for nobody saw it begin.
+    The time of a call is from the end of the previous call to its own end, which
+    includes time that the device waits for the host. The first call is not counted,
+    because its start is unknown.
 
     Args:
-      calls: in order.
-      infos: what their steps did, NumPy arrays `[steps, slots]`.
+      calls: call times, in order.
+      infos: step infos of the calls, NumPy arrays `[steps, slots]`.
 
     Raises:
-      ValueError: there is none to count.
+      ValueError: no call qualifies.
     """
     seconds, num, shares = 0.0, 0, []
     for place, (call, info) in enumerate(zip(calls, infos, strict=True)):
         decodes = info.num_emitted > 0
-        if call.fed:
+        if call.has_rows:
             shares.append(decodes.mean())
         if place and decodes.all():
             seconds += call.ready_s - calls[place - 1].ready_s
             num += int(info.num_emitted.sum())
     if not num:
-        raise ValueError("in no call did every sequence decode")
-    return Decoded(seconds, num, float(np.mean(shares)))
+        raise ValueError("no call has every sequence decoding")
+    return DecodeCount(seconds, num, float(np.mean(shares)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Unread:
-    """A forward pass that computes and writes nothing: pages stay as they were."""
+class NoOpForward:
+    """A forward pass without computation or writes: pages do not change."""
 
     vocab_size: int
 
     def __call__(self, params: Any, pages: Pages, rows: Any) -> ForwardResult:
-        """The likelier, the higher the token's id.
-
-        By data: the compiler would spend minutes on sampling from what it knows.
-        """
+        """Returns logits that increase with the token id."""
         level = 1 + jnp.maximum(rows.position[jnp.maximum(rows.logit_rows, 0)], 0)
         token = jnp.arange(self.vocab_size, dtype=jnp.float32)
         logits = token[None, :] / level[:, None].astype(jnp.float32)
         return ForwardResult(logits, pages)
 
 
-def random_pages(pages: Pages) -> Pages:
-    """Pages full of random numbers, of which a few are drawn and stand again."""
+def fill_with_random(pages: Pages) -> Pages:
+    """Fills pages with random numbers, by repeating a few random pages."""
     num_drawn = 64
 
     def fill(x: jax.Array) -> jax.Array:
@@ -140,17 +139,17 @@ def random_pages(pages: Pages) -> Pages:
     return jax.tree.map(jax.jit(fill), pages)
 
 
-class Ours:
-    """Our engine, whose batch decodes behind a context of random numbers.
+class JaxkvEngine:
+    """An engine whose batch decodes after a context of random numbers.
 
     Args:
-      model: what to serve.
-      bounds: of the engine, with a slot for each sequence of the batch.
-      dtype: of the pages.
-      speculate: a method of `speculation.methods`, or None.
+      model: model to serve.
+      bounds: engine config with a slot for each sequence of the batch.
+      dtype: type of the pages.
+      speculate: method of `speculation.methods`, or None.
 
     Attributes:
-      compile_s: seconds that its programs took.
+      compile_s: compile time in s.
     """
 
     name = "jaxkv"
@@ -173,7 +172,7 @@ class Ours:
         self._engine = Engine(
             served.params,
             served.forward,
-            random_pages(served.pages),
+            fill_with_random(served.pages),
             bounds,
             speculation=served.speculation,
             eos_ids=(),
@@ -187,20 +186,21 @@ class Ours:
 
     @property
     def host_share(self) -> float | None:
-        """The median over the turns behind the first; None where none tells."""
+        """Median host share over all turns except the first; None if unknown."""
         known = [x for x in self._host_shares[1:] if x is not None]
         return statistics.median(known) if known else None
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
-    ) -> Timing:
-        """Reads prompts of one length, then decodes a batch behind as many tokens.
+    ) -> TurnTiming:
+        """Prefills prompts of one length, then decodes a batch after as many tokens.
 
         Args:
-          prompts: one for each sequence.
-          num_tokens: that each decodes at most, beside those of the first call.
-          turn_s: seconds after which the last call begins.
-          reads: tokens of each answer to the prompts that are read; 0 reads none.
+          prompts: one prompt per sequence.
+          num_tokens: largest number of tokens per sequence, without those of the first
+            call.
+          turn_s: time after which no call starts, in s.
+          reads: tokens of each answer in the prefill measurement; 0 skips it.
         """
         peer_main.reset_peak()
         prefill_s, tokens = None, [[] for _ in prompts]
@@ -208,15 +208,15 @@ class Ours:
             prefill_s, tokens = self._read(prompts, reads)
         self._host_shares.append(None)
         decoded = self.decode(prompts, num_tokens, turn_s, note=True)
-        # The first device's if it keeps count, else this process's.
+        # Peak of the first device if it reports one, else of this process.
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
-        return Timing(prefill_s, tokens, *decoded, peak)
+        return TurnTiming(prefill_s, tokens, *decoded, peak)
 
     def _read(
         self, prompts: list[list[int]], reads: int
     ) -> tuple[float, list[list[int]]]:
-        """Seconds until one token of each is there, in a serving of its own; tokens."""
+        """Returns the time until all prompts have a token, and the answers' tokens."""
         served = self._engine
         once = Sampling.greedy(max_tokens=1, ignore_eos=True)
         start_s = first_s = time.perf_counter()
@@ -241,15 +241,15 @@ class Ours:
         *,
         forward: Any = None,
         note: bool = False,
-    ) -> Decoded:
-        """Decodes behind prompts that nobody read; arguments as of `measure`.
+    ) -> DecodeCount:
+        """Decodes after prompts that are not prefilled.
 
         Args:
-          prompts: for their lengths.
-          num_tokens: of each answer.
-          turn_s: seconds of decoding.
-          forward: the forward pass in place of the model's.
-          note: whether the host's share is noted.
+          prompts: prompts, of which only the lengths are used.
+          num_tokens: tokens of each answer.
+          turn_s: time limit of decoding, in s.
+          forward: replacement of the model's forward pass.
+          note: True if the host share is recorded.
         """
         served, bounds = self._engine, self._bounds
         first = 1 + bounds.steps_per_call * bounds.emit_width
@@ -258,10 +258,10 @@ class Ours:
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
         num_read = len(prompts) * len(prompts[0])
-        skip_reading(served.core, Unread(self._vocab_size), num_read)
+        skip_prefill(served.core, NoOpForward(self._vocab_size), num_read)
         served.trace.clear()
-        how = served_by(served.core, forward or self.forward)
-        with watch(served.core) as calls, how:
+        how = use_forward(served.core, forward or self.forward)
+        with record_call_times(served.core) as calls, how:
             end_s = time.perf_counter() + turn_s
             for _ in served.stream():
                 late = time.perf_counter() > end_s
@@ -271,4 +271,4 @@ class Ours:
                     ids = []
         if note:
             self._host_shares[-1] = host_share(calls)
-        return count_full(calls, served.trace)
+        return count_full_batches(calls, served.trace)

@@ -1,8 +1,8 @@
-"""A language of a few sentences known by heart, and a model that writes what it reads.
+"""A model that knows a few sentences by heart and reads them from its pages.
 
-For pictures of memory: what comes next is set, and K and V are words and positions, so
-that whoever looks into a page reads what stands there. The model itself reads nothing
-else: what a table maps decides what it says.
+For figures of paged memory: the next word is determined by the words so far, and K and
+V are words and positions, so the content of a page can be read directly. The model
+reads only its pages, so its output depends on the page table.
 """
 
 import dataclasses
@@ -20,19 +20,20 @@ _NEVER = -30.0
 """Logit of a word that does not follow."""
 
 
-class Language:
+class SentenceLanguage:
     """Sentences with weights; a word is a token.
 
-    A word follows what stands before it with its share of the weight of all sentences
-    that begin so. What begins no sentence is followed by any word alike.
+    The probability of the next word is its share of the weight of all sentences that
+    start with the words so far. After words that start no sentence, all words are
+    equally likely.
     """
 
     def __init__(self, sentences: Mapping[str, float], max_length: int) -> None:
-        """Reads the sentences.
+        """Builds the table of next words.
 
         Args:
-          sentences: words between blanks, and a weight above 0, by sentence.
-          max_length: token places of a sequence, more than a sentence has words.
+          sentences: weight, above 0, by sentence; words are separated by blanks.
+          max_length: tokens of a sequence, more than any sentence has words.
         """
         self.max_length = max_length
         texts = [text.split() for text in sentences]
@@ -53,17 +54,17 @@ class Language:
                 self._law[row, word] = np.log(weight / total)
 
     def encode(self, text: str) -> list[int]:
-        """Turns words into tokens."""
+        """Converts words to token ids."""
         return [self._ids[word] for word in text.split()]
 
     def logits(
         self, tokens: Int32[Array, "rows max_length"]
     ) -> Float[Array, "rows vocab"]:
-        """Says what follows.
+        """Returns the logits of the next word.
 
         Args:
-          tokens: the words so far, -1 beyond; any word may follow what begins no
-            sentence.
+          tokens: words so far, -1 after them. All words are equally likely after words
+            that start no sentence.
         """
         match = jnp.all(tokens[:, None, :] == self._known[None], axis=2)
         law = jnp.asarray(self._law)[jnp.argmax(match, axis=1)]
@@ -71,15 +72,15 @@ class Language:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scribe:
-    """A forward pass that writes words as keys, and where they stand as values."""
+class SentenceModel:
+    """A forward pass that writes words as keys and their positions as values."""
 
-    language: Language
+    language: SentenceLanguage
 
     def __call__(
         self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
-        """Writes the rows, reads in the pages what came before, and goes on from it."""
+        """Writes the rows, reads earlier words from the pages, predicts the next."""
         word, place = (
             x.astype(pages.dtype)[:, None, None] for x in (rows.token, rows.position)
         )
@@ -92,6 +93,6 @@ class Scribe:
         words, _ = pages.layout.read(pages, 0, page_ids)
         held = words[:, : self.language.max_length, 0, 0]
         past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]
-        # Pages that nobody has written to hold no numbers.
+        # Unwritten pages contain NaN.
         tokens = jnp.where(past & ~jnp.isnan(held), held, -1).astype(jnp.int32)
         return ForwardResult(self.language.logits(tokens), pages)

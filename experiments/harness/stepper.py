@@ -1,7 +1,7 @@
-"""An engine run call by call, so that what it holds can be looked at on the way.
+"""An engine that is run call by call, so that its state can be inspected in between.
 
-`jaxkv.Engine` runs ahead of the host and never looks into its state. Here nothing is
-under way between two calls, and a step may be any function that takes one.
+`jaxkv.Engine` dispatches ahead of the host and does not expose its state. Here no call
+is in flight between two iterations, and the step function can be replaced.
 """
 
 import functools
@@ -26,41 +26,42 @@ from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import programs, request_batch
 
 type Step = Callable[..., tuple[EngineState, Any]]
-"""A step as `engine.step.step`, in place of whose info it may say anything."""
+"""A step function as `engine.step.step`; its second result may be of any type."""
 
 
-class Call(NamedTuple):
-    """A call of some steps.
+class StepperCall(NamedTuple):
+    """Result of one call of several steps.
 
     Attributes:
-      seen: what each step said, as NumPy arrays with a leading axis of steps.
-      state: the engine after the last one; the next call takes its arrays.
-      ended: the sequences that have just left, as NumPy arrays.
+      step_infos: second result of every step, as NumPy arrays with a leading axis of
+        steps.
+      state: engine state after the last step; the next call donates its arrays.
+      ended: sequences that finished in the call, as NumPy arrays.
     """
 
-    seen: Any
+    step_infos: Any
     state: EngineState
     ended: DrainedSequences
 
 
 class ServingRecord(NamedTuple):
-    """Requests that were all answered.
+    """Record of a completed list of requests.
 
     Attributes:
-      seen: step infos of all steps in order, as NumPy arrays.
-      tokens: every answer, by request and sample.
+      step_infos: step infos of all steps in order, as NumPy arrays.
+      tokens: tokens of every answer, by request and sample.
       num_cached: prompt tokens found in the prefix cache, by request.
       duration_s: time from the first submission to the last answer.
     """
 
-    seen: Any
+    step_infos: Any
     tokens: dict[tuple[int, int], list[int]]
     num_cached: Int[np.ndarray, " requests"]
     duration_s: float
 
 
 class Stepper:
-    """An engine whose state is in reach: `state` may be replaced between two runs."""
+    """An engine with an accessible `state`, which may be replaced between two runs."""
 
     def __init__(
         self,
@@ -72,15 +73,15 @@ class Stepper:
         eos_ids: tuple[int, ...] = (),
         step: Step = engine_step.step,
     ) -> None:
-        """Makes an idle engine; one program serves whatever it is given.
+        """Makes an idle engine; all requests share one compiled program.
 
         Args:
-          config: its bounds.
-          forward: the model.
-          make_pages: makes its K and V arrays.
-          params: of the model.
+          config: engine config.
+          forward: forward pass of the model.
+          make_pages: function that allocates the pages.
+          params: parameters of the model.
           eos_ids: tokens that end an answer.
-          step: what a step does.
+          step: step function.
         """
         self.config, self._make_pages = config, make_pages
         self._params, self._eos_ids = params, eos_ids
@@ -88,7 +89,7 @@ class Stepper:
         self.clear()
 
     def clear(self) -> None:
-        """Empties it, the prefix cache included."""
+        """Resets the engine, including the prefix cache."""
         self.state = init(self.config, self._make_pages())
 
     def calls(
@@ -99,18 +100,21 @@ class Stepper:
         arrivals_s: Sequence[float] | None = None,
         policy: interface.Policy | None = None,
         eviction: Eviction | None = None,
-    ) -> Iterator[Call]:
-        """Hands requests over as there is room, and runs until all are answered.
+    ) -> Iterator[StepperCall]:
+        """Submits requests as places become free, and runs until all are finished.
 
-        A run that is left half-way must be followed by `clear`.
+        A run that is abandoned must be followed by `clear`.
 
         Args:
-          prompts: token ids of each request, whose id is its place.
-          asks: how each one's answers are drawn.
-          arrivals_s: when each may be admitted, in order; a call takes a second. None
-            means that all are there from the start.
-          policy: of the scheduler; None means first come, first served.
-          eviction: as in `engine.step.step`.
+          prompts: token ids of each request; the request id is the index.
+          asks: sampling parameters of each request.
+          arrivals_s: earliest admission of each request, ascending; a call takes 1 s.
+            None means that all requests arrive at the start.
+          policy: scheduling policy; None means first come, first served.
+          eviction: eviction rule, as in `engine.step.step`.
+
+        Yields:
+          The result of each call.
 
         Raises:
           ValueError: a request does not fit the engine.
@@ -120,7 +124,7 @@ class Stepper:
         arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
         first = unfinished = 0
         for second in itertools.count():
-            # A call of `submit` takes as many sequences as it is wide.
+            # `submit` accepts at most `submit_width` sequences per call.
             width = self.config.submit_width
             sizes = [ask.num_sequences for ask in asks[first : first + width]]
             num = int(np.searchsorted(np.cumsum(sizes), width, "right"))
@@ -134,12 +138,12 @@ class Stepper:
                     eos_ids=self._eos_ids,
                     width=width,
                 )
-                self.state, taken = programs.LOCAL.submit(
+                self.state, accepted = programs.LOCAL.submit(
                     self.state, requests, config=self.config
                 )
-                taken = np.asarray(taken)
-                first += int((taken & (requests.params.sample == 0)).sum())
-                unfinished += int(taken.sum())
+                accepted = np.asarray(accepted)
+                first += int((accepted & (requests.params.sample == 0)).sum())
+                unfinished += int(accepted.sum())
             if not unfinished:
                 if first < len(prompts):
                     raise ValueError(f"request {first} does not fit {self.config}")
@@ -152,7 +156,7 @@ class Stepper:
             seen, drained = jax.tree.map(np.asarray, (seen, drained))
             ended = jax.tree.map(lambda x, rows=drained.is_final: x[rows], drained)
             unfinished -= int(drained.is_final.sum())
-            yield Call(seen, self.state, ended)
+            yield StepperCall(seen, self.state, ended)
 
     def serve(
         self,
@@ -163,10 +167,10 @@ class Stepper:
         eviction: Eviction | None = None,
         progress: Progress = QUIET,
     ) -> ServingRecord | None:
-        """Answers requests that are all there from the start, as `calls`.
+        """Serves requests that all arrive at the start; arguments are those of `calls`.
 
         Returns:
-          The answers; None if `progress` was stopped, and the engine is then empty.
+          The record; None if `progress` was stopped, in which case the engine is empty.
         """
         num_cached, seen = np.zeros(len(prompts), int), []
         tokens: dict[tuple[int, int], list[int]] = {}
@@ -178,7 +182,7 @@ class Stepper:
                 answer = slice(ended.prompt_length[row], ends[row])
                 sample = int(ended.params.sample[row])
                 tokens[name, sample] = ended.tokens[row, answer].tolist()
-            seen.append(call.seen)
+            seen.append(call.step_infos)
             if progress.stopped:
                 self.clear()
                 return None
@@ -187,10 +191,10 @@ class Stepper:
         return ServingRecord(seen, tokens, num_cached, duration_s)
 
 
-def of_model(
+def make_stepper(
     model: checkpoints.LoadedModel, config: EngineConfig, step: Step = engine_step.step
 ) -> Stepper:
-    """Returns an idle engine that serves a model of text."""
+    """Returns an idle engine for a text model."""
     return Stepper(
         config,
         paged.PagedForward(model.config, config.numerics),
@@ -201,10 +205,11 @@ def of_model(
     )
 
 
-def histories(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
-    """Tokens of the sequence in each slot, -1 beyond.
+def slot_tokens(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
+    """Returns the tokens of the sequence in each slot, -1 after them.
 
-    Those of a beam, which stand where they were chosen, are put in order.
+    The tokens of beams, which are stored with the beam that chose them, are put in
+    order.
     """
     running = state.slots.sequence, state.slots.num_tokens
     s, (slots, known) = jax.tree.map(np.asarray, (state.sequences, running))
@@ -237,7 +242,7 @@ def _steps(
     forward: Callable[..., ForwardResult],
     step: Step,
 ) -> tuple[EngineState, Any]:
-    """As `engine.step.run_steps`, with any step."""
+    """Runs the steps of a call like `engine.step.run_steps`, with any step function."""
 
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         return step(params, state, config=config, forward=forward, **rules)

@@ -1,21 +1,21 @@
-"""Arranges the panels of a figure: titles, legends and bars, then one panel alone."""
+"""Layout of figures: titles, legends and axes of panels, and single panels."""
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
 _NUMBER = re.compile(r"(\d) (?=%|(?:[kMGT]?i?B|m?s)\b)")
-"""A number and the space between it and its unit, where no line may end."""
+"""A number and the space before its unit, which must not be broken."""
 
 PAD_POINTS = 4.0
-"""Space above the data, between legend and title."""
+"""Space above the data, between legend and title, in points."""
 
 
-def arrange(figure: Any) -> None:
-    """Wraps titles to their panels, moves legends above the data, starts bars at zero.
+def arrange_panels(figure: Any) -> None:
+    """Wraps titles, moves legends above the data, and makes bar axes include zero.
 
     Raises:
-      ValueError: bars have a logarithmic axis, which has no zero.
+      ValueError: the value axis of bars is logarithmic.
     """
     if not figure.axes:
         return
@@ -33,23 +33,23 @@ def arrange(figure: Any) -> None:
             getattr(ax, f"set_{name}lim")(min(low, 0.0), max(high, 0.0))
         _set_in_layout(ax, False)
     layout = figure.get_layout_engine()
-    for _ in range(2):  # what hangs over the edges of axes needs a second turn
-        layout.execute(figure)  # the widths of axes are known only then
+    for _ in range(2):  # text beyond the edges of axes needs a second pass
+        layout.execute(figure)  # sets the widths of axes
     _set_heads(figure.axes)
     layout.execute(figure)
-    figure.set_layout_engine("none")  # saving need not repeat it
+    figure.set_layout_engine("none")  # saving does not repeat the layout
 
 
-def panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
-    """Leaves one panel after the other in the figure, of its own size.
+def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
+    """Reduces a figure to one panel after another, at the size of the panel.
 
     Args:
-      figure: an arranged figure; afterwards it has its last panel only.
+      figure: an arranged figure; afterwards it has only its last panel.
       size_inches: width and height of a panel that spans one row and one column.
 
     Yields:
-      The figure with that panel alone, and with the legends of the whole figure;
-      none where it has a single panel.
+      The figure with a single panel and the legends of the whole figure; no figure
+      if there is only one panel.
     """
     axes = figure.axes
     if len(axes) < 2:
@@ -76,15 +76,15 @@ def panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
 
 
 def _set_in_layout(ax: Any, is_in: bool) -> None:
-    """Lets title and legend take room in a layout, or not while they are unwrapped."""
-    # A layout that is told to leave a title out still makes room for its middle.
+    """Includes the title and legend of an axes in the layout, or excludes them."""
+    # A title excluded by set_in_layout still takes room, so it is made invisible.
     ax.set_title(ax.get_title(loc="left"), loc="left").set_visible(is_in)
     if ax.get_legend() is not None:
         ax.get_legend().set_in_layout(is_in)
 
 
 def _set_heads(axes: list[Any]) -> None:
-    """Stacks title, legend and data of every panel, flush with its column's left."""
+    """Stacks title and legend above the data of every panel, aligned by column."""
     lefts: dict[int, float] = {}
     for ax in axes:
         renderer, column = ax.figure.canvas.get_renderer(), _column(ax)
@@ -101,7 +101,7 @@ def _column(ax: Any) -> int:
 
 
 def _set_head(ax: Any, left: float) -> None:
-    """Stacks title, legend and data of a panel from a left edge, in pixels, on."""
+    """Stacks title and legend above the data of a panel, from a left edge in pixels."""
     renderer = ax.figure.canvas.get_renderer()
     points, box = 72 / ax.figure.dpi, ax.bbox
     width = points * (box.x1 - left) - 2 * PAD_POINTS  # off the next column
@@ -115,7 +115,7 @@ def _set_head(ax: Any, left: float) -> None:
     words = ax.get_title(loc="left").replace("\n", " ")
     title = ax.set_title(words, loc="left", pad=pad, x=start)
     lines = [""]
-    for word in unbroken(words).split(" "):
+    for word in join_units(words).split(" "):
         title.set_text(f"{lines[-1]} {word}".strip())
         if lines[-1] and points * title.get_window_extent(renderer).width > width:
             lines.append(word)
@@ -124,19 +124,19 @@ def _set_head(ax: Any, left: float) -> None:
     title.set_text("\n".join(lines))
 
 
-def unbroken(words: str) -> str:
-    """Joins numbers to the units that follow them."""
+def join_units(words: str) -> str:
+    """Joins numbers to their units by no-break spaces."""
     return _NUMBER.sub("\\1\N{NO-BREAK SPACE}", words)
 
 
 def _fitted(parent: Any, legend: Any, width: float, **place: Any) -> Any:
-    """Lays a legend of an axes or a figure out anew in as few rows as fit a width.
+    """Rebuilds a legend with the fewest rows that fit a width.
 
     Args:
-      parent: the axes or the figure that owns it.
-      legend: the legend to replace.
-      width: in points.
-      place: where, as for `Axes.legend`.
+      parent: axes or figure that owns the legend.
+      legend: legend to replace.
+      width: width in points.
+      place: location, as for `Axes.legend`.
     """
     renderer = legend.figure.canvas.get_renderer()
     handles, names = legend.legend_handles, [x.get_text() for x in legend.get_texts()]

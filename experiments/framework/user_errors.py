@@ -1,4 +1,4 @@
-"""Tells input that was refused in so many words from a failure of ours."""
+"""Separates errors in the user's input from failures of the program."""
 
 import dis
 import errno
@@ -9,36 +9,37 @@ _PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
-"""What `f"{self.level=}"` puts before a field's name; a path may hold `self.`, too."""
+"""Prefix that `f"{self.level=}"` puts before a field's name; a path may contain
+`self.`, too."""
 
 
-def line(what: object) -> str:
-    """Puts an error into one line, with fields called as whoever set them knows them.
+def error_line(what: object) -> str:
+    """Returns an error as one line, with field names as the user knows them.
 
-    In the library `f"{self.level=} must be ..."` names the expression; on the command
-    line there is no `self`.
+    The library formats fields as `f"{self.level=} must be ..."`; the prefix `self.` is
+    removed.
 
     Args:
-      what: the error, or a text.
+      what: exception or text.
     """
     if isinstance(what, OSError) and what.filename is not None:
         what = f"{what.filename}: cannot be used: {what.strerror}"
     return " ".join(_OWN.sub("", str(what)).split())
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Tells whether an error says what is wrong with the input, in a line.
+def is_user_error(error: BaseException) -> bool:
+    """Returns True if an error reports invalid input in one line.
 
-    A refusal is a file that cannot be used, a full disk, or a ValueError that one of
-    our own `raise` statements made. One that Python or a library made is a mistake of
-    ours, and deserves its traceback.
+    Invalid input is a file that cannot be used, a full disk, or a ValueError from a
+    `raise` statement of this project. A ValueError from Python or a library is a bug
+    and keeps its traceback.
 
     Args:
-      error: as it was caught, with its traceback.
+      error: exception as caught, with its traceback.
     """
     if isinstance(error, OSError):
         return error.filename is not None or error.errno in _NO_ROOM
-    if str(error) == "embedded null byte":  # a path's, from JSON
+    if str(error) == "embedded null byte":  # raised for a path from JSON
         return True
     end = error.__traceback__
     if not isinstance(error, ValueError) or end is None:

@@ -1,4 +1,4 @@
-"""Implementations of other frameworks, in processes of their own, and their time."""
+"""Kernels of other frameworks, in separate processes, and the time budget."""
 
 import collections
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.kernels import MAX_ERROR, Implementation, Run
+from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun
 from pallas_kernels.bench import AttentionProblem, Timing
 
 FOLDER = Path(__file__).with_name("peers")
@@ -18,20 +18,20 @@ PEERS = {
     "FlexAttention paged": (FOLDER / "flex.py", "FlexPaged"),
     "FlashInfer": (FOLDER / "flashinfer_peer.py", "FlashInfer"),
 }
-"""Peers of other frameworks, in processes of their own: file and class by name."""
+"""File and class of each peer, by name."""
 SHARE = 0.1
-"""Of the time, for each: some compile for seconds a shape."""
+"""Share of the total time for each peer: some compile for seconds per shape."""
 
 now_s = time.monotonic
-"""The clock; tests put another one in its place."""
+"""Clock; tests replace it."""
 
 
-class Budget:
-    """Seconds from now on, for all together and in shares.
+class TimeBudget:
+    """Time budget for a benchmark, in total and in shares.
 
     Args:
-      seconds: what the whole may take, above 0. Nothing is begun after that; what has
-        begun in this process ends when it ends.
+      seconds: total time, above 0. No work is started after it; work in this process
+        that has started runs to its end.
     """
 
     def __init__(self, seconds: float):
@@ -40,15 +40,15 @@ class Budget:
         self._used_s = collections.defaultdict[str, float](float)
 
     def left_s(self) -> float:
-        """Seconds until nothing more is begun; not above 0 when the time is over."""
+        """Returns the remaining seconds for new work; at most 0 after the end."""
         return self._end_s - now_s()
 
     @contextlib.contextmanager
     def spend(self, name: str, share: float) -> Generator[None]:
-        """Counts the time in the context as used by that name, of its share.
+        """Counts the time in the context towards the share of a name.
 
         Raises:
-          ValueError: that share is over, or the whole time.
+          ValueError: the share or the total time is used up.
         """
         if self.left_s() <= 0:
             raise ValueError(f"skipped: the {self.seconds:g} s were over")
@@ -61,16 +61,16 @@ class Budget:
             self._used_s[name] += now_s() - start_s
 
 
-def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementation:
-    """A peer that is ready, as something to time.
+def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implementation:
+    """Returns a ready peer as an implementation to time.
 
     Args:
-      peer: of `ELSEWHERE`.
-      budget: time limit; a peer that has not answered by then is ended.
-      num_calls: calls that it times.
+      peer: process of `PEERS`.
+      budget: time budget; a peer that exceeds it is ended.
+      num_calls: number of timed calls.
     """
 
-    def prepare(problem: AttentionProblem) -> Run:
+    def prepare(problem: AttentionProblem) -> KernelRun:
         spec, kin = problem.spec, problem.ancestors
         trees = (spec.batch, spec.rows, spec.rows)
         # The peer draws its own numbers.
@@ -86,16 +86,16 @@ def prepared(peer: PeerProcess, budget: Budget, num_calls: int) -> Implementatio
             "num_calls": num_calls,
             "max_error": MAX_ERROR[spec.dtype],
         }
-        said = peer.ask(asked, budget.left_s())
-        if "refused" in said:
-            raise ValueError(said["refused"])
-        timing = dict.fromkeys(Timing._fields) | said["timing"]
-        return Run(
+        reply = peer.ask(asked, budget.left_s())
+        if "refused" in reply:
+            raise ValueError(reply["refused"])
+        timing = dict.fromkeys(Timing._fields) | reply["timing"]
+        return KernelRun(
             call=lambda index: None,
-            error=lambda: said["error"],
+            error=lambda: reply["error"],
             measure=lambda: Timing(**timing),
-            plan_s=said["plan_s"],
-            how=said["how"],
+            plan_s=reply["plan_s"],
+            how=reply["how"],
         )
 
     return Implementation(peer.name, True, prepare, SHARE)

@@ -1,4 +1,4 @@
-"""`--coordinator`, `--num-processes`, `--process-id`: one command in many processes."""
+"""One command in several processes, by `--coordinator` and related flags."""
 
 import contextlib
 import ctypes
@@ -9,35 +9,35 @@ import sys
 NAMES = ("--coordinator", "--num-processes", "--process-id")
 HELP = """\
 With --coordinator HOST:PORT --num-processes N --process-id I a command is one of N
-processes whose devices make one mesh, each started with its I, from 0; with
---coordinator cluster the cluster's environment says the rest."""
+processes whose devices form one mesh; I starts at 0. With --coordinator cluster, N
+and I are taken from the cluster's environment."""
 
 
 MANY = ("generate", "train")
-"""Commands that divide their work; others would each do the same."""
+"""Commands that divide their work over processes; other commands would repeat it."""
 _DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
-def is_asked(args: list[str]) -> bool:
-    """Whether the words after `jaxkv` name other processes."""
+def is_requested(args: list[str]) -> bool:
+    """Returns True if the arguments after `jaxkv` request several processes."""
     return any(word.startswith(NAMES) for word in args)
 
 
-def watch() -> int | None:
-    """Has a child do the work of this process, and says what ended it.
+def fork_worker() -> int | None:
+    """Forks a child that does the work, and waits for it.
 
-    JAX ends a process that is told of another's death from outside of Python, where
-    nothing can be caught. Called before there are threads.
+    JAX aborts a process from native code when another process of the group ends, where
+    no exception can be caught. Must be called before threads exist.
 
     Returns:
-      None in the child; in its parent the status to leave with.
+      None in the child; the exit status in the parent.
     """
     if not hasattr(os, "fork"):
         return None
     parent = os.getpid()
     child = os.fork()
     if not child:
-        os.setpgid(0, 0)  # it hears of Ctrl-C once, from its parent
+        os.setpgid(0, 0)  # the parent forwards Ctrl-C, so it arrives once
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
             if os.getppid() != parent:
@@ -53,38 +53,38 @@ def watch() -> int | None:
             signal.signal(number, forward)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == -signal.SIGABRT:
-        print("jaxkv: another process has ended, and with it this one", file=sys.stderr)
+        print("jaxkv: ended because another process has ended", file=sys.stderr)
         return 1
     return status if status >= 0 else 128 - status
 
 
-def check(command: str) -> None:
-    """Refuses processes for a command that would do the same in each.
+def check_command(command: str) -> None:
+    """Rejects several processes for a command that would repeat its work in each.
 
     Raises:
-      ValueError: names those that divide their work.
+      ValueError: the command does not divide its work.
     """
     joined = sys.modules.get("jaxkv.parallel.processes")
     if joined is not None and joined.num() > 1 and command not in MANY:
         raise ValueError(
-            f"{NAMES[0]} is for {' and '.join(MANY)} alone: each of {joined.num()} "
-            f"processes would do all of {command}"
+            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of {joined.num()} "
+            f"processes would repeat {command}"
         )
 
 
-def join(args: list[str]) -> list[str]:
-    """Joins other processes if it is asked for; all but the first are silent then.
+def join_processes(args: list[str]) -> list[str]:
+    """Joins a group of processes if requested; only the first one prints afterwards.
 
     Args:
-      args: the words after `jaxkv`.
+      args: arguments after `jaxkv`.
 
     Returns:
-      Those that are not about it.
+      The remaining arguments.
 
     Raises:
-      ValueError: a number is missing or out of range, or nobody answers.
+      ValueError: a number is missing or out of range, or no process answers.
     """
-    given, rest = _taken(args)
+    given, rest = _split_flags(args)
     if not given:
         return args
     if NAMES[0] not in given:
@@ -101,34 +101,34 @@ def join(args: list[str]) -> list[str]:
     return rest
 
 
-def speaks() -> bool:
-    """Whether this process is the first, or alone."""
+def is_first_process() -> bool:
+    """Returns True if this process is the first of its group, or the only one."""
     joined = sys.modules.get("jaxkv.parallel.processes")
     return joined is None or joined.is_first()
 
 
-def is_loss(error: Exception) -> bool:
-    """Whether it says that another process has gone."""
+def is_peer_loss(error: Exception) -> bool:
+    """Returns True if an error means that another process has ended."""
     joined = sys.modules.get("jaxkv.parallel.processes")
     is_joined = joined is not None and joined.num() > 1
     return is_joined and ("Gloo" in str(error) or "NCCL" in str(error))
 
 
-def leave(status: int, *, at_once: bool = False) -> int:
-    """Ends a process that failed to join, or joined: others are not waited for.
+def exit_unjoined(status: int, *, at_once: bool = False) -> int:
+    """Ends a process of a group after a failure, without waiting for the group.
 
     Args:
-      status: to end with.
-      at_once: True if the others did not agree to end, whatever the status.
+      status: exit status.
+      at_once: True if the group did not agree to end, for any status.
     """
-    if (at_once or status in (1, 2)) and is_asked(sys.argv[1:]):
+    if (at_once or status in (1, 2)) and is_requested(sys.argv[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
 
 
-def _taken(args: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split_flags(args: list[str]) -> tuple[dict[str, str], list[str]]:
     given: dict[str, str] = {}
     rest, words = [], iter(args)
     for word in words:
