@@ -19,7 +19,7 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Params, Sampling, params_of, random_keys, sampler
 
 
-class Block(NamedTuple):
+class JacobiBlock(NamedTuple):
     """A block, and how it was found.
 
     Attributes:
@@ -43,20 +43,20 @@ class Block(NamedTuple):
         return ends.argmax(axis=1)
 
 
-def params_like_engine(asks: list[Sampling]) -> Params:
+def sampling_params(asks: list[Sampling]) -> Params:
     """Parameters of requests, drawn by the noise that an engine would draw by."""
     keys = [random_keys.request_key(ask.seed, 0, 0) for ask in asks]
     return params_of(asks, keys, [0] * len(asks))
 
 
-def find(
+def find_blocks(
     model: checkpoints.Loaded,
     texts: list[list[int]],
     asks: list[Sampling],
     num_tokens: int,
     *,
     first: Int[np.ndarray, " texts"] | None = None,
-) -> list[Block]:
+) -> list[JacobiBlock]:
     """Finds the block behind each text.
 
     Args:
@@ -72,7 +72,7 @@ def find(
     tokens = np.zeros((len(texts), width), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    params = jax.tree.map(jnp.asarray, params_like_engine(asks))
+    params = jax.tree.map(jnp.asarray, sampling_params(asks))
     found = [np.zeros((len(texts), num_tokens), np.int32)]
     if first is not None:
         found[0] += first.astype(np.int32)[:, None]
@@ -87,11 +87,11 @@ def find(
     return [_block(np.stack(found)[:, row]) for row in range(len(texts))]
 
 
-def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> Block:
+def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> JacobiBlock:
     """Iterations up to the first that changed nothing."""
     same = (guesses[1:] == guesses[:-1]).all(axis=1)
     steps = int(np.argmax(same)) if same.any() else len(guesses) - 1
-    return Block(guesses[: steps + 2], steps)
+    return JacobiBlock(guesses[: steps + 2], steps)
 
 
 @functools.partial(jax.jit, static_argnames="config")

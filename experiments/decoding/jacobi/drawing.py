@@ -11,7 +11,7 @@ MOST_SHOWN = 40
 """Places of a block that are drawn."""
 
 
-def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
+def draw_jacobi(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
     """Draws the block above, over both panels; below steps, and speeds."""
     grid = axes[0, 0].get_subplotspec().get_gridspec()
     figure = axes[0, 0].figure
@@ -20,7 +20,7 @@ def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
     _block(figure.add_subplot(grid[0, :]), picture)
     _steps(axes[1, 0], blocks)
     temperatures = runs.distinct("temperature")
-    speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
+    draw_speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
 
 
 def _block(ax: Any, picture: Any) -> None:
@@ -70,7 +70,7 @@ def _kind(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def speeds(ax: Any, found: Mapping[str, Any]) -> None:
+def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
     """Draws the engine's tokens a step and speeds, by drafts, of runs by their name."""
     best = 0.0
     for nth, (name, runs) in enumerate(found.items()):

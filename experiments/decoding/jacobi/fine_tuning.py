@@ -76,7 +76,7 @@ class Config(held_out.TextConfig):
         validation.at_least(self, "num_held_out", "scored_windows")
         validation.above(self, "learning_rate", finite=True)
         validation.ascending(self, "num_drafts", low=1)
-        self.refuse_short_answers(self.num_drafts[-1])
+        self.check_answer_length(self.num_drafts[-1])
 
     def recipe(self, model: Loaded) -> TrainConfig:
         """How the model is trained."""
@@ -99,7 +99,7 @@ CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 PANELS = (2, 2)
 
 
-class Models(Table):
+class ModelTable(Table):
     """The model before and after, a row each."""
 
     model: Texts = column("before or after")
@@ -118,8 +118,8 @@ class Models(Table):
 class Result(Record):
     """What was trained, and what came of it."""
 
-    models: Models = column("the model before and after")
-    runs: on_text.Runs = column("the engine's drafter")
+    models: ModelTable = column("the model before and after")
+    runs: on_text.DecodingRuns = column("the engine's drafter")
     trained: Ints = column("steps of training before each report", is_told=False)
     loss: Floats = column(
         "nats of consistency per token of a block, since the report before",
@@ -160,11 +160,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     runs = [
         (name, *row[1:])
         for name, each in both.items()
-        for row in held_out.decode(config, each, [(1, 0.0)], lambda _: ways, progress)
+        for row in held_out.decode_in_turns(
+            config, each, [(1, 0.0)], lambda _: ways, progress
+        )
     ]
     return Result(
-        Models.of(models),
-        on_text.Runs.of(runs),
+        ModelTable.of(models),
+        on_text.DecodingRuns.of(runs),
         np.array([line["step"] for line in made.curve], np.int64),
         np.array([line["loss"] for line in made.curve]),
         len(records) // config.objective.record_tokens,
@@ -173,14 +175,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.Block]:
+def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.JacobiBlock]:
     """The block behind each prompt, greedily.
 
     What nobody has guessed yet is the token before it, as in the engine: what stands
     there in training is what a model learns to take no notice of.
     """
     asks = [Sampling.greedy(max_tokens=num)] * len(prompts)
-    return blocks.find(model, prompts.tolist(), asks, num, first=prompts[:, -1])
+    return blocks.find_blocks(model, prompts.tolist(), asks, num, first=prompts[:, -1])
 
 
 def _records(
@@ -209,7 +211,7 @@ def _records(
 def _asked(
     config: Config, model: Loaded, corpus: streams.Corpus
 ) -> tuple[float, int, int, float]:
-    """A row of `Models` behind its name."""
+    """A row of `ModelTable` behind its name."""
     sizes = config.objective
     prompts = objectives.stream_windows(
         corpus.held_out,
@@ -319,4 +321,4 @@ def plot(axes: Any, result: Result) -> None:
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
     style.titled(blocks, title, "", "found [tokens/step]")
     found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
-    drawing.speeds(engine, found)
+    drawing.draw_speeds(engine, found)

@@ -51,7 +51,7 @@ class Config(held_out.TextConfig):
         validation.ascending(self, "lengths", "num_drafts", low=1)
         validation.within(self, "temperatures", low=0, high=2)
         longest = max(*self.lengths, self.picture_tokens)
-        self.refuse_short_answers(self.num_drafts[-1], longest)
+        self.check_answer_length(self.num_drafts[-1], longest)
 
 
 PANELS = (2, 2)
@@ -72,7 +72,7 @@ CONFIGS = {
 }
 
 
-class Blocks(Table):
+class BlockTable(Table):
     """Blocks of one length."""
 
     length: Ints = column("tokens of a block", heading="tokens")
@@ -93,7 +93,7 @@ class Blocks(Table):
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Picture(Table):
+class BlockTrace(Table):
     """How one block is found."""
 
     tokens: Int[np.ndarray, "rows places"] = column("guesses of an iteration")
@@ -103,9 +103,9 @@ class Picture(Table):
 class Result(Record):
     """What was measured."""
 
-    blocks: Blocks = column("blocks, by length")
-    picture: Picture = column("one block")
-    runs: on_text.Runs = column("the engine's drafter")
+    blocks: BlockTable = column("blocks, by length")
+    picture: BlockTrace = column("one block")
+    runs: on_text.DecodingRuns = column("the engine's drafter")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
 
@@ -123,20 +123,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for temperature, length in progress.track(cases, "blocks of", "lengths"):
         texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
-            bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
-            server = serving.make(model, serving.PLAIN, bounds)
-            answers[temperature], _ = serving.decode(server, texts, asks)
+            bounds = serving.drafting_engine_config(
+                1, 0, config.max_length, config.steps_per_call
+            )
+            server = serving.make_server(model, serving.PLAIN, bounds)
+            answers[temperature], _ = serving.decode_batches(server, texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]
     ways = [(WAY, num) for num in config.num_drafts]
-    runs = held_out.decode(config, model, settings, lambda _: ways, progress)
-    runs = on_text.Runs.of(runs)
+    runs = held_out.decode_in_turns(config, model, settings, lambda _: ways, progress)
+    runs = on_text.DecodingRuns.of(runs)
     kind = jax.devices()[0].device_kind
     # The picture is of the first block of the first text, greedily.
     texts, asks = config.requests(model.tokenizer, (1, 0.0))
-    [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
-    picture = Picture.of(zip(block.guesses, block.fixed, strict=True))
-    return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)
+    [block] = blocks.find_blocks(model, texts[:1], asks[:1], config.picture_tokens)
+    picture = BlockTrace.of(zip(block.guesses, block.fixed, strict=True))
+    return Result(BlockTable.of(found), picture, runs, config.output_tokens, kind)
 
 
 def _found(
@@ -146,14 +148,14 @@ def _found(
     answers: list[list[int]],
     length: int,
 ) -> tuple[Any, ...]:
-    """A row of `Blocks`: every whole block of all answers."""
+    """A row of `BlockTable`: every whole block of all answers."""
     known, wanted, each = [], [], []
     for text, ask, answer in zip(texts, asks, answers, strict=True):
         for start in range(0, len(answer) - length + 1, length):
             known.append(text + answer[:start])
             wanted.append(answer[start : start + length])
             each.append(ask)
-    found = blocks.find(model, known, each, length)
+    found = blocks.find_blocks(model, known, each, length)
     steps = np.array([block.steps for block in found])
     stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in found)
     other = sum(
@@ -184,7 +186,9 @@ def summary(result: Result) -> list[Part]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def drafter_sheet(runs: on_text.Runs, device: str, by: str, *, note: str) -> Sheet:
+def drafter_sheet(
+    runs: on_text.DecodingRuns, device: str, by: str, *, note: str
+) -> Sheet:
     """What the engine makes of Jacobi's drafts, by their number and another column."""
     said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
     title = f"the engine's drafter, one sequence on {device}"
@@ -210,4 +214,4 @@ def claims(result: Result) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws one block as it is found, steps by length, and the engine's speeds."""
-    drawing.draw(axes, result.picture, result.blocks, result.runs)
+    drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)

@@ -12,7 +12,7 @@ DRAFT_COLORS = (systems.BLUE, systems.GREEN, systems.ORANGE, systems.RED)
 MARKS = "o^ds"
 
 
-def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
+def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     """Draws four panels: drafts and ways above, batches and coins below."""
     greedy = runs.where(temperature=0.0)
     alone = runs.where(batch=1)
@@ -109,12 +109,12 @@ def _coins(ax: Any, coins: Any) -> None:
     chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
         here, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
-        line = theory.tokens_of(chances, np.full(chances.size, num))
+        line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
         found = here.tokens_per_step
         style.curve(ax, here.acceptance, found, color, f"{num}", **look)
-        exact = theory.tokens_of(here.acceptance, np.full(len(here), num))
+        exact = theory.expected_tokens(here.acceptance, np.full(len(here), num))
         off += np.abs(found / exact - 1).tolist()
     title = "Tokens a step by acceptance"
     if len(coins):

@@ -5,6 +5,6 @@ accepted, on a shape that is large enough for a step to cost what its weights co
 holds speeds against the formula and the measured cost of verifying.
 """
 
-from experiments.decoding.speculation import by_chance, on_text
+from experiments.decoding.speculation import on_text, synthetic
 
-STUDIES = (on_text, by_chance)
+STUDIES = (on_text, synthetic)

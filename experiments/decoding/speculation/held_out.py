@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.serving import PLAIN, WAYS
+from experiments.decoding.speculation.serving import METHODS, PLAIN
 from experiments.harness import prompts, timing
 from experiments.harness.serving import Server
 from jaxkv import validation
@@ -56,7 +56,7 @@ class TextConfig:
         """Tokens of a prompt with its answer."""
         return self.prompt_tokens + self.output_tokens
 
-    def refuse_short_answers(self, most_drafts: int, least: int = 0) -> None:
+    def check_answer_length(self, most_drafts: int, least: int = 0) -> None:
         """Refuses answers whose speed nobody sees.
 
         A call reads the prompt, and one behind it must not end the answer.
@@ -69,8 +69,8 @@ class TextConfig:
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """The engine's, of a way to decode."""
-        num_lengths = methods.NUM_LENGTHS if WAYS[way].adaptive else 1
-        return serving.bounds(
+        num_lengths = methods.NUM_LENGTHS if METHODS[way].adaptive else 1
+        return serving.drafting_engine_config(
             batch, num_drafts, self.max_length, self.steps_per_call, num_lengths
         )
 
@@ -91,7 +91,7 @@ class TextConfig:
         return [request.tokens for request in found], asks
 
 
-def decode(
+def decode_in_turns(
     config: TextConfig,
     model: checkpoints.Loaded,
     settings: Iterable[Setting],
@@ -116,7 +116,7 @@ def decode(
       A row of `Runs` for each setting and way.
     """
     batches = []
-    make = serve or functools.partial(serving.make, model)
+    make = serve or functools.partial(serving.make_server, model)
 
     def requests(setting: Setting) -> Requests:
         return config.requests(model.tokenizer, setting)
@@ -131,13 +131,13 @@ def decode(
         for way, num_drafts in ((PLAIN, 0), *ways(setting)):
             server = make(way, config.bounds(way, setting[0], num_drafts))
             # An adaptive draft length is measured after it has adapted.
-            num = len(texts) if WAYS[way].adaptive else setting[0]
-            serving.decode(server, texts[:num], asks[:num])  # compiles
+            num = len(texts) if METHODS[way].adaptive else setting[0]
+            serving.decode_batches(server, texts[:num], asks[:num])  # compiles
             found.append(server)
         return found
 
     def measure(setting: Setting, server: Server) -> Any:
-        return serving.decode(server, *requests(setting))
+        return serving.decode_batches(server, *requests(setting))
 
     def step_s(rounds: list[Any]) -> np.ndarray:
         return np.array(

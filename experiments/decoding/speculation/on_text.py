@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
-from experiments.decoding.speculation.theory import Tossed
+from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import Ours, Part, Record, Sheet, beside, ours
 from experiments.framework.table import Floats, Ints, Table, Texts, column, shown
 from experiments.harness import model_shapes
@@ -70,7 +70,7 @@ class Config(held_out.TextConfig):
         validation.ascending(self, "batches", low=2)
         validation.within(self, "acceptances", low=0, high=1)
         validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
-        self.refuse_short_answers(max(self.num_drafts, *self.lengths))
+        self.check_answer_length(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(
                 f"num_coins={self.num_coins!r} must be at least "
@@ -112,10 +112,10 @@ CONFIGS = {
 }
 
 
-class Runs(Table):
+class DecodingRuns(Table):
     """Ways to decode, a row for each, and plain decoding of the same batch beside."""
 
-    way: Texts = column("of `serving.WAYS`")
+    way: Texts = column("of `serving.METHODS`")
     num_drafts: Ints = column("guessed in a step at most", heading="drafts")
     batch: Ints = column("sequences decoded together")
     temperature: Floats = column("0 is greedy")
@@ -162,13 +162,13 @@ class Runs(Table):
     @shown(heading="by formula", form="{:.2f}")
     def expected(self) -> np.ndarray:
         """Tokens a step if each draft were accepted like the first, independently."""
-        return theory.tokens_of(self.first_share, self.num_drafts)
+        return theory.expected_tokens(self.first_share, self.num_drafts)
 
     @property
     @shown(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a step costs, in plain ones; the median of rounds."""
-        return serving.costs(self.step_s, self.plain_s)
+        return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
     @shown(heading="times as fast", form="{:.2f}")
@@ -177,7 +177,7 @@ class Runs(Table):
         return self.tokens_per_step / self.cost
 
 
-class Coins(Tossed):
+class SyntheticDrafts(IndependentDrafts):
     """Drafts accepted by tossing coins."""
 
     @property
@@ -196,8 +196,8 @@ class Coins(Tossed):
 class Result(Record):
     """What was measured."""
 
-    runs: Runs = column("ways to decode")
-    coins: Coins = column("drafts judged by coins")
+    runs: DecodingRuns = column("ways to decode")
+    coins: SyntheticDrafts = column("drafts judged by coins")
     output_tokens: int = column("of each answer", is_told=False)
     num_drafts: int = column("where ways are compared", is_told=False)
     device: str = column("kind of it")
@@ -212,24 +212,26 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
     model = model_shapes.load_with_text(config.model, max_length=longest)
     settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
-    rows = held_out.decode(config, model, settings, config.cases, progress)
-    runs, coins = Runs.of(rows), []
+    rows = held_out.decode_in_turns(config, model, settings, config.cases, progress)
+    runs, coins = DecodingRuns.of(rows), []
     num, drafts = config.num_coins, config.coin_drafts
     longest = config.prompt_tokens + config.coin_tokens
-    bounds = serving.bounds(num, drafts[-1], longest, config.steps_per_call)
+    bounds = serving.drafting_engine_config(
+        num, drafts[-1], longest, config.steps_per_call
+    )
     total = num * config.coin_batches
     texts, asks = config.cut(model.tokenizer, total, 1.0, config.coin_tokens)
     for chance in progress.track(config.acceptances, "tossing coins", "chances"):
-        judged = Speculation(serving.Uneven(drafts), Synthetic(chance))
-        server = serving.make(model, "Jacobi", bounds, judged)
+        judged = Speculation(serving.MixedDraftLengths(drafts), Synthetic(chance))
+        server = serving.make_server(model, "Jacobi", bounds, judged)
         counts = np.zeros((len(drafts), 2), int)
         for start in range(0, total, num):
             server.serve(texts[start : start + num], asks[start : start + num])
-            counts += [serving.given(server, each) for each in drafts]
+            counts += [serving.steps_with_drafts(server, each) for each in drafts]
         coins += [(chance, *x) for x in zip(drafts, *counts.T.tolist(), strict=True)]
     return Result(
         runs,
-        Coins.of(coins),
+        SyntheticDrafts.of(coins),
         config.output_tokens,
         config.num_drafts,
         jax.devices()[0].device_kind,
@@ -287,7 +289,7 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("law", np.abs(coins.off).max(), **words)
     for id, formula in (
         ("tokens", theory.tokens_per_step),
-        ("operations", theory.operations),
+        ("operations", theory.operations_per_token),
     ):
         for chance, by_drafts in BOOK.published(id).items():
             for num in by_drafts:
@@ -313,4 +315,4 @@ def claims(result: Result) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws tokens a step, speeds by way and by batch, and the formula."""
-    drawing.draw(axes, result.runs, result.coins, result.num_drafts)
+    drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)

@@ -25,7 +25,7 @@ from jaxkv.speculation import (
 PLAIN = "plain"
 
 
-class Way(NamedTuple):
+class DecodingMethod(NamedTuple):
     """A way to decode.
 
     Attributes:
@@ -41,24 +41,24 @@ class Way(NamedTuple):
     adaptive: bool = False
 
 
-WAYS = {
-    PLAIN: Way(),
-    "n-gram": Way("ngram"),
-    "Jacobi": Way("jacobi"),
-    "draft model": Way("draft-model"),
-    "early exit, 1 layer": Way("early-exit", 1),
-    "early exit, 2 layers": Way("early-exit", 2),
-    "lookahead": Way("lookahead"),
-    "Medusa, chain": Way("medusa", is_chain=True),
-    "Medusa, tree": Way("medusa"),
-    "EAGLE, chain": Way("eagle", is_chain=True),
-    "EAGLE, tree": Way("eagle"),
-    "n-gram, adaptive": Way("ngram", adaptive=True),
-    "EAGLE, adaptive": Way("eagle", is_chain=True, adaptive=True),
+METHODS = {
+    PLAIN: DecodingMethod(),
+    "n-gram": DecodingMethod("ngram"),
+    "Jacobi": DecodingMethod("jacobi"),
+    "draft model": DecodingMethod("draft-model"),
+    "early exit, 1 layer": DecodingMethod("early-exit", 1),
+    "early exit, 2 layers": DecodingMethod("early-exit", 2),
+    "lookahead": DecodingMethod("lookahead"),
+    "Medusa, chain": DecodingMethod("medusa", is_chain=True),
+    "Medusa, tree": DecodingMethod("medusa"),
+    "EAGLE, chain": DecodingMethod("eagle", is_chain=True),
+    "EAGLE, tree": DecodingMethod("eagle"),
+    "n-gram, adaptive": DecodingMethod("ngram", adaptive=True),
+    "EAGLE, adaptive": DecodingMethod("eagle", is_chain=True, adaptive=True),
 }
 
 
-class Counts(NamedTuple):
+class DecodeCounts(NamedTuple):
     """Of steps in which a sequence decodes; the one that reads its prompt is none.
 
     Attributes:
@@ -77,12 +77,14 @@ class Counts(NamedTuple):
     call_s: float = 0.0
     call_steps: int = 0
 
-    def plus(self, other: "Counts") -> "Counts":
+    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
         """The sums of both."""
-        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+        return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
+def count_decoding(
+    info: StepInfo, times: list[CallTimes], num_slots: int
+) -> DecodeCounts:
     """Counts a batch that was served from its prompts to its ends, a slot for each.
 
     Steps are timed by the calls that they are in, each from the end of the one before:
@@ -101,7 +103,7 @@ def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
     by_call = decodes.reshape(len(times), -1, num_slots)
     ready_s = np.array([call.ready_s for call in times])
     whole = by_call.all(axis=(1, 2))[1:]
-    return Counts(
+    return DecodeCounts(
         steps=int(decodes.sum()),
         emitted=int(emitted[decodes].sum()),
         drafted=int(drafts[decodes].sum()),
@@ -111,7 +113,7 @@ def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
     )
 
 
-def bounds(
+def drafting_engine_config(
     batch: int,
     num_drafts: int,
     max_length: int,
@@ -130,7 +132,7 @@ def bounds(
     )
 
 
-def make(
+def make_server(
     model: checkpoints.Loaded,
     way: str,
     config: EngineConfig,
@@ -142,13 +144,13 @@ def make(
 
     Args:
       model: what to serve.
-      way: one of `WAYS`.
+      way: one of `METHODS`.
       config: the engine's bounds.
       speculation: instead of the way's own.
       heads: that draft for the model, for ways that have some.
       draft: the model that drafts, for the way that has one.
     """
-    its = WAYS[way]
+    its = METHODS[way]
     if its.is_chain and heads is not None:
         first = tuple(depth[:1] for depth in heads.acceptance)
         heads = heads._replace(acceptance=first)
@@ -182,30 +184,30 @@ def make(
     return Server(engine, f"{way} {config.max_drafts}")
 
 
-def decode(
+def decode_batches(
     server: Server, prompts: list[list[int]], asks: list[Sampling]
-) -> tuple[list[list[int]], Counts]:
+) -> tuple[list[list[int]], DecodeCounts]:
     """Answers prompts in batches of as many as there are slots; the first compiles.
 
     Returns:
       The answers' tokens, and the counts of all batches.
     """
-    answers, counts, batch = [], Counts(), server.engine.config.max_slots
+    answers, counts, batch = [], DecodeCounts(), server.engine.config.max_slots
     for start in range(0, len(prompts), batch):
         end = start + batch
         answers += server.serve(prompts[start:end], asks[start:end])
-        counts = counts.plus(count(server.steps, server.times, batch))
+        counts = counts.plus(count_decoding(server.steps, server.times, batch))
     return answers, counts
 
 
-def given(server: Server, num_drafts: int) -> tuple[int, int]:
+def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
     """Steps of the last batch that fed so many drafts, and the tokens they gave."""
     emitted, fed = server.steps.num_emitted, server.steps.num_drafts
     here = (fed == num_drafts) & (emitted > 0)
     return int(here.sum()), int(emitted[here].sum())
 
 
-def costs(
+def relative_costs(
     step_s: Float[np.ndarray, "rows rounds"], plain_s: Float[np.ndarray, "rows rounds"]
 ) -> Float[np.ndarray, " rows"]:
     """What steps cost in plain ones of the same round; the median of rounds."""
@@ -214,7 +216,7 @@ def costs(
 
 
 @dataclasses.dataclass(frozen=True)
-class Uneven(Jacobi):
+class MixedDraftLengths(Jacobi):
     """Guesses of which not all slots want as many."""
 
     wanted: tuple[int, ...] = (1,)

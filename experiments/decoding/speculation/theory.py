@@ -1,6 +1,6 @@
 """What speculation gains by formula, where drafts are accepted independently.
 
-`Tossed` holds the counts of such drafts, with the formula.
+`IndependentDrafts` holds the counts of such drafts, with the formula.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 """
@@ -20,7 +20,9 @@ def tokens_per_step(acceptance: float, num_drafts: int) -> float:
     return float(sum(acceptance**k for k in range(num_drafts + 1)))
 
 
-def operations(acceptance: float, num_drafts: int, cost: float = 0.0) -> float:
+def operations_per_token(
+    acceptance: float, num_drafts: int, cost: float = 0.0
+) -> float:
     """Operations of a token over those of plain decoding.
 
     0.8 and 5 drafts that cost nothing take 1.63 times as many.
@@ -34,7 +36,7 @@ def operations(acceptance: float, num_drafts: int, cost: float = 0.0) -> float:
     return fed / tokens_per_step(acceptance, num_drafts)
 
 
-def tokens_of(
+def expected_tokens(
     acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
 ) -> Float[np.ndarray, " rows"]:
     """Tokens of a step for every row of a table."""
@@ -42,7 +44,7 @@ def tokens_of(
     return np.array([tokens_per_step(*pair) for pair in pairs])
 
 
-def spread_of(
+def token_deviation(
     acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
 ) -> Float[np.ndarray, " rows"]:
     """The standard deviation of a step's tokens for every row of a table.
@@ -56,7 +58,7 @@ def spread_of(
     return np.array(found)
 
 
-class Tossed(Table):
+class IndependentDrafts(Table):
     """Steps whose drafts were accepted with one chance, each by itself."""
 
     acceptance: Floats = column("chance of each draft")
@@ -74,10 +76,10 @@ class Tossed(Table):
     @shown(heading="by formula", form="{:.3f}")
     def expected(self) -> np.ndarray:
         """As they should be: (1 - a^(g + 1)) / (1 - a)."""
-        return tokens_of(self.acceptance, self.num_drafts)
+        return expected_tokens(self.acceptance, self.num_drafts)
 
     @property
     def chance_error(self) -> np.ndarray:
         """Standard error of as many steps' tokens, by the formula."""
-        spread = spread_of(self.acceptance, self.num_drafts)
+        spread = token_deviation(self.acceptance, self.num_drafts)
         return spread / np.sqrt(np.maximum(self.steps, 1))

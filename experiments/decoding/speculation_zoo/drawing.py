@@ -19,7 +19,7 @@ KINDS = {
 """By how the name of a way starts, the system whose colour it has."""
 
 
-def draw(axes: Any, ways: Any, adaptive: Any) -> None:
+def draw_methods(axes: Any, ways: Any, adaptive: Any) -> None:
     """Draws four panels: tokens and speeds of ways, their costs, and batches."""
     _bars(axes[0, 0], ways, "tokens_per_step", "found [tokens/step]")
     _bars(axes[0, 1], ways, "speed", "speed / plain decoding [ratio]")

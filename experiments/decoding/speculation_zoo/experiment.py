@@ -79,9 +79,9 @@ class Config(held_out.TextConfig):
         validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
-        adapt = {way for way, its in serving.WAYS.items() if its.adaptive}
+        adapt = {way for way, its in serving.METHODS.items() if its.adaptive}
         for name, known in (
-            ("ways", {*serving.WAYS} - adapt - {serving.PLAIN}),
+            ("ways", {*serving.METHODS} - adapt - {serving.PLAIN}),
             ("adaptive", adapt),
         ):
             for way, num in getattr(self, name):
@@ -91,7 +91,7 @@ class Config(held_out.TextConfig):
         if drafting != bool(self.draft):
             raise ValueError(f"draft={self.draft!r} goes with the way 'draft model'")
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
-        self.refuse_short_answers(max(drafts, default=1))
+        self.check_answer_length(max(drafts, default=1))
 
 
 PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 4.6)
@@ -132,8 +132,8 @@ CONFIGS = {
 class Result(Record):
     """What was measured."""
 
-    ways: on_text.Runs = column("ways to decode, one sequence alone")
-    adaptive: on_text.Runs = column("lengths that adapt, by batch")
+    ways: on_text.DecodingRuns = column("ways to decode, one sequence alone")
+    adaptive: on_text.DecodingRuns = column("lengths that adapt, by batch")
     output_tokens: int = column("of each answer", is_told=False)
     device: str = column("kind of it")
 
@@ -155,24 +155,24 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         for kind in head_folders.KINDS
         if any(
-            serving.WAYS[way].method == kind
+            serving.METHODS[way].method == kind
             for way, _ in (*config.ways, *config.adaptive)
         )
     }
 
     def serve(way: str, bounds: EngineConfig) -> Server:
-        its = heads.get(serving.WAYS[way].method or "")
-        return serving.make(model, way, bounds, heads=its, draft=draft)
+        its = heads.get(serving.METHODS[way].method or "")
+        return serving.make_server(model, way, bounds, heads=its, draft=draft)
 
     decode = functools.partial(
-        held_out.decode, config, model, progress=progress, serve=serve
+        held_out.decode_in_turns, config, model, progress=progress, serve=serve
     )
     alone = [(1, temperature) for temperature in config.temperatures]
-    ways = on_text.Runs.of(decode(alone, lambda _: config.ways))
+    ways = on_text.DecodingRuns.of(decode(alone, lambda _: config.ways))
     batches = [(b, t) for b in config.batches for t in config.temperatures]
     rounds = config.adaptive_rounds
     adapting = decode(batches, lambda _: config.adaptive, rounds=rounds)
-    adaptive = on_text.Runs.of(adapting)
+    adaptive = on_text.DecodingRuns.of(adapting)
     kind = jax.devices()[0].device_kind
     return Result(ways, adaptive, config.output_tokens, kind)
 
@@ -243,4 +243,4 @@ def claims(result: Result) -> Iterator[Ours]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws tokens and speeds of all ways, costs against drafts, and batches."""
-    drawing.draw(axes, result.ways, result.adaptive)
+    drawing.draw_methods(axes, result.ways, result.adaptive)

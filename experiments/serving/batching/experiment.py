@@ -24,8 +24,13 @@ from experiments.framework.table import Record, column
 from experiments.harness import model_shapes
 from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps
-from experiments.serving.batching.lectures import Times
-from experiments.serving.batching.sweeps import SYSTEMS, Config, Latencies, Speeds
+from experiments.serving.batching.lectures import IterationSpans
+from experiments.serving.batching.sweeps import (
+    SYSTEMS,
+    ClientLatencies,
+    Config,
+    ThroughputSweep,
+)
 from jaxkv.progress import QUIET, Progress
 
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
@@ -65,13 +70,17 @@ CONFIGS = {
 class Result(Record):
     """All sweeps, and the lectures' pictures."""
 
-    limits: Speeds = column("of `SYSTEMS`, by the longest output; of no load if served")
-    deviations: Speeds = column("of two of them in the same slots, by outputs' spread")
-    clients: Latencies = column("side by side")
-    static_sequences: Times = column("S1 to S7")
-    continuous_sequences: Times = column("S1 to S7")
-    static_requests: Times = column("R1 to R5")
-    continuous_requests: Times = column("R1 to R5")
+    limits: ThroughputSweep = column(
+        "of `SYSTEMS`, by the longest output; of no load if served"
+    )
+    deviations: ThroughputSweep = column(
+        "of two of them in the same slots, by outputs' spread"
+    )
+    clients: ClientLatencies = column("side by side")
+    static_sequences: IterationSpans = column("S1 to S7")
+    continuous_sequences: IterationSpans = column("S1 to S7")
+    static_requests: IterationSpans = column("R1 to R5")
+    continuous_requests: IterationSpans = column("R1 to R5")
     where: str = column("the cost model, or the device")
     num_slots: int = column("of the systems that `deviations` compares")
 
@@ -82,21 +91,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if config.model:
         model = model_shapes.load_with_text(config.model, max_length=config.longest)
         limits, where = (), jax.devices()[0].device_kind
-    static, other = sweeps.simulate(config, progress, sweeps=model is None)
+    static, other = sweeps.simulate_sweeps(config, progress, sweeps=model is None)
     if model:
-        uneven = serving.uneven(config, model, progress)
+        uneven = serving.serve_uneven(config, model, progress)
         static["deviations"], other["deviations"] = uneven
-        other["clients"] = [*serving.side_by_side(config, model, progress)]
+        other["clients"] = [*serving.serve_batches(config, model, progress)]
     by_limit = (static["limits"], other["limits"], other["paged"])
     by_spread = (static["deviations"], other["deviations"])
     first, second = zip(static["pictures"], other["pictures"], strict=True)
     return Result(
-        sweeps.speeds(config, limits, *by_limit),
-        sweeps.speeds(config, config.deviations, *by_spread),
-        sweeps.latencies(config, other["clients"]),
+        sweeps.throughput_sweep(config, limits, *by_limit),
+        sweeps.throughput_sweep(config, config.deviations, *by_spread),
+        sweeps.client_latencies(config, other["clients"]),
         *(run.times for run in (*first, *second)),
         where=where,
-        num_slots=sweeps.num_reserved(config, config.longest),
+        num_slots=sweeps.num_reserved_slots(config, config.longest),
     )
 
 
@@ -107,11 +116,11 @@ def claims(result: Result) -> Iterator[Ours]:
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
-        yield ours("cells", lectures.num_equal(times, drawn), name=name)
-    batches = lectures.batches(result.continuous_requests)[: len(lectures.BATCHES)]
+        yield ours("cells", lectures.count_equal_cells(times, drawn), name=name)
+    batches = lectures.batch_names(result.continuous_requests)[: len(lectures.BATCHES)]
     equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
     yield ours("iterations", equal, batches=", then ".join(batches))
-    yield ours("joined", lectures.num_joined(result.static_requests))
+    yield ours("joined", lectures.count_joined(result.static_requests))
     swept = result.limits
     if swept.value.size:
         static, continuous, paged = swept.means
@@ -146,10 +155,10 @@ def metrics(result: Result) -> dict[str, Any]:
     """Gives the pictures in words, and all speeds."""
     return {
         "where": result.where,
-        "sequences_static": lectures.words(result.static_sequences),
-        "sequences_continuous": lectures.words(result.continuous_sequences),
-        "requests_static": lectures.batches(result.static_requests),
-        "requests_continuous": lectures.batches(result.continuous_requests),
+        "sequences_static": lectures.grid_rows(result.static_sequences),
+        "sequences_continuous": lectures.grid_rows(result.continuous_sequences),
+        "requests_static": lectures.batch_names(result.static_requests),
+        "requests_continuous": lectures.batch_names(result.continuous_requests),
         "limits": result.limits.rows("longest"),
         "deviations": result.deviations.rows("deviation"),
         "clients": result.clients.rows(),
@@ -196,7 +205,7 @@ def plot(axes: Any, result: Result) -> None:
     ):
         steps = int(found.last.max())
         title = f"Scheduling {name} by {name} takes {steps} iterations"
-        lectures.draw_turns(ax, found, title, is_static=name == "request")
+        lectures.draw_iterations(ax, found, title, is_static=name == "request")
     (rate, gain), limits = axes[2:, 0], result.limits
     if limits.value.size:
         _draw_speeds(rate, limits)
@@ -232,7 +241,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_clients(axes[3, 1], result.clients)
 
 
-def _draw_speeds(ax: Any, found: Speeds) -> None:
+def _draw_speeds(ax: Any, found: ThroughputSweep) -> None:
     rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
         style.curve(ax, found.value, mean, name, name)
@@ -243,7 +252,7 @@ def _draw_speeds(ax: Any, found: Speeds) -> None:
     ax.legend()
 
 
-def _draw_clients(ax: Any, found: Latencies) -> None:
+def _draw_clients(ax: Any, found: ClientLatencies) -> None:
     token_ms = 1e3 * found.s_per_token
     style.curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
     rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]

@@ -45,7 +45,7 @@ _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
 R5 during the second."""
 
 
-class Times(Table):
+class IterationSpans(Table):
     """When requests drew tokens, in iterations from 1: a row for each."""
 
     first: Ints = column("the first token")
@@ -56,17 +56,17 @@ class Times(Table):
         return (self.first <= step) & (step <= self.last)
 
 
-def sequences() -> arrivals.Workload:
+def lecture_sequences() -> arrivals.Workload:
     """S1 to S7, all there from the start."""
     return arrivals.make(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
 
 
-def requests() -> arrivals.Workload:
+def lecture_requests() -> arrivals.Workload:
     """R1 to R5."""
     return arrivals.make(*map(np.array, zip(*_TURNS, strict=True)))
 
 
-def grid(found: Times) -> Int[np.ndarray, "slots places 3"]:
+def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
     """Lays the tokens of S1 to S7 out by slot, one behind the other.
 
     The free slot of the lowest number goes to the next request. A slot is idle in the
@@ -90,22 +90,22 @@ def grid(found: Times) -> Int[np.ndarray, "slots places 3"]:
     return np.array([row[:PLACES] for row in cells])
 
 
-def words(found: Times) -> list[str]:
+def grid_rows(found: IterationSpans) -> list[str]:
     """Writes the grid of some times as `STATIC` and `CONTINUOUS` are."""
     names = {IDLE: "--", END: "END"}
     return [
         " ".join(names.get(kind, f"S{request + 1}") for request, kind, _ in row)
-        for row in grid(found).tolist()
+        for row in slot_grid(found).tolist()
     ]
 
 
-def num_equal(found: Times, drawn: tuple[str, ...]) -> int:
+def count_equal_cells(found: IterationSpans, drawn: tuple[str, ...]) -> int:
     """Counts the cells that are as they were drawn."""
-    ours, theirs = (" ".join(rows).split() for rows in (words(found), drawn))
+    ours, theirs = (" ".join(rows).split() for rows in (grid_rows(found), drawn))
     return sum(x == y for x, y in zip(ours, theirs, strict=True))
 
 
-def batches(found: Times) -> list[str]:
+def batch_names(found: IterationSpans) -> list[str]:
     """Names who is in the batch, iteration by iteration."""
     return [
         " ".join(f"R{r + 1}" for r in np.flatnonzero(found.runs(step)))
@@ -113,17 +113,17 @@ def batches(found: Times) -> list[str]:
     ]
 
 
-def num_joined(found: Times) -> int:
+def count_joined(found: IterationSpans) -> int:
     """Counts requests let in while somebody of the first batch still ran."""
     first = found.first == found.first.min()
     return int((~first & (found.first <= found.last[first].max())).sum())
 
 
-def draw_grid(ax: Any, found: Times, title: str) -> None:
+def draw_grid(ax: Any, found: IterationSpans, title: str) -> None:
     """Draws S1 to S7; the number after a sequence is the iteration."""
     names = [f"slot {i + 1}" for i in range(NUM_SLOTS)]
     _frame(ax, PLACES, names, title, "place in the slot [tokens]")
-    for slot, row in enumerate(grid(found).tolist()):
+    for slot, row in enumerate(slot_grid(found).tolist()):
         for place, (request, kind, step) in enumerate(row):
             if kind != IDLE:
                 text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT else "")
@@ -131,7 +131,9 @@ def draw_grid(ax: Any, found: Times, title: str) -> None:
     _key(ax, (PROMPT, TOKEN, END))
 
 
-def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
+def draw_iterations(
+    ax: Any, found: IterationSpans, title: str, *, is_static: bool
+) -> None:
     """Draws R1 to R5, iteration by iteration."""
     num_steps = int(found.last.max())
     names = [f"R{i + 1}" for i in range(len(found))]

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.harness import model_shapes, prompts
 from experiments.serving.batching import sweeps
-from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, Run
+from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, LoadResult
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
@@ -19,17 +19,17 @@ TOKEN_BUDGET, ROUNDS = 64, 3
 """Rows of a step; and times that everything is served, of which the fastest counts."""
 
 
-def uneven(
+def serve_uneven(
     config: Config, model: checkpoints.Loaded, progress: Progress
-) -> list[list[Run]]:
+) -> list[list[LoadResult]]:
     """Serves outputs of equal means, more and more uneven.
 
     Returns:
       The runs of static and of continuous batching, by deviation and seed; what the
       person stops is not a number.
     """
-    loads = [load for load, _ in sweeps.spread(config)]
-    slots = sweeps.num_reserved(config, config.longest)
+    loads = [load for load, _ in sweeps.spread_loads(config)]
+    slots = sweeps.num_reserved_slots(config, config.longest)
     engines = [
         _engine(config, model, slots, policy)
         for policy in (static_batching.static(), fcfs.fcfs())
@@ -38,7 +38,7 @@ def uneven(
         progress.show(f"{name}: compiling")
         _serve(engine, model, loads[0], 0)
     drawn = [np.asarray(load.output) for load in loads]
-    runs = [[Run(x) for x in drawn] for _ in engines]
+    runs = [[LoadResult(x) for x in drawn] for _ in engines]
     for i in progress.track(range(len(loads)), "uneven outputs", "loads"):
         # In turns, so that both meet the same neighbours on the machine.
         found = np.array(
@@ -48,23 +48,25 @@ def uneven(
             ]
         )
         for row, seconds, steps in zip(runs, *found.min(axis=0).T, strict=True):
-            row[i] = Run(drawn[i], int(drawn[i].sum()) / seconds, steps)
+            row[i] = LoadResult(drawn[i], int(drawn[i].sum()) / seconds, steps)
     return runs
 
 
-def side_by_side(
+def serve_batches(
     config: Config, model: checkpoints.Loaded, progress: Progress
-) -> Iterator[Run]:
+) -> Iterator[LoadResult]:
     """Serves equal requests in batches of several sizes, until it is stopped."""
     num = round(config.mean_output_tokens)
     for clients in progress.track(config.clients, "side by side", "sizes"):
         progress.show(f"{clients} side by side: compiling")
         engine = _engine(config, model, clients, fcfs.fcfs())
-        load = sweeps.equal(config.prompt_tokens, num, clients, rounds=1)
+        load = sweeps.equal_requests(config.prompt_tokens, num, clients, rounds=1)
         served = [_serve(engine, model, load, 0) for _ in range(ROUNDS + 1)]
         seconds, steps = min(served[1:])
         output = np.asarray(load.output)
-        yield Run(output, clients * num / seconds, steps, s_per_token=seconds / num)
+        yield LoadResult(
+            output, clients * num / seconds, steps, s_per_token=seconds / num
+        )
 
 
 def _engine(

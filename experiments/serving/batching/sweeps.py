@@ -74,7 +74,7 @@ class Config:
         return self.prompt_tokens + self.limits[-1]
 
 
-class Speeds(Record):
+class ThroughputSweep(Record):
     """Speeds of some systems under some loads; NaN where a run was stopped."""
 
     value: Float[np.ndarray, " loads"] = column("what was swept")
@@ -101,7 +101,7 @@ class Speeds(Record):
         return table.by_row(found)
 
 
-class Latencies(Table):
+class ClientLatencies(Table):
     """How equal requests of so many clients fare, side by side: a row for each."""
 
     clients: Ints = column("requests side by side")
@@ -114,7 +114,7 @@ class Latencies(Table):
     )
 
 
-class Run(NamedTuple):
+class LoadResult(NamedTuple):
     """What became of a load; NaN where somebody is still to be served."""
 
     output: Int[np.ndarray, " requests"]
@@ -122,10 +122,10 @@ class Run(NamedTuple):
     tokens_per_s: float = np.nan
     steps: float = np.nan
     s_per_token: float = np.nan
-    times: lectures.Times = lectures.Times.of([])
+    times: lectures.IterationSpans = lectures.IterationSpans.of([])
 
 
-class Priced(NamedTuple):
+class SwitchedCost(NamedTuple):
     """A cost model, or a second a step."""
 
     cost: Cost
@@ -136,11 +136,13 @@ class Priced(NamedTuple):
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
 
-type Runs = dict[str, list[Run]]
+type LoadResults = dict[str, list[LoadResult]]
 """Of what was simulated under one policy, by name: the pictures' loads, or sweeps."""
 
 
-def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs, Runs]:
+def simulate_sweeps(
+    config: Config, progress: Progress, *, sweeps: bool
+) -> tuple[LoadResults, LoadResults]:
     """Simulates the lectures' pictures, and the sweeps.
 
     Args:
@@ -155,7 +157,7 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
 
     def reserved(longest: int) -> Capacity:
         # The longest sequence is reserved for everybody: a page that holds one.
-        return _bounds(num_reserved(config, longest), longest, longest)
+        return _bounds(num_reserved_slots(config, longest), longest, longest)
 
     def paged(longest: int) -> Capacity:
         return _bounds(config.num_places // PAGE_SIZE, PAGE_SIZE, longest)
@@ -163,19 +165,19 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     def looped(config: Config) -> Iterator[tuple[Workload, int]]:
         prompt, output = 32, round(config.mean_output_tokens)
         for clients in config.clients:
-            yield equal(prompt, output, clients), prompt + output
+            yield equal_requests(prompt, output, clients), prompt + output
 
-    groups: dict[str, list[_Member]] = {
+    groups: dict[str, list[_LoadCase]] = {
         # As many pages as slots, each of a whole sequence.
         "pictures": [
-            (lectures.sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
-            (lectures.requests(), _bounds(lectures.LIMIT, 16, 16), True),
+            (lectures.lecture_sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
+            (lectures.lecture_requests(), _bounds(lectures.LIMIT, 16, 16), True),
         ]
     }
     for name, loads, bounds in (
-        ("limits", limited, reserved),
-        ("deviations", spread, reserved),
-        ("paged", limited, paged),
+        ("limits", limited_loads, reserved),
+        ("deviations", spread_loads, reserved),
+        ("paged", limited_loads, paged),
         ("clients", looped, paged),
     ):
         asked = loads(config) if sweeps else ()
@@ -188,7 +190,7 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     )
 
 
-type _Member = tuple[Workload, Capacity, bool]
+type _LoadCase = tuple[Workload, Capacity, bool]
 """A load in the bounds of a system, and whether its steps take a second each."""
 
 
@@ -202,13 +204,15 @@ def _bounds(num_pages: int, page_size: int, max_length: int) -> Capacity:
     )
 
 
-def speeds(config: Config, values: Sequence[float], *systems: list[Run]) -> Speeds:
+def throughput_sweep(
+    config: Config, values: Sequence[float], *systems: list[LoadResult]
+) -> ThroughputSweep:
     """Lines up the runs of systems, each by value and seed."""
     shape = (len(systems), len(values), config.num_seeds)
     rates = [[run.tokens_per_s for run in runs] for runs in systems]
     steps = [[run.steps for run in runs] for runs in systems]
     deviation = [run.output.std() / run.output.mean() for run in systems[0]]
-    return Speeds(
+    return ThroughputSweep(
         np.array(values, float),
         np.array(rates).reshape(shape),
         np.array(steps, float).reshape(shape),
@@ -216,13 +220,17 @@ def speeds(config: Config, values: Sequence[float], *systems: list[Run]) -> Spee
     )
 
 
-def latencies(config: Config, runs: list[Run]) -> Latencies:
+def client_latencies(config: Config, runs: list[LoadResult]) -> ClientLatencies:
     """Lines up the runs of clients, those that there are."""
     pairs = zip(config.clients, runs, strict=False)
-    return Latencies.of((n, run.tokens_per_s, run.s_per_token) for n, run in pairs)
+    return ClientLatencies.of(
+        (n, run.tokens_per_s, run.s_per_token) for n, run in pairs
+    )
 
 
-def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workload:
+def equal_requests(
+    prompt: int, output: int, clients: int, *, rounds: int = 4
+) -> Workload:
     """Equal requests of clients who each ask so often."""
     law = lengths.Pair(
         prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
@@ -231,12 +239,12 @@ def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workloa
     return arrivals.closed_loop(rng, law, clients=clients, num=num)
 
 
-def num_reserved(config: Config, longest: int) -> int:
+def num_reserved_slots(config: Config, longest: int) -> int:
     """Slots where each reserves the longest sequence."""
     return min(config.num_places // longest, config.max_slots)
 
 
-def limited(config: Config) -> Iterator[tuple[Workload, int]]:
+def limited_loads(config: Config) -> Iterator[tuple[Workload, int]]:
     """The loads of `limits` by limit and seed, and tokens of their longest sequence."""
     output = lengths.Gamma(mean=config.mean_output_tokens, shape=1.0)
     for limit in config.limits:
@@ -244,8 +252,8 @@ def limited(config: Config) -> Iterator[tuple[Workload, int]]:
         yield from _bursts(config, output, longest, keeps_means=False)
 
 
-def spread(config: Config) -> Iterator[tuple[Workload, int]]:
-    """The loads of `deviations`, by deviation and seed, as `limited`."""
+def spread_loads(config: Config) -> Iterator[tuple[Workload, int]]:
+    """The loads of `deviations`, by deviation and seed, as `limited_loads`."""
     mean = config.mean_output_tokens
     for deviation in config.deviations:
         output: Any = lengths.Fixed(tokens=round(mean))
@@ -270,14 +278,14 @@ def _bursts(
 
 
 def _simulate(
-    config: Config, groups: dict[str, list[_Member]], policy: Any, progress: Progress
-) -> Runs:
+    config: Config, groups: dict[str, list[_LoadCase]], policy: Any, progress: Progress
+) -> LoadResults:
     cost = named_costs.find(config.cost).cost
     members = [x for group in groups.values() for x in group]
     progress.show(f"{len(members)} simulations side by side")
     stacked = driver.stack(
         [
-            (load, bounds, policy, Priced(cost, jnp.asarray(counts_steps)))
+            (load, bounds, policy, SwitchedCost(cost, jnp.asarray(counts_steps)))
             for load, bounds, counts_steps in members
         ]
     )
@@ -288,7 +296,7 @@ def _simulate(
     return {name: [next(runs) for _ in group] for name, group in groups.items()}
 
 
-def _run(load: Workload, served: Served, index: int) -> Run:
+def _run(load: Workload, served: Served, index: int) -> LoadResult:
     output = np.asarray(load.output)
     arrival_s, first_s, finish_s = (
         x[index, : output.size]
@@ -296,10 +304,10 @@ def _run(load: Workload, served: Served, index: int) -> Run:
     )
     is_done = np.isfinite(finish_s[np.isfinite(arrival_s)]).all()
     ends = (np.nan_to_num(x).round() for x in (first_s, finish_s))
-    return Run(
+    return LoadResult(
         output,
         int(output.sum()) / float(served.end_s[index]) if is_done else np.nan,
         float(served.totals.steps[index]) if is_done else np.nan,
         np.mean((finish_s - arrival_s) / output),
-        lectures.Times(*ends),
+        lectures.IterationSpans(*ends),
     )

@@ -56,7 +56,7 @@ PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.4)
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
 
-def load(config: Config) -> Load:
+def draw_conversations(config: Config) -> Load:
     """Draws rounds, each of its own conversation.
 
     The prompt is what was said and asked so far, its last 1,024 tokens.
@@ -80,7 +80,7 @@ def load(config: Config) -> Load:
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Serves the conversations by every system."""
-    requests = load(config)
+    requests = draw_conversations(config)
     prompt, output = requests.tokens
     # What the slots are chosen by: prompts are longer than those of one round.
     law = dataclasses.replace(
@@ -91,7 +91,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         "output_tokens": float(output.mean()),
         "full_share": float(np.mean(prompt == HISTORY)),
     }
-    rows = runs.explore(
+    rows = runs.explore_rates(
         runs.Setting(settings.SERVERS["13B"], law),
         requests,
         SYSTEMS,
@@ -106,11 +106,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the bound."""
     latency, ratio = axes
-    curves, found = runs.curves(result), runs.sustained(result)
+    curves, found = runs.latency_curves(result), runs.sustained_loads(result)
     title = "OPT-13B: latency of chat by load"
     if "paged" in found:
         title = f"OPT-13B bears {found['paged'].rate:.2f} chats a second with pages"
-    runs.draw(latency, result, title)
+    runs.draw_curves(latency, result, title)
     style.reference(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
@@ -135,7 +135,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 @beside(__file__).judges
 def claims(result: list[Row]) -> Iterator[Ours]:
     """Holds what is printed against ours."""
-    found = runs.sustained(result)
+    found = runs.sustained_loads(result)
     if len(found) < len(SYSTEMS):
         return
     orcas = [found[name].rate for name in settings.ORCAS]
@@ -149,16 +149,16 @@ def claims(result: list[Row]) -> Iterator[Ours]:
 
 def metrics(result: list[Row]) -> dict[str, Any]:
     """Gives what each system sustains, and every load."""
-    return {"capacities": runs.told(result), "rows": result}
+    return {"capacities": runs.sustained_rows(result), "rows": result}
 
 
 def summary(result: list[Row]) -> list[Part]:
     """Puts the systems beside each other."""
-    found = runs.sustained(result)
+    found = runs.sustained_loads(result)
     if not found:
         return []
     rows = []
-    for name, here in runs.grouped(result, "system").items():
+    for name, here in runs.group_rows(result, "system").items():
         rate = found[name].rate
         end = min(here, key=lambda row: abs(row["rate_per_s"] - rate))
         times = found["paged"].rate / rate if "paged" in found else None

@@ -16,9 +16,9 @@ from experiments.framework.table import shown
 from experiments.plotting import style, systems
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import (
-    PATIENTS,
+    NUM_DECODING,
     Capacities,
-    Loads,
+    PrefillRuns,
     Timeline,
 )
 from experiments.serving.chunked_prefill.settings import Config
@@ -44,7 +44,7 @@ WAYS = ("mixed only", "chunks only", "both")
 """Of table 4."""
 
 
-class Ratio(NamedTuple):
+class PublishedRatio(NamedTuple):
     """A published ratio of loads sustained.
 
     Attributes:
@@ -68,11 +68,15 @@ class Ratio(NamedTuple):
 
 _SMALL, _LARGE = "Sarathi (512)", "Sarathi (2,048)"
 RATIOS = (
-    Ratio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
-    Ratio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
-    Ratio("Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"),
-    Ratio("Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"),
-    Ratio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
+    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
+    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
+    PublishedRatio(
+        "Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"
+    ),
+    PublishedRatio(
+        "Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"
+    ),
+    PublishedRatio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
 )
 BOOK = beside(__file__)
 
@@ -81,9 +85,9 @@ class Result(Record):
     """What was simulated."""
 
     timeline: Timeline = column("of the four ways", is_told=False)
-    ways: Loads = column("the four ways at one rate, and under one budget")
-    budgets: Loads = column("chunks of several sizes, mixed, at the same rate")
-    loads: Loads = column("systems against the rate")
+    ways: PrefillRuns = column("the four ways at one rate, and under one budget")
+    budgets: PrefillRuns = column("chunks of several sizes, mixed, at the same rate")
+    loads: PrefillRuns = column("systems against the rate")
     chunk: np.ndarray = column("tokens of a chunk")
     chunk_cost: np.ndarray = column("time of a prompt in such chunks, over the whole's")
 
@@ -91,18 +95,20 @@ class Result(Record):
     @shown()
     def capacities(self) -> Capacities:
         """Requests a second that each system sustains."""
-        return runs.capacities(self.loads)
+        return runs.sustained_capacities(self.loads)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates everything; ended early, it has what is done."""
     name, model = config.models[0], settings.MODELS[config.models[0]]
     progress.show("four ways to read prompts")
-    timeline = runs.timeline(name, config.data[0], settings.WAYS)
+    timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
     four = [(way, config.share) for way in settings.WAYS]
-    ways = [runs.serve(name, data, four, config) for data in config.data]
-    asked = [(settings.both(budget), config.share) for budget in config.budgets]
-    budgets = runs.serve(name, config.data[0], asked, config)
+    ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
+    asked = [
+        (settings.chunked_and_mixed(budget), config.share) for budget in config.budgets
+    ]
+    budgets = runs.simulate_systems(name, config.data[0], asked, config)
     cases = [
         (each, data, [(system, share) for share in config.shares])
         for each in config.models
@@ -110,7 +116,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for system in settings.SYSTEMS
     ]
     loads = [
-        runs.serve(*case, config)
+        runs.simulate_systems(*case, config)
         for case in progress.track(cases, "systems and rates", "systems")
     ]
     chunk = sorted({*config.budgets, *CHUNKS})
@@ -119,9 +125,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     return Result(
         timeline=timeline,
-        ways=Loads.joined(ways),
+        ways=PrefillRuns.joined(ways),
         budgets=budgets,
-        loads=Loads.joined(loads),
+        loads=PrefillRuns.joined(loads),
         chunk=np.array(chunk),
         chunk_cost=np.array(chunks_s) / whole_s,
     )
@@ -228,10 +234,10 @@ def _draw_timeline(ax: Any, timeline: Timeline) -> None:
         for sequence in range(timeline.sequence.max() + 1):
             at = timeline.where(way=name, sequence=sequence).time_s
             y = np.full(len(at), i + 0.14 * sequence - 0.28)
-            label, color = kinds[sequence >= PATIENTS]
-            is_named = not i and sequence in (0, PATIENTS)
+            label, color = kinds[sequence >= NUM_DECODING]
+            is_named = not i and sequence in (0, NUM_DECODING)
             style.curve(ax, at, y, color, label if is_named else "", **look)
-            if sequence < PATIENTS:
+            if sequence < NUM_DECODING:
                 longest = max(longest, np.diff(at).max())
         stalls[name] = 1000 * longest
         text = f"{stalls[name]:,.0f} ms"
@@ -254,7 +260,7 @@ def _draw_limits(ax: Any, model: str) -> None:
         ax.axhline(limit_s, label=name.replace("_", " "), **look)
 
 
-def _draw_budgets(ax: Any, budgets: Loads) -> None:
+def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
     for label, values, color, mark in (
         ("first token, median", budgets.ttft_s, systems.GREEN, "^"),
         ("between tokens, 99 %", budgets.tbt_p99_s, systems.RED, "s"),
@@ -271,7 +277,7 @@ def _draw_budgets(ax: Any, budgets: Loads) -> None:
     ax.legend()
 
 
-def _draw_loads(ax: Any, loads: Loads) -> None:
+def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     """The first model and data: the tail between tokens against the rate."""
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:

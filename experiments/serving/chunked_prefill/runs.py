@@ -19,7 +19,7 @@ MAX_DELAY_S = 2.0
 """Median delay of scheduling, at most."""
 
 
-class Loads(Table):
+class PrefillRuns(Table):
     """What became of some loads, a row for each."""
 
     model: Texts = column("who serves")
@@ -60,7 +60,7 @@ class Timeline(Table):
     time_s: Floats = column("when")
 
 
-def full_rate(model: settings.Model, law: lengths.Pair) -> float:
+def prefill_bound_rate(model: settings.ServedModel, law: lengths.Pair) -> float:
     """The rate at which reading prompts, one after the other, takes all the time."""
     drawn = law.draw(np.random.default_rng(0), 2000).prompt
     # Quadratic in the length, so three lengths tell the mean.
@@ -73,7 +73,7 @@ def num_requests(config: Config) -> int:
     """Enough for every model and data: so many that they share a program."""
     return max(
         load_curves.enough(
-            max(config.shares) * full_rate(MODELS[name], DATA[data]),
+            max(config.shares) * prefill_bound_rate(MODELS[name], DATA[data]),
             config.seconds,
             deviations=4,
         )
@@ -82,9 +82,9 @@ def num_requests(config: Config) -> int:
     )
 
 
-def serve(
+def simulate_systems(
     name: str, data: str, asked: Sequence[tuple[System, float]], config: Config
-) -> Loads:
+) -> PrefillRuns:
     """Serves the same requests by every system at its rate, all mapped together.
 
     Args:
@@ -94,7 +94,7 @@ def serve(
       config: how long, and the seed.
     """
     model, law, seconds = MODELS[name], DATA[data], config.seconds
-    full, num = full_rate(model, law), num_requests(config)
+    full, num = prefill_bound_rate(model, law), num_requests(config)
     members = []
     for system, share in asked:
         rng = np.random.default_rng(config.seed)
@@ -120,7 +120,7 @@ def serve(
         row: list[Any] = [name, data, system.name, system.budget_of(law)]
         row += [share * full, share, ttft_s, ttft_s - median_s, *tails]
         rows.append([*row, served.means.batch[i], served.totals.preempted[i]])
-    return Loads.of(rows)
+    return PrefillRuns.of(rows)
 
 
 def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...]:
@@ -133,18 +133,18 @@ def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...
     return np.asarray(trace.info.drew)[keep], end_s
 
 
-PATIENTS = 3
+NUM_DECODING = 3
 """Sequences that decode when others come."""
 _LATE_S = (0.35, 1.0)
 _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 
-def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
+def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     """Lets two long prompts come while three sequences decode."""
     load = arrivals.make(
-        np.array([0.0] * PATIENTS + [*_LATE_S]),
-        np.array([_SHORT] * PATIENTS + [_LONG] * 2),
-        np.array([_ANSWER] * PATIENTS + [_LAST] * 2),
+        np.array([0.0] * NUM_DECODING + [*_LATE_S]),
+        np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
+        np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),
     )
     members = [way.member(MODELS[name], DATA[data], load) for way in ways]
     served = driver.simulate(driver.stack(members), max_slots=8, keep_trace=True)
@@ -158,7 +158,7 @@ def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     return Timeline.of(rows)
 
 
-def capacities(loads: Loads) -> Capacities:
+def sustained_capacities(loads: PrefillRuns) -> Capacities:
     """Requests a second that each system sustains.
 
     It is the rate at which 99 % of the gaps keep an objective, and nobody waits long.

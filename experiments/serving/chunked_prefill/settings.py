@@ -47,7 +47,7 @@ _MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ServedModel:
     """What is served, on how many GPUs, with what promise."""
 
     name: str
@@ -87,9 +87,11 @@ class Model:
         ).cost
 
 
-MODELS: Mapping[str, Model] = {
-    "Yi-34B": Model("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
-    "Mistral-7B": Model("Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}),
+MODELS: Mapping[str, ServedModel] = {
+    "Yi-34B": ServedModel("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
+    "Mistral-7B": ServedModel(
+        "Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}
+    ),
 }
 
 _NORMAL_P90 = 1.2816
@@ -135,23 +137,23 @@ class System(NamedTuple):
     name: str
     whole: bool = False
     first: bool = False
-    apart: bool = False
+    is_serialized: bool = False
     budget: int | None = None
-    many: bool = False
-    reserves: bool = False
+    reads_all_waiting: bool = False
+    reserves_longest: bool = False
 
     def budget_of(self, law: lengths.Pair) -> int:
         """Tokens of a step: one long prompt or several short ones, and who decodes."""
         if self.budget is not None:
             return self.budget
-        return (MAX_SLOTS if self.many else 1) * law.max_length + MAX_SLOTS
+        return (MAX_SLOTS if self.reads_all_waiting else 1) * law.max_length + MAX_SLOTS
 
     def member(
-        self, model: Model, law: lengths.Pair, workload: arrivals.Workload
+        self, model: ServedModel, law: lengths.Pair, workload: arrivals.Workload
     ) -> Members:
         """The machine that serves a workload this way."""
         most = None
-        if self.reserves:
+        if self.reserves_longest:
             most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
         policy = reading(whole=self.whole, first=self.first, max_running=most)
         capacity = Capacity.of(
@@ -160,29 +162,29 @@ class System(NamedTuple):
             max_length=law.max_length,
             token_budget=self.budget_of(law),
         )
-        cost = Apart(model.cost, jnp.asarray(self.apart))
+        cost = Apart(model.cost, jnp.asarray(self.is_serialized))
         return Members(workload, capacity, policy, cost)
 
 
-def both(budget: int) -> System:
+def chunked_and_mixed(budget: int) -> System:
     """Chunks, mixed, under a budget: Sarathi."""
     return System(f"Sarathi ({budget:,})", budget=budget)
 
 
 VLLM = System("vLLM", whole=True, first=True)
-ORCA = System("Orca", whole=True, many=True, reserves=True)
-SYSTEMS = (ORCA, VLLM, both(512), both(2048))
+ORCA = System("Orca", whole=True, reads_all_waiting=True, reserves_longest=True)
+SYSTEMS = (ORCA, VLLM, chunked_and_mixed(512), chunked_and_mixed(2048))
 ABLATION_BUDGET = 1024
 WAYS = (
     System("prompts first", whole=True, first=True),
     System("mixed only", whole=True),
-    System("chunks only", apart=True, budget=ABLATION_BUDGET),
+    System("chunks only", is_serialized=True, budget=ABLATION_BUDGET),
     System("both", budget=ABLATION_BUDGET),
 )
 """Table 4's, and what it is held against."""
 
 
-def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
+def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> float:
     """How long a prompt takes to be read alone, in chunks of `budget`."""
     size = tokens if budget is None else budget
     edges = [*np.arange(0, tokens, size).tolist(), tokens]

@@ -68,7 +68,7 @@ CONFIGS = {
 }
 
 
-class Served(NamedTuple):
+class PolicyRecord(NamedTuple):
     """What happened. Steps that fed nothing are left out.
 
     Attributes:
@@ -110,11 +110,11 @@ class Result(Record):
     """The same requests, served twice."""
 
     prompt: Texts = column("text of every prompt")
-    static: Served = column("under static batching")
-    continuous: Served = column("under continuous batching")
+    static: PolicyRecord = column("under static batching")
+    continuous: PolicyRecord = column("under continuous batching")
 
     @property
-    def both(self) -> dict[str, Served]:
+    def both(self) -> dict[str, PolicyRecord]:
         """The two, by what people call them."""
         found = (self.static, self.continuous)
         return dict(zip(POLICIES, found, strict=True))
@@ -144,7 +144,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             server.serve([requests[0].tokens], [requests[0].sampling])
             compile_s = server.engine.now()
             done = server.stream(requests, progress, update)
-        served.append(gather(server.steps, done, config, compile_s))
+        served.append(collect_record(server.steps, done, config, compile_s))
     return Result(np.array([request.text for request in requests]), *served)
 
 
@@ -158,7 +158,7 @@ def plot(axes: Any, result: Result) -> None:
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
         kind, steps = name.split()[0], len(served.num_rows)
-        rate = numbers(served)["tokens_per_s"]
+        rate = serving_metrics(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
         style.titled(ax, title, "time [steps]", "slot [1]")
         edges = np.arange(steps + 1)
@@ -182,7 +182,7 @@ def plot(axes: Any, result: Result) -> None:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Compares the two, and shows some answers."""
-    static, continuous = map(numbers, result.both.values())
+    static, continuous = map(serving_metrics, result.both.values())
     rates = static["tokens_per_s"], continuous["tokens_per_s"]
     both = result.static.is_done & result.continuous.is_done
     same = both & (result.static.text == result.continuous.text)
@@ -220,7 +220,7 @@ def summary(result: Result) -> list[Part]:
 def claims(result: Result) -> Iterator[Ours]:
     """Holds published numbers against ours, where both policies came to an end."""
     if (result.static.is_done & result.continuous.is_done).all():
-        static, continuous = map(numbers, result.both.values())
+        static, continuous = map(serving_metrics, result.both.values())
         yield ours("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
         yield ours("reserved", static["kv_utilisation"])
         yield ours("paged", continuous["kv_utilisation"])
@@ -238,12 +238,12 @@ def _shown(result: Result) -> list[tuple[str, str]]:
     return [("\n".join(a), "\n".join(b)) for a, b in pairs[:NUM_REPORTED]]
 
 
-def gather(
+def collect_record(
     steps: StepInfo | None,
     answers: Mapping[int, Completion],
     config: Config,
     compile_s: float,
-) -> Served:
+) -> PolicyRecord:
     """Lines up the steps of an engine, and the answers, by request, that are complete.
 
     Args:
@@ -267,7 +267,7 @@ def gather(
         text[i] = answer.text or ""
     start_s = min((answer.arrival_s for answer in answers.values()), default=0.0)
     end_s = max((answer.finish_s for answer in answers.values()), default=0.0)
-    return Served(
+    return PolicyRecord(
         **fields,
         page_size=config.page_size,
         latency_s=latency_s,
@@ -279,7 +279,7 @@ def gather(
     )
 
 
-def numbers(served: Served) -> dict[str, Any]:
+def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
     """Sums a serving up; `None` stands for a number of nothing.
 
     Returns:

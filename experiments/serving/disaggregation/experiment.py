@@ -6,6 +6,6 @@ and by processes of either phase, on this machine, and asks the simulator what i
 have said.
 """
 
-from experiments.serving.disaggregation import served, simulated
+from experiments.serving.disaggregation import measurement, simulation
 
-STUDIES = (simulated, served)
+STUDIES = (simulation, measurement)

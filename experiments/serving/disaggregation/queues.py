@@ -31,7 +31,7 @@ WARM_UP = 1 / 16
 """Of the requests: those who come first find emptier machines than others."""
 
 
-class Queues(Record):
+class QueueTimes(Record):
     """Machines under loads: all but the rate is `[machines, loads]`."""
 
     rate: np.ndarray = column("requests a second: [loads]")
@@ -73,7 +73,7 @@ def formula_s(machine: str, rate: float) -> float:
     return d + metrics.waiting_s(r, d)
 
 
-def measure(config: Config, progress: Progress = QUIET) -> Queues:
+def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     """Simulates every machine under every load."""
     loads, num = config.queue_loads, config.queue_requests
     came = np.stack(
@@ -97,7 +97,7 @@ def measure(config: Config, progress: Progress = QUIET) -> Queues:
     rates = np.array(loads) / SERVICE_S
     formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
-    return Queues(
+    return QueueTimes(
         rate=rates,
         formula_s=formulas,
         simulated_s=each.mean(axis=2),

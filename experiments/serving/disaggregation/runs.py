@@ -18,10 +18,10 @@ QUICK_S = 0.03
 """Of a transfer, in the paper."""
 
 type Placement = tuple[str, int, int, int, int, float]
-"""Role, degrees of either phase, replicas of either, and the link: as in `Loads`."""
+"""Role, tensor-parallel degrees, replicas and link, as in `PlacementLoads`."""
 
 
-class Loads(Table):
+class PlacementLoads(Table):
     """What became of some loads, a row for each."""
 
     name: Texts = column("of the application")
@@ -52,7 +52,7 @@ class Goodputs(Table):
     placement: Texts = column("of the split phases")
 
 
-class Phases(Table):
+class PhaseGoodputs(Table):
     """Requests a second that a GPU sustains of one phase, a row per kind of replica."""
 
     name: Texts = column("of the application", heading="application")
@@ -61,7 +61,7 @@ class Phases(Table):
     rate_per_s: Floats = column("of each GPU", heading="requests/s for each GPU")
 
 
-def row(
+def judge_load(
     name: str,
     answers: Answers,
     objectives: metrics.Objectives,
@@ -90,11 +90,11 @@ def row(
     return (name, *placement, *rates, *tails, *shares, *sent, a.preempted)
 
 
-def alone(
+def serve_single_replicas(
     asked: Sequence[tuple[str, Role, Instance, float]],
     config: Config,
     progress: Progress,
-) -> Loads:
+) -> PlacementLoads:
     """Serves loads by single replicas.
 
     Args:
@@ -119,10 +119,10 @@ def alone(
     return _loads([(name, rate) for name, *_, rate in asked], placed, counted)
 
 
-def split(
+def serve_split_replicas(
     asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
-) -> Loads:
-    """Serves loads by replicas for either phase; arguments as those of `alone`."""
+) -> PlacementLoads:
+    """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
     served = disaggregated.split(
         [
             (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
@@ -143,15 +143,17 @@ def _loads(
     asked: list[tuple[str, float]],
     placed: list[Placement],
     served: Iterable[Answers],
-) -> Loads:
+) -> PlacementLoads:
     rows = zip(asked, placed, served, strict=True)
-    return Loads.of(
-        row(name, answers, KNOWN[name].objectives, placement, rate)
+    return PlacementLoads.of(
+        judge_load(name, answers, KNOWN[name].objectives, placement, rate)
         for (name, rate), placement, answers in rows
     )
 
 
-def bounds(application: settings.Application, instance: Instance) -> dict[Role, float]:
+def search_limits(
+    application: settings.Application, instance: Instance
+) -> dict[Role, float]:
     """Rates that a replica hardly sustains, by role: where to look for what it does."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
@@ -172,24 +174,26 @@ def bounds(application: settings.Application, instance: Instance) -> dict[Role, 
     }
 
 
-def goodput(loads: Loads, field: str = "attained") -> float:
+def goodput_per_gpu(loads: PlacementLoads, field: str = "attained") -> float:
     """The rate of each GPU at which 90 % of the requests keep what they must."""
     order = np.argsort(loads.rate_per_card)
     kept = getattr(loads, field)[order]
     return metrics.goodput(loads.rate_per_card[order], kept, share=SHARE)
 
 
-def each(loads: Loads) -> float:
+def goodput_per_objective(loads: PlacementLoads) -> float:
     """The rate at which 90 % keep either objective, each by itself: figure 1."""
-    return min(goodput(loads, name) for name in ("attained_first", "attained_gap"))
+    return min(
+        goodput_per_gpu(loads, name) for name in ("attained_first", "attained_gap")
+    )
 
 
-def goodputs(alone: Loads, split: Loads) -> Goodputs:
+def application_goodputs(alone: PlacementLoads, split: PlacementLoads) -> Goodputs:
     """What each application's GPUs sustain: the example's first."""
     rows = []
     for name in alone.distinct("name"):
         apart = split.where(name=name)
-        of = each if name == EXAMPLE else goodput
+        of = goodput_per_objective if name == EXAMPLE else goodput_per_gpu
         found, placement = np.nan, "-"
         if len(apart):
             found = of(apart)
@@ -201,11 +205,11 @@ def goodputs(alone: Loads, split: Loads) -> Goodputs:
     return Goodputs.of(rows)
 
 
-def phases(found: Loads) -> Phases:
+def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
     """What each GPU sustains of one phase alone."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
-    return Phases.of(
-        (name, role, num, goodput(here.where(**{f"{role}_ways": num}), field))
+    return PhaseGoodputs.of(
+        (name, role, num, goodput_per_gpu(here.where(**{f"{role}_ways": num}), field))
         for name in found.distinct("name")
         for role, field in fields.items()
         for here in [found.where(name=name, role=role)]
@@ -213,7 +217,7 @@ def phases(found: Loads) -> Phases:
     )
 
 
-def best(name: str, found: Phases) -> tuple[Split, float]:
+def best_placement(name: str, found: PhaseGoodputs) -> tuple[Split, float]:
     """The placement that should sustain most a GPU, and what it should in all.
 
     Each phase takes the replica that alone sustains most a GPU, then as many of either

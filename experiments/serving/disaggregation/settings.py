@@ -74,7 +74,7 @@ class Application(NamedTuple):
       model: its name.
       law: the distribution of lengths.
       objectives: for the first token and for the others.
-      together: the GPUs that one copy has where both phases share it.
+      colocated_gpus: GPUs of one copy that runs both phases.
       ways: tensor-parallel degrees among which each phase may choose alone.
       ratio: published goodput over that of vLLM, lowest and highest.
       where: in the paper.
@@ -83,7 +83,7 @@ class Application(NamedTuple):
     model: str
     law: lengths.Pair
     objectives: Objectives
-    together: int
+    colocated_gpus: int
     ways: tuple[int, ...]
     ratio: tuple[float, float]
     where: str
@@ -134,7 +134,7 @@ KNOWN = APPLICATIONS | {
         "opt-13b",
         lengths.Pair(prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)),
         Objectives(first_s=0.4, per_token_s=0.04),
-        together=1,
+        colocated_gpus=1,
         ways=(1,),
         ratio=(2.1, 2.1),
         where="section 2",

@@ -74,7 +74,7 @@ CONFIGS = {
 }
 
 
-class Way(Table):
+class AttentionTimes(Table):
     """One implementation, a row for each length."""
 
     forward_s: Floats = column("the output alone")
@@ -89,8 +89,8 @@ class Result(Record):
     """All that was measured."""
 
     length: Ints = column("tokens: [lengths]")
-    plain: Way = column("all scores at once")
-    flash: Way = column("in tiles")
+    plain: AttentionTimes = column("all scores at once")
+    flash: AttentionTimes = column("in tiles")
     context: Ints = column("tokens that one query sees: [contexts]")
     one_plain_s: Floats = column("one query: [contexts]")
     one_flash_s: Floats = column("one query: [contexts]")
@@ -111,8 +111,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     return Result(
         np.array(config.lengths[: len(ways)]),
-        Way.of(plain for plain, _ in ways),
-        Way.of(tiled for _, tiled in ways),
+        AttentionTimes.of(plain for plain, _ in ways),
+        AttentionTimes.of(tiled for _, tiled in ways),
         np.array(config.contexts[: len(ones)]),
         *np.array(ones, float).reshape(-1, 3).T,
         config.num_q_heads,

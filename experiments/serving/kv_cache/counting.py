@@ -34,13 +34,13 @@ class Polynomial(NamedTuple):
         return self.constant * length + self.linear * first + self.square * squares
 
 
-type Way = tuple[Polynomial, Polynomial]
+type PolynomialPair = tuple[Polynomial, Polynomial]
 """One way to draw tokens: all operations, and those of scores and values alone."""
 FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
 """Of a token and of a text, as metrics have them."""
 
 
-class Counted(Record):
+class FlopCounts(Record):
     """Operations by length, without a cache and with one."""
 
     name: str = column("of the model")
@@ -59,7 +59,7 @@ class Counted(Record):
         return table.by_row({"tokens": self.length} | dict(columns) | ratio)
 
 
-def without_cache(model: Description) -> Way:
+def without_cache(model: Description) -> PolynomialPair:
     """Feeds the whole prefix for each token, and wants the logits of the last.
 
     Pairs of query and key are counted as causal attention needs them.
@@ -68,12 +68,12 @@ def without_cache(model: Description) -> Way:
     return _through(lambda length: flops.forward(model, sequence=length, **how))
 
 
-def with_cache(model: Description) -> Way:
+def with_cache(model: Description) -> PolynomialPair:
     """Feeds one token, which meets the keys of all."""
     return _through(lambda length: flops.decode(model, context=length))
 
 
-def count(model: Description, lengths: tuple[int, ...]) -> Counted:
+def count_flops(model: Description, lengths: tuple[int, ...]) -> FlopCounts:
     """Counts both ways at some lengths.
 
     Args:
@@ -91,16 +91,20 @@ def count(model: Description, lengths: tuple[int, ...]) -> Counted:
         [[each.total(n) for n in lengths] for each, _ in ways],
         [[attention.total(n) for n in lengths] for _, attention in ways],
     )
-    return Counted(model.name, np.array(lengths), *(np.array(x, float) for x in counts))
+    return FlopCounts(
+        model.name, np.array(lengths), *(np.array(x, float) for x in counts)
+    )
 
 
-def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.ndarray:
+def growth_exponents(
+    values: Float[np.ndarray, "ways n"], length: np.ndarray
+) -> np.ndarray:
     """Powers of the length by which values grow between the last two lengths."""
     steps = np.diff(np.log(values[:, -2:]), axis=1)[:, 0]
     return steps / np.diff(np.log(length[-2:].astype(float)))
 
 
-def _through(terms: Callable[[int], tuple[flops.Term, ...]]) -> Way:
+def _through(terms: Callable[[int], tuple[flops.Term, ...]]) -> PolynomialPair:
     """Finds the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
     attention = [tuple(x for x in each if x.growth == "s^2") for each in found]

@@ -26,7 +26,7 @@ from experiments.framework.table import Record, column
 from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
-from experiments.serving.kv_cache.counting import FLOPS, Counted
+from experiments.serving.kv_cache.counting import FLOPS, FlopCounts
 from jaxkv import decoding, validation
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.progress import QUIET, Progress
@@ -70,7 +70,7 @@ CONFIGS = {
 }
 
 
-class Timed(Record):
+class TokenTimes(Record):
     """Seconds of drawing one token, greedily, waited for."""
 
     length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
@@ -114,9 +114,9 @@ class Timed(Record):
 class Result(Record):
     """What was counted, and what was measured."""
 
-    timed: Timed = column("the bundled model, on this machine")
-    counted: Counted = column("the model that was measured")
-    other: Counted = column("another one")
+    timed: TokenTimes = column("the bundled model, on this machine")
+    counted: FlopCounts = column("the model that was measured")
+    other: FlopCounts = column("another one")
     device: str = column("kind of it")
 
 
@@ -125,7 +125,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     folder = bundled.folder_of(config.model)
     shape = dataclasses.replace(huggingface.load(folder), name=config.model)
     counted, other = (
-        counting.count(model, config.counted_lengths)
+        counting.count_flops(model, config.counted_lengths)
         for model in (shape, published.describe(config.counted))
     )
     model = checkpoints.load_model(folder)
@@ -165,8 +165,8 @@ def summary(result: Result) -> list[Part]:
 def claims(result: Result) -> Iterator[Ours]:
     """Holds what lectures say of the growth, and a published speed, against ours."""
     other, timed = result.other, result.timed
-    attention = counting.exponents(other.attention_flops, other.length)
-    without, cached = counting.exponents(other.total_flops, other.length)
+    attention = counting.growth_exponents(other.attention_flops, other.length)
+    without, cached = counting.growth_exponents(other.total_flops, other.length)
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
     words |= {"before": other.length[-2], "last": other.length[-1]}
     for power, way, found in zip((3, 2), WAYS, attention, strict=True):
@@ -175,7 +175,7 @@ def claims(result: Result) -> Iterator[Ours]:
         return
     yield ours("same", timed.is_same.sum(), published=float(timed.length.size))
     both = np.stack([timed.without_s, timed.with_s])
-    without, cached = counting.exponents(both, timed.length)
+    without, cached = counting.growth_exponents(both, timed.length)
     yield ours("time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached)
     if RASCHKA_TOKENS in timed.length:
         (here,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
@@ -233,7 +233,7 @@ def time_both(
     lengths: tuple[int, ...],
     repeats: int,
     progress: Progress,
-) -> Timed:
+) -> TokenTimes:
     """Draws a text with the cache, then single tokens of it without.
 
     Args:
@@ -262,7 +262,7 @@ def time_both(
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)
-    return Timed(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
+    return TokenTimes(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
 
 
 def _draw(

@@ -37,7 +37,7 @@ MAX_LENGTH = 1 << 14
 """Tokens of the longest request; some are longer than the models were made for."""
 
 
-def capacity(model: str, device: str, num_devices: int) -> Capacity:
+def gpu_capacity(model: str, device: str, num_devices: int) -> Capacity:
     """The pages that fit beside the weights."""
     found = published.describe(model)
     return Capacity.of(
@@ -48,7 +48,7 @@ def capacity(model: str, device: str, num_devices: int) -> Capacity:
     )
 
 
-def check_room(model: str, device: str, num_devices: int) -> None:
+def check_fits(model: str, device: str, num_devices: int) -> None:
     """Refuses devices that do not hold a model and its longest request.
 
     Raises:
@@ -80,7 +80,7 @@ class Config:
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
         for name, num in self.asked:
-            check_room(name, self.device, num)
+            check_fits(name, self.device, num)
 
     @property
     def asked(self) -> list[tuple[str, int]]:
@@ -93,7 +93,7 @@ SWITCH = ("traces", True)
 CONFIGS = {"azure": Config()}
 
 
-def find(trace: str) -> Path:
+def find_recording(trace: str) -> Path:
     """Finds a recording.
 
     Raises:
@@ -115,12 +115,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Replays recordings, each by every model on every number of GPUs at a time."""
     rows: list[Row] = []
     for trace in config.traces:
-        recording = recordings.read(find(trace))
+        recording = recordings.read(find_recording(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             Members(
                 recording.workload(),
-                capacity(name, config.device, num),
+                gpu_capacity(name, config.device, num),
                 fcfs.fcfs(),
                 named_costs.find(f"roofline:{name}:{config.device}:{num}").cost,
             )

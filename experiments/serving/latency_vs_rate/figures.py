@@ -13,7 +13,7 @@ import numpy as np
 from experiments.framework import Part, Sheet, report
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, runs, settings
-from experiments.serving.latency_vs_rate.published import ends
+from experiments.serving.latency_vs_rate.published import axis_end_rows
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -78,7 +78,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         progress.show(f"figure {name}: {panel.title}")
         setting, most = panel.setting(), BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
-        found = runs.explore(
+        found = runs.explore_rates(
             setting,
             runs.load(setting.law, most, seconds, config.seed),
             [x for x in panel.systems if x in config.systems],
@@ -95,8 +95,8 @@ def metrics(result: list[Row]) -> dict[str, Any]:
     """Gives what each system sustains, and every load."""
     sustained = [
         {"panel": panel} | row
-        for panel, rows in runs.grouped(result, "panel").items()
-        for row in runs.told(rows)
+        for panel, rows in runs.group_rows(result, "panel").items()
+        for row in runs.sustained_rows(rows)
     ]
     return {"capacities": sustained, "rows": result}
 
@@ -114,12 +114,12 @@ def summary(result: list[Row]) -> list[Part]:
             "took_s": rows[0]["took_s"],
             "processor_s": rows[0]["processor_s"],
         }
-        for panel, here in runs.grouped(result, "panel").items()
-        for turn, rows in runs.grouped(here, "turn").items()
+        for panel, here in runs.group_rows(result, "panel").items()
+        for turn, rows in runs.group_rows(here, "turn").items()
     ]
     capacities = []
-    for name, here in runs.grouped(result, "panel").items():
-        curves, found = runs.curves(here), runs.sustained(here)
+    for name, here in runs.group_rows(result, "panel").items():
+        curves, found = runs.latency_curves(here), runs.sustained_loads(here)
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
@@ -138,7 +138,7 @@ def summary(result: list[Row]) -> list[Part]:
             "at the end of the published axis",
             [
                 x | {"preempted": x["num_preempted"] / x["num_requests"]}
-                for x in ends(result)
+                for x in axis_end_rows(result)
             ],
             {
                 "figure": "panel",
@@ -160,10 +160,10 @@ def summary(result: list[Row]) -> list[Part]:
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws figures 12 and 14, then 13; axes left over go."""
     free = iter(axes.ravel())
-    for name, rows in runs.grouped(result, "panel").items():
+    for name, rows in runs.group_rows(result, "panel").items():
         ax, panel = next(free), published.PANELS[name]
-        runs.draw(ax, rows, f"{name}: {panel.title}")
-        found, curves = runs.sustained(rows), runs.curves(rows)
+        runs.draw_curves(ax, rows, f"{name}: {panel.title}")
+        found, curves = runs.sustained_loads(rows), runs.latency_curves(rows)
         oracle = found.get(published.ORACLE)
         if "paged" in found and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
@@ -173,7 +173,7 @@ def plot(axes: Any, result: list[Row]) -> None:
             ax.set_title(title)
         ax.set_xlim(0, panel.axis)
         ax.legend()
-    last = runs.grouped(ends(result), "panel")
+    last = runs.group_rows(axis_end_rows(result), "panel")
     for name, printed in published.BATCHES.items():
         if here := [x for x in last.get(name, ()) if x["system"] in printed]:
             _batches(next(free), name, here)

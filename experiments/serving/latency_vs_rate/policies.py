@@ -72,14 +72,14 @@ class Config:
         validation.at_least(self, "prediction_sigma", "seed", low=0)
         if self.first_requests is not None:
             validation.integer("first_requests", self.first_requests, low=1)
-        azure.check_room(self.model, self.device, self.num_devices)
+        azure.check_fits(self.model, self.device, self.num_devices)
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
-class Rows(Table):
+class PolicyTable(Table):
     """A row for each policy. Waits are times to the first token."""
 
     policy: Texts = column("name in `POLICIES`")
@@ -95,16 +95,20 @@ class Rows(Table):
 class Result(Record):
     """What the policies gave."""
 
-    policies: Rows = column("by policy", heading="a recorded hour by policy")
+    policies: PolicyTable = column("by policy", heading="a recorded hour by policy")
 
 
-def requests(config: Config) -> Workload:
+def draw_workload(config: Config) -> Workload:
     """Reads the recording and draws attributes.
 
     Raises:
       ValueError: there is no recording, or it cannot be read.
     """
-    path = azure.find("azure_conv") if config.recording is None else config.recording
+    path = (
+        azure.find_recording("azure_conv")
+        if config.recording is None
+        else config.recording
+    )
     found, num = recordings.read(path), config.first_requests
     found = found.at_rate(found.rate * config.rate_factor)
     prompt, output = found.prompt[:num], found.output[:num]
@@ -131,11 +135,11 @@ def requests(config: Config) -> Workload:
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Replays the recording under each policy."""
-    load = requests(config)
+    load = draw_workload(config)
     asked: Any = load.attributes
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
     cost = named_costs.find(cost_name).cost
-    capacity = azure.capacity(config.model, config.device, config.num_devices)
+    capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)
     has_deadline = np.asarray(asked.deadline_ms) < attributes.NO_DEADLINE
     is_light = np.asarray(asked.session) > 0
     is_urgent = np.asarray(asked.priority) < 0
@@ -172,7 +176,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 "heavy_mean_s": float(np.nanmean(wait_s[~is_light])),
             }
         )
-    return Result(Rows.of(rows))
+    return Result(PolicyTable.of(rows))
 
 
 GOALS = {
@@ -181,7 +185,7 @@ GOALS = {
     "late_share": "deadlines missed",
     "light_mean_s": "light sessions, mean",
 }
-"""Figures of `Rows` that some policy is for."""
+"""Figures of `PolicyTable` that some policy is for."""
 
 
 def plot(axes: Any, result: Result) -> None:

@@ -66,12 +66,12 @@ class Panel(NamedTuple):
         share beyond the prompt: from beam to beam they live on, and die, in steps that
         the simulation does not take.
         """
-        longer = spared(self.width) if self.kind == "beams" else 1.0
+        longer = beam_pool_factor(self.width) if self.kind == "beams" else 1.0
         server = settings.SERVERS[self.server]
         return runs.Setting(server, settings.DATA[self.data], self.width, longer)
 
 
-def spared(width: int) -> float:
+def beam_pool_factor(width: int) -> float:
     """How much longer the pool is in which samples take what beams would.
 
     That is by the pages that `sharing` measured when the engine served requests of so
@@ -112,7 +112,7 @@ PANELS: Mapping[str, Panel] = {
 """By the names that the paper gives them."""
 
 
-def ends(rows: list[Row]) -> list[Row]:
+def axis_end_rows(rows: list[Row]) -> list[Row]:
     """The rows at the published axes' ends."""
     return [
         row
@@ -132,11 +132,11 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
         yield ours("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
         yield ours("weights", server.weight_bytes / 1e9, server=name)
-    panels = runs.grouped(rows, "panel")
-    curves = {name: runs.curves(here) for name, here in panels.items()}
+    panels = runs.group_rows(rows, "panel")
+    curves = {name: runs.latency_curves(here) for name, here in panels.items()}
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
     yield from _figure_12(whole)
-    for row in ends(rows):
+    for row in axis_end_rows(rows):
         panel, system = PANELS[row["panel"]], row["system"]
         printed = BATCHES.get(row["panel"], {}).get(system)
         if printed is None:
@@ -150,7 +150,7 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
             system=system,
             load=panel.title,
             rate=row["rate_per_s"],
-            who=by(system),
+            who=name_in_sentence(system),
             letter="ab"[is_alpaca],
             step=STEP if system == "paged" else "",
             shape=SHAPE if is_alpaca else "",
@@ -204,7 +204,7 @@ def batch_tolerance(system: str) -> float:
     return 0.12 if system == "paged" else 0.05
 
 
-def by(system: str) -> str:
+def name_in_sentence(system: str) -> str:
     """The system's name within a sentence."""
     return "the paged system" if system == "paged" else system
 

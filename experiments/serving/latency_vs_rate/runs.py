@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     server: Machine
     law: lengths.Pair
     samples: int = 1
-    spared: float = 1.0
+    pool_factor: float = 1.0
 
     def slots(self, system: System) -> int:
         """Sequences that run at once at most, with ample room above the mean."""
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
         prompt = self.law.prompt.mean
         each = {
             "FasterTransformer": float(settings.MAX_LENGTH),
-            "paged": (prompt + seen / 2) / self.spared,
+            "paged": (prompt + seen / 2) / self.pool_factor,
         }.get(system, prompt + seen)
         wanted = 1.0 if system == "FasterTransformer" else 1.75
         wanted *= self.server.num_places / each
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
         return max(min(MAX_SLOTS, 8 * math.ceil(wanted / 8)), 8, self.samples)
 
 
-def serve(
+def serve_at_rates(
     setting: Setting,
     requests: Load,
     rates: Mapping[System, Sequence[float]],
@@ -79,7 +79,7 @@ def serve(
     Systems with contiguous memory are mapped together, as are the rates of each.
     """
     rows = []
-    cost = settings.cost(setting.server)
+    cost = settings.step_time(setting.server)
     for kind in ("FasterTransformer",), settings.ORCAS, ("paged",):
         asked = [(system, rate) for system in kind for rate in rates.get(system, ())]
         if not asked or progress.stopped:
@@ -87,7 +87,9 @@ def serve(
         groups = setting.samples if kind == ("paged",) else 1
         slots = max(setting.slots(system) for system, _ in asked)
         served = driver.simulate(
-            driver.stack([member(setting, requests, *x, cost, groups) for x in asked]),
+            driver.stack(
+                [make_member(setting, requests, *x, cost, groups) for x in asked]
+            ),
             max_slots=slots,
             max_samples=groups,
             # Static batches take as many at once as there are slots.
@@ -104,7 +106,7 @@ def serve(
     return rows
 
 
-def member(
+def make_member(
     setting: Setting,
     requests: Load,
     system: System,
@@ -125,12 +127,12 @@ def member(
     pages = setting.server.num_places // settings.PAGE_SIZE
     plain = Members(
         workload=requests.at(rate, groups),
-        capacity=capacity(pages),
+        capacity=pool_capacity(pages),
         policy=fcfs.fcfs(),
         cost=cost,
     )
     if system == "paged":
-        return plain._replace(capacity=capacity(int(pages * setting.spared)))
+        return plain._replace(capacity=pool_capacity(int(pages * setting.pool_factor)))
     alone = plain._replace(workload=requests.repeated(rate, setting.samples))
     if system == "FasterTransformer":
         return alone._replace(policy=static_batching.static())
@@ -149,7 +151,7 @@ _RULES: Mapping[System, contiguous.Rule] = {
 }
 
 
-def capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
+def pool_capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
     """A machine that reads prompts whole and swaps nothing."""
     return Capacity.of(
         num_pages=num_pages,
@@ -188,7 +190,7 @@ def _row(
     }
 
 
-def explore(
+def explore_rates(
     setting: Setting,
     requests: Load,
     systems: Iterable[System],
@@ -217,7 +219,7 @@ def explore(
     near: set[System] = set()
     for turn in range(3 if num_near else 1):
         began_s = time.perf_counter(), time.process_time()
-        rows = serve(setting, requests, rates, progress)
+        rows = serve_at_rates(setting, requests, rates, progress)
         took = {
             "turn": turn,
             "took_s": time.perf_counter() - began_s[0],
@@ -225,7 +227,7 @@ def explore(
         }
         found += [took | row for row in rows]
         rates = {}
-        for system, curve in curves(found).items():
+        for system, curve in latency_curves(found).items():
             if system in near:
                 continue
             if (curve.latency > BOUNDS[1]).any():
@@ -237,7 +239,7 @@ def explore(
     return found
 
 
-def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
+def group_rows(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
     """The rows by a value that they have, in the order in which these appear."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
@@ -245,30 +247,30 @@ def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
     return found
 
 
-def curves(rows: list[Row]) -> dict[System, Curve]:
+def latency_curves(rows: list[Row]) -> dict[System, Curve]:
     """Puts the rows of every system in the order of their rates."""
     found = {}
-    for system, here in grouped(rows, "system").items():
+    for system, here in group_rows(rows, "system").items():
         pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
         found[system] = Curve(*np.array(pairs, float).T)
     return found
 
 
-def sustained(rows: list[Row]) -> dict[System, load_curves.Sustained]:
+def sustained_loads(rows: list[Row]) -> dict[System, load_curves.Sustained]:
     """How much load each system sustains, where one number has to do."""
-    return {name: load_curves.at(x, BOUND) for name, x in curves(rows).items()}
+    return {name: load_curves.at(x, BOUND) for name, x in latency_curves(rows).items()}
 
 
-def told(rows: list[Row]) -> list[Row]:
+def sustained_rows(rows: list[Row]) -> list[Row]:
     """What each system sustains, for JSON."""
     return [
         {"system": system, "relation": found.relation, "rate_per_s": found.rate}
-        for system, found in sustained(rows).items()
+        for system, found in sustained_loads(rows).items()
     ]
 
 
-def draw(ax: Any, rows: list[Row], title: str) -> None:
+def draw_curves(ax: Any, rows: list[Row], title: str) -> None:
     """Draws latencies against rates."""
-    for system, curve in curves(rows).items():
+    for system, curve in latency_curves(rows).items():
         style.curve(ax, *curve, system, system, markersize=3.5)
     style.titled(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

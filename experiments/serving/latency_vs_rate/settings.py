@@ -74,7 +74,7 @@ SERVERS: Mapping[str, Machine] = {
 }
 
 
-def cost(server: Machine) -> cost_models.Linear:
+def step_time(server: Machine) -> cost_models.Linear:
     """How long its steps take, of which the paper prints nothing.
 
     OPT-13B: see `cost_models.figure_12`. OPT-66B alike, of DistServe's fit for four

@@ -18,7 +18,11 @@ from jaxtyping import Float, Int
 from experiments.framework import Ours, Part, Sheet, ours, table, units
 from experiments.framework.table import Floats, Record, Table, Texts, column
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
+from experiments.serving.latency_vs_rate.published import (
+    STEP,
+    batch_tolerance,
+    name_in_sentence,
+)
 from experiments.serving.memory_waste.drawing import BATCHES, BOOK, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import validation
@@ -81,7 +85,7 @@ class Waste(Table):
     num_answered: Int[np.ndarray, "rows seeds"] = column("in the time that counts")
 
 
-class Growth(Record):
+class BatchGrowth(Record):
     """Memory and throughput by requests served at once; NaN beyond those that fit."""
 
     requests: Int[np.ndarray, " requests"] = column("how many")
@@ -100,7 +104,7 @@ class Result(Record):
     waste: Waste = column("of each system")
     step_scales: Floats = column("of the steps, the rows of `scaled`")
     scaled: Waste = column("of the paged system")
-    growth: Growth = column("by requests")
+    growth: BatchGrowth = column("by requests")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -111,7 +115,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         runs.load(setting.law, config.rate, 3600 * config.hours, seed)
         for seed in range(config.num_seeds)
     ]
-    cost = settings.cost(server)
+    cost = settings.step_time(server)
     progress.show("contiguous memory")
     orca = [(name, load, cost) for name in settings.ORCAS for load in loads]
     last = settings.SYSTEMS[-1]
@@ -151,7 +155,7 @@ def _serve(
     served = driver.simulate(
         driver.stack(
             [
-                runs.member(setting, load, system, config.rate, cost, 1)
+                runs.make_member(setting, load, system, config.rate, cost, 1)
                 for system, load, cost in asked
             ]
         ),
@@ -175,7 +179,7 @@ def _serve(
 
 def _growth(
     waste: Waste, server: settings.Machine, cost: Cost, token_bytes: float
-) -> Growth:
+) -> BatchGrowth:
     """Fills the memory with requests as they were met, one after the other."""
     uses, batch = waste.uses.mean(axis=1), waste.batch.mean(axis=1)
     places = server.num_places
@@ -195,7 +199,7 @@ def _growth(
         decode_context=jnp.asarray(tokens, jnp.int32),
     )
     seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
-    return Growth(
+    return BatchGrowth(
         requests=requests,
         memory_bytes=np.where(fits, memory, np.nan),
         tokens_per_s=np.where(fits, requests / seconds, np.nan),
@@ -213,7 +217,7 @@ def claims(result: Result) -> Iterator[Ours]:
         why = {"external waste and rest": BOOK.word("rounding")}
         if system == "paged":
             why["token states"] = BOOK.word("load")
-        words: dict[str, Any] = {"system": system, "who": by(system)}
+        words: dict[str, Any] = {"system": system, "who": name_in_sentence(system)}
         for use, share in zip(USES.values(), found, strict=True):
             yield ours("uses", share, use=use, why=why.get(use, ""), **words)
         if system == "paged":
@@ -227,7 +231,7 @@ def claims(result: Result) -> Iterator[Ours]:
             published=published,
             tolerance=batch_tolerance(system) * published,
             system=system,
-            who=by(system),
+            who=name_in_sentence(system),
             why=STEP if system == "paged" else "",
         )
     for other in BOOK.published("times"):

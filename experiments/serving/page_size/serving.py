@@ -86,10 +86,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         progress.show(f"{data}, pages of every size")
         load = runs.load(law, FULL[data], seconds, seed)
         asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
-        places, cost = server.num_places, settings.cost(server)
+        places, cost = server.num_places, settings.step_time(server)
         members = [
             Members(
-                load.at(rate), runs.capacity(places // size, size), fcfs.fcfs(), cost
+                load.at(rate),
+                runs.pool_capacity(places // size, size),
+                fcfs.fcfs(),
+                cost,
             )
             for rate, size in asked
         ]

@@ -17,7 +17,7 @@ HEIGHT = 4 * _ROW + 0.83
 """Of a frame of four beams, in inches."""
 
 
-def draw(
+def draw_beams(
     ax: Any,
     x: float,
     y: float,
@@ -74,7 +74,7 @@ def _draw_page(
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
     y = box.y + box.height / 2 - (len(held) - 1) / 2 * _LINE
-    for k, word in enumerate(frames.told(held)):
+    for k, word in enumerate(frames.words_of(held)):
         weight = "bold" if k == newest else "normal"
         boxes.text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
     look = {"fontweight": "bold", "ha": "right", "va": "top", "color": boxes.GREY}

@@ -26,7 +26,7 @@ _LEGEND = (
 )
 
 
-def draw(ax: Any, scenes: Sequence[Scene]) -> None:
+def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
     """Draws scenes below each other, two frames side by side.
 
     Args:
@@ -55,7 +55,9 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
             x, top = (i % 2) * (_COLUMN + _GAP), y + height * (i // 2)
             boxes.text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
             if is_beams:
-                beam_drawing.draw(ax, x, top + 0.22, frames, i, names, width=_COLUMN)
+                beam_drawing.draw_beams(
+                    ax, x, top + 0.22, frames, i, names, width=_COLUMN
+                )
             else:
                 _draw_frame(ax, x, top + 0.31, frames, i, names)
         y += height * -(-len(frames.caption) // 2)
@@ -97,7 +99,7 @@ def _draw_slot(
 ) -> float:
     """A sequence's logical pages, the table's rows beside them; where they end."""
     color, size, table_x = boxes.colors(slot), frames.held.shape[2], x + _PAGE + 0.11
-    length, told = int(frames.length[i, slot]), frames.told(frames.tokens[i, slot])
+    length, told = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
         boxes.text(ax, x, y + 0.075, name, 6.5, color=color, **look)
@@ -138,7 +140,7 @@ def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     boxes.frame(ax, box, owners, copied=copied >= 0)
     old = frames.held[max(i - 1, 0), page if copied < 0 else copied]
     bold = np.flatnonzero(held != old).tolist() if owners else ()
-    boxes.words(ax, box, frames.told(held), bold=bold, color=color)
+    boxes.words(ax, box, frames.words_of(held), bold=bold, color=color)
     if not owners:
         return
     before = int(frames.ref[i - 1, page]) if i else 0

@@ -16,7 +16,12 @@ from experiments.framework import Ours, Record, beside, column, ours
 from experiments.framework.table import parts
 from experiments.harness.sentences import Language
 from experiments.serving.page_tables import drawing
-from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
+from experiments.serving.page_tables.frames import (
+    MAX_LENGTH,
+    FrameRecorder,
+    FrameRequest,
+    Frames,
+)
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
@@ -83,10 +88,14 @@ class Result(Record):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Plays the scenes."""
     language = Language(SENTENCES, MAX_LENGTH)
-    stage = Stage(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    recorder = FrameRecorder(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     progress.show("one request")
-    one = stage.play(
-        [Ask("Alan Turing is a computer scientist", Sampling.greedy(max_tokens=9))],
+    one = recorder.record(
+        [
+            FrameRequest(
+                "Alan Turing is a computer scientist", Sampling.greedy(max_tokens=9)
+            )
+        ],
         [
             "The prompt is read: two pages, the second half full.",
             "A word is written where there is room.",
@@ -96,10 +105,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         order=(7, 1, 5),
     )
     progress.show("two requests")
-    two = stage.play(
+    two = recorder.record(
         [
-            Ask("Four score and seven years ago our", Sampling.greedy(max_tokens=4)),
-            Ask("It was the best of", Sampling.greedy(max_tokens=9), step=1),
+            FrameRequest(
+                "Four score and seven years ago our", Sampling.greedy(max_tokens=4)
+            ),
+            FrameRequest("It was the best of", Sampling.greedy(max_tokens=9), step=1),
         ],
         [
             "A's prompt is read.",
@@ -110,9 +121,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         order=(7, 1, 5, 2, 3),
     )
     progress.show("two samples of one prompt")
-    samples = stage.play(
+    samples = recorder.record(
         [
-            Ask(
+            FrameRequest(
                 "Four score and seven years ago our",
                 Sampling(n=2, seed=config.seed, max_tokens=9),
             )
@@ -125,14 +136,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     progress.show("beams")
     told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
-    beams = Stage(
+    beams = FrameRecorder(
         Language(told, MAX_LENGTH),
         num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
         max_slots=WIDTH,
         max_beams=WIDTH,
-    ).play(
-        [Ask(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
+    ).record(
+        [FrameRequest(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
         [
             "",  # the prompt is read
             "Four beams share the prompt, and each has written a word.",
@@ -150,7 +161,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the scenes one below the other."""
-    drawing.draw(
+    drawing.draw_scenes(
         ax,
         [
             ("One request: pages taken as it grows", result.one, ("A",)),

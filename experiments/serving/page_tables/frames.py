@@ -55,12 +55,12 @@ class Frames(Record):
         row = self.page_ids[frame, slot]
         return row[row != NO_PAGE].tolist()
 
-    def told(self, tokens: np.ndarray) -> list[str]:
+    def words_of(self, tokens: np.ndarray) -> list[str]:
         """The words of tokens, nothing where there is none."""
         return [str(self.words[token]) if token >= 0 else "" for token in tokens]
 
 
-class Ask(NamedTuple):
+class FrameRequest(NamedTuple):
     """A request.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ask(NamedTuple):
     step: int = 0
 
 
-class Stage(stepping.Stepper):
+class FrameRecorder(stepping.Stepper):
     """An engine of few pages, handed out in an order of ours, that runs step by step.
 
     One program serves all scenes that are played on it.
@@ -109,8 +109,11 @@ class Stage(stepping.Stepper):
 
         super().__init__(config, Scribe(language=language), blank_pages)
 
-    def play(
-        self, asks: Sequence[Ask], captions: Sequence[str], order: Sequence[int]
+    def record(
+        self,
+        asks: Sequence[FrameRequest],
+        captions: Sequence[str],
+        order: Sequence[int],
     ) -> Frames:
         """Runs a step for each caption, and looks at the state after each.
 

@@ -7,6 +7,6 @@ study serves a real model in too little memory; the other, `paper`, simulates OP
 chat requests. The recomputed share is tokens computed again / tokens computed.
 """
 
-from experiments.serving.preemption import measured, simulated
+from experiments.serving.preemption import measurement, simulation
 
-STUDIES = (measured, simulated)
+STUDIES = (measurement, simulation)

@@ -23,7 +23,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
 
 
-class Way(NamedTuple):
+class PreemptionSetting(NamedTuple):
     """A policy, and the memory that it has; fields as those of `Servings`."""
 
     name: str
@@ -107,7 +107,7 @@ class Servings(Table):
         return self.swap_pages / self.pool_pages
 
 
-class Narrowed(NamedTuple):
+class LimitedMemoryPolicy(NamedTuple):
     """A policy that knows of less memory than there is.
 
     What it hides is never used, so that one compiled program serves every size.
@@ -129,17 +129,17 @@ class Narrowed(NamedTuple):
         )
 
 
-type Served = tuple[dict[str, int], np.ndarray, list[list[int]]]
+type ServedRun = tuple[dict[str, int], np.ndarray, list[list[int]]]
 """One serving: counts by columns of `Servings`, seconds from the start until the host
 held each request's last token, and the answers."""
-type Ways = list[tuple[Way, EngineConfig]]
+type PreemptionSettings = list[tuple[PreemptionSetting, EngineConfig]]
 """Ways to serve, each with bounds that hold at least its memory."""
 
 
-def serve(
+def serve_settings(
     model: checkpoints.Loaded,
     requests: list[Request],
-    asked: Iterable[tuple[str, str, int, Ways]],
+    asked: Iterable[tuple[str, str, int, PreemptionSettings]],
     progress: Progress,
 ) -> dict[str, Servings]:
     """Serves all requests in each of some ways; in the first of all nobody waits.
@@ -157,7 +157,7 @@ def serve(
     tables, expected, compiled = {}, list[list[int]](), set[EngineConfig]()
     warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
     for name, label, repeats, ways in asked:
-        found: list[list[Served]] = [[] for _ in ways]
+        found: list[list[ServedRun]] = [[] for _ in ways]
         num = len(ways)
         turns = [(k + turn) % num for turn in range(repeats) for k in range(num)]
         for i in progress.track(turns, label, "servings"):
@@ -173,7 +173,7 @@ def serve(
                 break
             answers = [done[k] for k in range(len(done))]
             again = sum(answer.num_recomputed for answer in answers)
-            counts = read_trace(server, num_recomputed=again)
+            counts = check_counts(server, num_recomputed=again)
             latency_s = np.array([answer.finish_s - started for answer in answers])
             found[i].append((counts, latency_s, [answer.tokens for answer in answers]))
         rows = []
@@ -194,7 +194,9 @@ def serve(
     return tables
 
 
-def _server(model: checkpoints.Loaded, way: Way, config: EngineConfig) -> Server:
+def _server(
+    model: checkpoints.Loaded, way: PreemptionSetting, config: EngineConfig
+) -> Server:
     """An engine that serves a way; engines of the same bounds share one program."""
     # Every rule in the program: one for all ways in the same memory, which none of
     # them waits for while it is timed.
@@ -208,14 +210,14 @@ def _server(model: checkpoints.Loaded, way: Way, config: EngineConfig) -> Server
     hidden = (config.num_pages - way.pool_pages, config.max_swap_pages - way.swap_pages)
     if min(hidden) < 0:
         raise ValueError(f"{way.name}: needs more pages than {config=} has")
-    policy = Narrowed(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
+    policy = LimitedMemoryPolicy(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
     engine = model_shapes.engine(
         model, config, policy=policy, host_pages=way.host_pages
     )
     return Server(engine)
 
 
-def read_steps(
+def count_preemptions(
     request_id: Int[np.ndarray, "steps slots"],
     num_rows: Int[np.ndarray, "steps slots"],
     ended: Bool[np.ndarray, "steps slots"],
@@ -276,7 +278,7 @@ def read_steps(
     }
 
 
-def read_trace(server: Server, *, num_recomputed: int) -> dict[str, int]:
+def check_counts(server: Server, *, num_recomputed: int) -> dict[str, int]:
     """Reads a whole run, and compares with what the engine counted itself.
 
     Args:
@@ -287,7 +289,9 @@ def read_trace(server: Server, *, num_recomputed: int) -> dict[str, int]:
       RuntimeError: trace and engine disagree.
     """
     info, size = server.steps, server.engine.config.page_size
-    found = read_steps(info.request_id, info.num_rows, info.reason > 0, page_size=size)
+    found = count_preemptions(
+        info.request_id, info.num_rows, info.reason > 0, page_size=size
+    )
     counted = {
         "num_preempted": int(info.num_preempted.sum()),
         "num_returned": int(info.num_swapped_in.sum()),

@@ -87,7 +87,7 @@ CONFIGS = {
 }
 
 
-class Loads(Table):
+class WorkloadTable(Table):
     """The workloads, a row for each."""
 
     name: Texts = column("what they are")
@@ -104,7 +104,7 @@ class Loads(Table):
         return 1 - self.num_distinct / self.num_pages
 
 
-class Runs(Table):
+class CacheRuns(Table):
     """All servings, a row for each."""
 
     workload: Texts = column("its name")
@@ -117,13 +117,15 @@ class Runs(Table):
     )
 
 
-class Rated(Runs):
+class CacheHitRates(CacheRuns):
     """Servings, with what follows from their workloads."""
 
     rate: Floats = column("pages found / pages of all prompts", key="hit_share")
     is_whole: Bools = column("True if the pool holds all distinct pages", is_told=False)
 
-    def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
+    def curve(
+        self, workload: str, order: str, eviction: str | None = None
+    ) -> "CacheHitRates":
         """Those that differ in the pool alone, by its size; of the first eviction.
 
         The pool that holds everything is left out: there all orders are the same.
@@ -137,16 +139,16 @@ class Rated(Runs):
 class Result(Record):
     """What was found."""
 
-    loads: Loads = column("what was served", key="workloads")
-    runs: Runs = column("how", is_told=False)
+    loads: WorkloadTable = column("what was served", key="workloads")
+    runs: CacheRuns = column("how", is_told=False)
 
     @property
     @shown(key="runs")
-    def rated(self) -> Rated:
+    def rated(self) -> CacheHitRates:
         """The servings with their rates."""
         names = self.loads.name.tolist()
         loads = self.loads.at([names.index(x) for x in self.runs.workload])
-        return Rated(
+        return CacheHitRates(
             **parts(self.runs),
             rate=self.runs.num_cached / loads.num_pages,
             is_whole=self.runs.pool > loads.num_distinct,
@@ -161,10 +163,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """
     loads = []
     if config.trace:
-        loads.append(workloads.recorded(config.trace))
+        loads.append(workloads.read_recording(config.trace))
     for num, num_each, make in (
-        (config.num_users, config.num_turns, workloads.chats),
-        (config.num_tasks, config.num_questions, workloads.few_shot),
+        (config.num_users, config.num_turns, workloads.make_chats),
+        (config.num_tasks, config.num_questions, workloads.make_few_shot),
     ):
         if num:
             loads.append(make(num, num_each, config.seed))
@@ -182,13 +184,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 kinds += [("fcfs", eviction) for eviction in config.evictions]
             settings += [(load, pool, *kind) for kind in kinds]
     most = max(load.num_distinct for load in loads) + 1
-    server = serving.make(most, max(load.longest for load in loads), config.window)
+    server = serving.make_cache_engine(
+        most, max(load.longest for load in loads), config.window
+    )
     rows = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
         turns = list(range(len(load.page_ids)))
         if order == "depth_first":
-            turns = workloads.depth_first(load.page_ids)
-        hits = serving.serve(
+            turns = workloads.depth_first_order(load.page_ids)
+        hits = serving.serve_prompts(
             server,
             [load.page_ids[i] for i in turns],
             num_pages=pool,
@@ -206,7 +210,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         (x.name, len(x.page_ids), x.num_pages, x.num_distinct, x.longest, x.page_size)
         for x in loads
     ]
-    return Result(Loads.of(described), Runs.of(rows))
+    return Result(WorkloadTable.of(described), CacheRuns.of(rows))
 
 
 def summary(result: Result) -> list[Part]:
@@ -215,7 +219,7 @@ def summary(result: Result) -> list[Part]:
     return [_sheet(load, result.rated) for load in loads if load["name"] in served]
 
 
-def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
+def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     runs = rated.where(workload=load["name"])
     kinds = {ORDERS[x]: runs.where(order=x) for x in ("depth_first", "cached_first")}
     for eviction in runs.distinct("eviction"):
@@ -257,7 +261,7 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("highest", 100 * float(rates.max()))
 
 
-def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[Ours]:
+def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[Ours]:
     name, best = load["name"], 100 * load["best_share"]
     whole = rated.where(workload=name, is_whole=True)
     if len(whole):

@@ -33,7 +33,7 @@ Eviction = Literal["lru", "fifo", "random"]
 EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 
 
-class Hits(NamedTuple):
+class CacheHits(NamedTuple):
     """What requests found.
 
     Attributes:
@@ -45,7 +45,7 @@ class Hits(NamedTuple):
     turn: Int[np.ndarray, " requests"]
 
 
-def make(num_pages: int, longest: int, window: int) -> Stepper:
+def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
     """Makes an engine that serves one request at a time; it compiles at its first call.
 
     So every request finds what those before it left, whatever is computed together
@@ -87,7 +87,7 @@ def make(num_pages: int, longest: int, window: int) -> Stepper:
     return Stepper(config, no_model, make_pages, step=_step)
 
 
-def serve(
+def serve_prompts(
     server: Stepper,
     prompts: Sequence[Sequence[int]],
     *,
@@ -95,11 +95,11 @@ def serve(
     cached_first: bool = False,
     eviction: Eviction = "lru",
     progress: Progress = QUIET,
-) -> Hits | None:
+) -> CacheHits | None:
     """Serves prompts that all wait from the start, in the order given.
 
     Args:
-      server: an engine that `make` made; its cache is emptied first.
+      server: an engine that `make_cache_engine` made; its cache is emptied first.
       prompts: ids of the pages of each, in [0, 2**31). Equal ids are equal pages.
       num_pages: pages of the pool, one more at least than the longest prompt has;
         None means all that the engine has.
@@ -134,16 +134,16 @@ def serve(
         [[*np.repeat(ids, PAGE_SIZE).tolist(), 0] for ids in prompts],
         [Sampling.greedy(max_tokens=1)] * len(prompts),
         policy=policy._replace(cached_first=jnp.asarray(cached_first)),
-        eviction=_Rule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
+        eviction=_EvictionRule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
         progress=progress,
     )
     if served is None:
         return None
     order = served.seen.request_id[served.seen.reason > 0]
-    return Hits(served.num_cached // PAGE_SIZE, np.argsort(order))
+    return CacheHits(served.num_cached // PAGE_SIZE, np.argsort(order))
 
 
-class _Rule(NamedTuple):
+class _EvictionRule(NamedTuple):
     """One of `EVICTIONS`, all in one program."""
 
     index: Int32[Array, ""]
@@ -154,7 +154,7 @@ class _Rule(NamedTuple):
 
 
 def _step(
-    params: None, state: EngineState, *, eviction: _Rule, **rest: Any
+    params: None, state: EngineState, *, eviction: _EvictionRule, **rest: Any
 ) -> tuple[EngineState, StepInfo]:
     """A step, behind which "random" draws all ranks anew."""
     state, info = step.step(params, state, eviction=eviction, **rest)

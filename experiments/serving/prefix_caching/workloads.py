@@ -21,7 +21,7 @@ PAGE_SIZE = 16
 """Tokens that a page of a made-up prompt stands for."""
 
 
-class Prompts(NamedTuple):
+class PromptPages(NamedTuple):
     """A workload: prompts in order of arrival.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prompts(NamedTuple):
         return max(map(len, self.page_ids))
 
 
-def depth_first(prompts: Sequence[Sequence[int]]) -> list[int]:
+def depth_first_order(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Says in which order to visit prompts so that their tree is walked depth first.
 
     The tree has a node for each page and a prompt for each path from the root. Those
@@ -62,7 +62,7 @@ def depth_first(prompts: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
 
 
-def recorded(name: str) -> Prompts:
+def read_recording(name: str) -> PromptPages:
     """Reads a recording in Mooncake's format.
 
     Args:
@@ -82,10 +82,10 @@ def recorded(name: str) -> Prompts:
     chunk_ids = recordings.read(path).chunk_ids
     if chunk_ids is None:
         raise ValueError(f"{path}: does not say what its prompts have in common")
-    return Prompts(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK)
+    return PromptPages(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK)
 
 
-def chats(num_users: int, num_turns: int, seed: int) -> Prompts:
+def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
     """Makes conversations: every turn begins with all that was said before.
 
     Whose turn it is, is drawn. Half of the users have one instruction in common, of
@@ -103,10 +103,10 @@ def chats(num_users: int, num_turns: int, seed: int) -> Prompts:
     for user in rng.permutation(np.repeat(np.arange(num_users), num_turns)):
         said[user] = said[user] + _take(fresh, rng.integers(2, 41))
         prompts.append(said[user])
-    return Prompts("chats", prompts, PAGE_SIZE)
+    return PromptPages("chats", prompts, PAGE_SIZE)
 
 
-def few_shot(num_tasks: int, num_questions: int, seed: int) -> Prompts:
+def make_few_shot(num_tasks: int, num_questions: int, seed: int) -> PromptPages:
     """Makes questions that come behind the examples of their task, in any order.
 
     Examples are 16 to 64 pages long, a question 2 to 8; `INSTRUCTION` pages come first,
@@ -122,7 +122,7 @@ def few_shot(num_tasks: int, num_questions: int, seed: int) -> Prompts:
     shots = [common + _take(fresh, num) for num in rng.integers(16, 65, num_tasks)]
     tasks = rng.permutation(np.repeat(np.arange(num_tasks), num_questions))
     prompts = [shots[task] + _take(fresh, rng.integers(2, 9)) for task in tasks]
-    return Prompts("few-shot", prompts, PAGE_SIZE)
+    return PromptPages("few-shot", prompts, PAGE_SIZE)
 
 
 def _take(fresh: Iterator[int], num: int | np.integer) -> list[int]:

@@ -7,6 +7,6 @@ Saved pages are 1 - pages in use / pages that every sequence would hold for itse
 summed over steps.
 """
 
-from experiments.serving.sharing import served, simulated
+from experiments.serving.sharing import measurement, simulation
 
-STUDIES = (served, simulated)
+STUDIES = (measurement, simulation)

@@ -24,7 +24,7 @@ NUM_TOKENS = 40
 """Of each sequence, at least, beyond the prompt."""
 
 
-class Picture(Table):
+class PageTableScenes(Table):
     """Page tables of four sequences, scene by scene."""
 
     title: Texts = column("what the sequences are", key="scene", heading="scene")
@@ -49,7 +49,7 @@ class Picture(Table):
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
 
 
-def take(client: Client) -> Picture:
+def serve_scenes(client: Client) -> PageTableScenes:
     """Serves the prompt three ways, each until its sequences have grown.
 
     Args:
@@ -75,7 +75,7 @@ def take(client: Client) -> Picture:
                 rows.append((title, *_look(call.state, server, tokenizer)))
                 break
         server.clear()
-    return Picture.of(rows)
+    return PageTableScenes.of(rows)
 
 
 def _look(
@@ -106,7 +106,7 @@ _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
 """Fills of pages of one reader, of two, of three, and of four."""
 
 
-def draw(ax: Any, picture: Picture, i: int) -> None:
+def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
     """Draws the sequences of a scene as rows, their pages in token order, each once."""
     ax.set_axis_off()
     row, ids = picture.rows()[i], picture.page_ids[i]

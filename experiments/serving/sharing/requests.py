@@ -91,7 +91,7 @@ def published_share(kind: str, rows: Any) -> np.ndarray:
     return np.array([PUBLISHED[kind].get(key, np.nan) for key in keys])
 
 
-class Readings(Table):
+class PrefillCounts(Table):
     """Prompts of requests of several answers, read in chunks."""
 
     chunk_size: Ints = column("tokens that one prompt may feed in a step")
@@ -107,7 +107,7 @@ def _pair(values: list[int]) -> str:
     return "{:,} / {:,}".format(*values)
 
 
-class Prefixes(Table):
+class PrefixSavings(Table):
     """Requests that begin alike, without the prefix cache and with it."""
 
     prefix_tokens: Ints = column("with which all begin", heading="in common")
@@ -158,7 +158,7 @@ class Prefixes(Table):
         return found
 
 
-class Served(NamedTuple):
+class ServedPages(NamedTuple):
     """The answers of some requests, and the pages that they held meanwhile.
 
     Attributes:
@@ -198,7 +198,7 @@ class Client(NamedTuple):
     """An engine whose page tables are read, and the requests that it is sent.
 
     Attributes:
-      engine: made with `seen_step`.
+      engine: made with `step_with_tables`.
       model: that it serves.
       ask: how answers are drawn; studies replace single fields.
       progress: is asked whether to stop.
@@ -225,7 +225,7 @@ class Client(NamedTuple):
 
     def serve(
         self, requests: Sequence[Request], policy: interface.Policy | None = None
-    ) -> Served | None:
+    ) -> ServedPages | None:
         """Answers requests.
 
         Args:
@@ -254,7 +254,7 @@ class Client(NamedTuple):
         prompt_rows, rows, name = np.zeros_like(sizes), info.num_rows, info.request_id
         of_prompt = np.clip(sizes[name] - pages.length, 0, rows) * (name >= 0)
         np.add.at(prompt_rows, name, of_prompt)
-        return Served(
+        return ServedPages(
             logical_pages=num_pages.sum(axis=1),
             distinct_pages=distinct,
             num_rows=rows.sum(axis=1),
@@ -267,7 +267,7 @@ class Client(NamedTuple):
         )
 
 
-def seen_step(
+def step_with_tables(
     params: Any, state: EngineState, *, forward: Any, **rules: Any
 ) -> tuple[EngineState, tuple[StepInfo, PageTable]]:
     """A step, and the page tables in its middle."""
@@ -322,9 +322,9 @@ def serve_groups(
     return Savings.of(rows)
 
 
-def read_in_chunks(
+def count_prompt_rows(
     client: Client, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
-) -> Readings:
+) -> PrefillCounts:
     """Counts the prompt tokens that several answers of a request make an engine feed.
 
     Args:
@@ -344,12 +344,12 @@ def read_in_chunks(
         if served is None:
             break
         rows.append((size, num_answers, num_tokens, served.prompt_rows.sum()))
-    return Readings.of(rows)
+    return PrefillCounts.of(rows)
 
 
 def serve_prefixes(
     client: Client, prefixes: Iterable[int], own: Lengths, *, repeats: int
-) -> Prefixes:
+) -> PrefixSavings:
     """Serves requests with a common beginning, again and again, with and without cache.
 
     The beginning is read before the clock starts, as a provider's own prompt would be.
@@ -367,7 +367,7 @@ def serve_prefixes(
         # One leaves the beginning in the cache, and the others go on there.
         samplings = [Sampling.greedy(max_tokens=1), *client.samplings(own.output, n=1)]
         first, *rest = client.requests([num, *own.prompt.tolist()], samplings)
-        runs: dict[bool, list[Served]] = {False: [], True: []}
+        runs: dict[bool, list[ServedPages]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
             asked = [
@@ -381,7 +381,7 @@ def serve_prefixes(
             client.serve([first])
             served = client.serve(asked)
             if served is None:
-                return Prefixes.of(rows)
+                return PrefixSavings.of(rows)
             runs[uses].append(served)
         off, on = runs[False][0], runs[True][0]
         both, answers = (off.totals(), on.totals()), sum(map(len, on.tokens.values()))
@@ -398,4 +398,4 @@ def serve_prefixes(
                 "num_different": sum(off.tokens[x] != on.tokens[x] for x in on.tokens),
             }
         )
-    return Prefixes.of(rows)
+    return PrefixSavings.of(rows)

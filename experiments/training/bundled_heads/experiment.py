@@ -118,7 +118,7 @@ CONFIGS = {
 }
 
 
-class Heads(Table):
+class HeadTraining(Table):
     """What was trained."""
 
     kind: Texts = column("of the heads")
@@ -132,7 +132,7 @@ class Heads(Table):
     duration_s: Floats = column("time spent in training, on the clock")
 
 
-class Acceptance(Table):
+class GuessAcceptance(Table):
     """How often guesses are right."""
 
     kind: Texts = column("of the heads")
@@ -147,8 +147,8 @@ class Acceptance(Table):
 class Result(Record):
     """Heads, and how often they are right."""
 
-    heads: Heads = column("of each kind")
-    acceptance: Acceptance = column("by the weights rounded to bfloat16")
+    heads: HeadTraining = column("of each kind")
+    acceptance: GuessAcceptance = column("by the weights rounded to bfloat16")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -177,7 +177,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         heads.append(row)
         if found.status != "done":
             break
-        shares = score(config, kind, shape, params, target)
+        shares = score_heads(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
         if config.export:
             head_folders.save(
@@ -185,14 +185,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 shape,
                 params,
                 acceptance=shares.tolist(),
-                model_card=model_card(config, kind, row, shares),
+                model_card=heads_card(config, kind, row, shares),
                 overwrite=True,
             )
     rows = [(kind, depth + 1, rank, x) for kind, depth, rank, x in acceptance]
-    return Result(Heads.of(heads), Acceptance.of(rows))
+    return Result(HeadTraining.of(heads), GuessAcceptance.of(rows))
 
 
-def score(
+def score_heads(
     config: Config,
     kind: Kind,
     shape: head_folders.HeadsConfig,
@@ -254,7 +254,7 @@ _LOSS: dict[Kind, str] = {
 }
 
 
-def model_card(
+def heads_card(
     config: Config, kind: Kind, row: dict[str, Any], shares: np.ndarray
 ) -> str:
     """Writes the card of heads, in Markdown; every number in it is the run's."""
@@ -307,6 +307,6 @@ def model_card(
         zero, Muon for matrices of layers, AdamW for the rest, seed {run.seed}. The loss
         is the cross-entropy with the model's own law, {recipe.depth} guesses deep, each
         weighing {recipe.decay} of the one before it, {_LOSS[kind]}. It ended at
-        {row["loss"]:.4f} nats. {bundled_model.made_with(row["duration_s"])}""",
+        {row["loss"]:.4f} nats. {bundled_model.training_note(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)

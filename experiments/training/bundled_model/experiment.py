@@ -281,12 +281,12 @@ def model_card(config: Config, split: corpora.Split, result: Result) -> str:
         constant learning rate of {trunk.learning_rate}, then
         {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
         it falls to zero. Muon for the layers' matrices, AdamW for the rest, seed
-        {trunk.seed}. {made_with(result.duration_s)}""",
+        {trunk.seed}. {training_note(result.duration_s)}""",
     ]
     return card_text(parts)
 
 
-def made_with(duration_s: float) -> str:
+def training_note(duration_s: float) -> str:
     """How long training took, on which processor and with which versions."""
     env = environment.describe()
     versions = env["versions"]

@@ -161,7 +161,7 @@ CONFIGS = {
 }
 
 
-class Ways(Table):
+class LayoutTable(Table):
     """Ways to divide the mixture, a row each."""
 
     layout: Texts = column("as `jaxkv cost` takes it")
@@ -180,7 +180,7 @@ class Ways(Table):
     )
 
 
-class Drops(Table):
+class CapacityDrops(Table):
     """What a capacity does to held-out text, over as many devices as there are."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
@@ -190,7 +190,7 @@ class Drops(Table):
     sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
 
 
-class Loads(Table):
+class ExpertLoads(Table):
     """How unevenly experts are met, and devices that have a part of them each."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
@@ -205,9 +205,9 @@ class Loads(Table):
 class Result(Record):
     """What was counted, measured and trained."""
 
-    ways: Ways = column("a row for each layout")
-    drops: Drops = column("a row for each capacity")
-    loads: Loads = column("a row for each layer and number of devices")
+    ways: LayoutTable = column("a row for each layout")
+    drops: CapacityDrops = column("a row for each capacity")
+    loads: ExpertLoads = column("a row for each layer and number of devices")
     params: int = column("of a mixture")
     losses: np.ndarray = column(
         "held-out nats per token with nothing dropped, with and without the balancing "
@@ -242,9 +242,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         drops += more
     ways = _divide(config, trained, windows, progress) if trained is not None else []
     return Result(
-        ways=Ways.of(ways),
-        drops=Drops.of(drops),
-        loads=Loads.of(loads),
+        ways=LayoutTable.of(ways),
+        drops=CapacityDrops.of(drops),
+        loads=ExpertLoads.of(loads),
         params=architectures.parameters(config.model("with")).total,
         losses=np.array(losses),
     )

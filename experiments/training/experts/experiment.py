@@ -36,7 +36,7 @@ from experiments.framework import (
 from experiments.harness import sweep_tables
 from experiments.plotting import style, systems
 from experiments.training.experts import runs
-from experiments.training.experts.runs import PAIR, Config, Run, Shapes
+from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
 from jaxkv.models import moe
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
@@ -68,7 +68,7 @@ CONFIGS = {
 BALANCING = ("with", "without")
 
 
-class Runs(Table):
+class PairRuns(Table):
     """All runs, a row each."""
 
     kind: Texts = column("as `runs.Kind`")
@@ -99,7 +99,7 @@ class Laws(Table):
     high: Floats = column("where it ends", form="{:.3f}")
 
 
-class Imbalance(Table):
+class LoadImbalance(Table):
     """How unevenly the experts of one pair of runs are met, over the mean load."""
 
     balancing: Texts = column("with the loss, or without", heading="balancing loss")
@@ -112,7 +112,7 @@ class Imbalance(Table):
 class Result(Record):
     """All runs, and what was fitted to them."""
 
-    runs: Runs = column("all that ended", prefix="")
+    runs: PairRuns = column("all that ended", prefix="")
     loads: Float[np.ndarray, "2 mixtures experts"] = column(
         "of the pair trained with and without the balancing loss: share of held-out "
         "tokens over the mean, so 1 if even"
@@ -139,7 +139,7 @@ class Result(Record):
 
     @property
     @table.shown()
-    def imbalance(self) -> Imbalance:
+    def imbalance(self) -> LoadImbalance:
         """Loads, layer by layer; of an early end none."""
         rows = []
         for name, loads in zip(BALANCING, self.loads, strict=True):
@@ -148,32 +148,34 @@ class Result(Record):
             one = moe.imbalance(jnp.asarray(loads, jnp.float32))
             for layer, values in enumerate(zip(*one, strict=True), 1):
                 rows.append((name, layer, *map(float, values)))
-        return Imbalance.of(rows)
+        return LoadImbalance.of(rows)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all pairs, then fits; ended early, it has the runs that are done."""
-    found: list[Run] = []
+    found: list[TrainingRun] = []
     corpus = executors.open_corpus(config.corpus)
-    jobs = (*runs.tuning(config), *runs.rest(config, ()))
+    jobs = (*runs.tuning_jobs(config), *runs.remaining_jobs(config, ()))
     workers = Workers(
         corpus,
-        functools.partial(runs.score, corpus, config.num_windows),
+        functools.partial(runs.score_mixture, corpus, config.num_windows),
         progress,
-        num_steps=sum(runs.num_steps(width, config.shapes) for _, width, *_ in jobs),
+        num_steps=sum(
+            runs.steps_for_width(width, config.shapes) for _, width, *_ in jobs
+        ),
         num_threads=config.num_threads,
     )
-    train = functools.partial(runs.train, config=config, workers=workers)
-    found += workers.map(train, runs.tuning(config))
+    train = functools.partial(runs.train_model, config=config, workers=workers)
+    found += workers.map(train, runs.tuning_jobs(config))
     # What is trained after the tuning follows from all of it.
-    found += workers.map(train, runs.rest(config, found))
+    found += workers.map(train, runs.remaining_jobs(config, found))
     rates = runs.best_rates(config, found)
     rows = [
         row | {"is_fitted": kind in PAIR and rate == config.scaled(rates[kind], width)}
         for row in (each.row for each in found)
         for kind, width, rate in [(row["kind"], row["width"], row["learning_rate"])]
     ]
-    all_runs, top_k = Runs.of(rows), config.shapes.top_k
+    all_runs, top_k = PairRuns.of(rows), config.shapes.top_k
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
     routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
     # Of a pair, over their mean; none if one was not trained.
@@ -193,7 +195,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
+def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
     """Fits a power law of compute to each kind; without resamples to none."""
     curves, slopes = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan)
     grid, ratio = np.zeros(0), np.full(3, np.nan)
@@ -294,7 +296,7 @@ def summary(result: Result) -> list[Part]:
     ]
 
 
-def _rates(found: Runs) -> Sheet:
+def _rates(found: PairRuns) -> Sheet:
     """Every rate tried with the first seed, where there were several."""
     rows = []
     for kind in PAIR:

@@ -97,7 +97,7 @@ class Config:
         return self.widths[len(self.widths) // 2]
 
 
-class Score(NamedTuple):
+class MixtureScore(NamedTuple):
     """What a run is worth.
 
     Attributes:
@@ -113,7 +113,7 @@ class Score(NamedTuple):
     router: Float[np.ndarray, "experts hidden"]
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """One training run.
 
     Attributes:
@@ -122,7 +122,7 @@ class Run(NamedTuple):
     """
 
     row: dict[str, Any]
-    score: Score
+    score: MixtureScore
 
     def is_of(self, kind: Kind, width: int) -> bool:
         """Whether it is the first run of a kind and width."""
@@ -130,7 +130,7 @@ class Run(NamedTuple):
         return (row["kind"], row["width"], row["seed"]) == (kind, width, 0)
 
 
-def tuning(config: Config) -> list[Job]:
+def tuning_jobs(config: Config) -> list[Job]:
     """The runs that decide on the rates."""
     return [
         (kind, width, config.scaled(rate, width), 0)
@@ -140,7 +140,7 @@ def tuning(config: Config) -> list[Job]:
     ]
 
 
-def best_rates(config: Config, found: Sequence[Run]) -> Mapping[Kind, float]:
+def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, float]:
     """Each kind's rate, at the smallest width: best at the tuned ones, on average."""
     rows = [run.row for run in found]
     names = ("kind", "width", "learning_rate", "seed")
@@ -158,7 +158,7 @@ def best_rates(config: Config, found: Sequence[Run]) -> Mapping[Kind, float]:
     return best | {"unbalanced": best["mixture"]}
 
 
-def rest(config: Config, found: Sequence[Run]) -> list[Job]:
+def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
     """The other runs, at the rate that each kind is given by then."""
     rates = best_rates(config, found)
     by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
@@ -191,19 +191,19 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     return dense if kind == "dense" else dataclasses.replace(dense, experts=experts)
 
 
-def num_steps(width: int, shapes: Shapes) -> int:
+def steps_for_width(width: int, shapes: Shapes) -> int:
     """Counts the steps of every run of a width, whatever its kind."""
     weights = architectures.parameters(make_model("dense", width, shapes)).matmul
     tokens = shapes.tokens_per_param * weights
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
 
-def score(
+def score_mixture(
     corpus: streams.Corpus,
     num_windows: int,
     run: TrainConfig,
     params: transformer.Params,
-) -> Score:
+) -> MixtureScore:
     """Scores a run, and counts what its experts got."""
     found = objectives.score_stream(
         params,
@@ -220,7 +220,7 @@ def score(
         output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
         loads = np.asarray(output.loads, np.float64)
         router = np.asarray(params["layers"][0]["mixture"]["router"]["weight"])
-    return Score(found.loss, found.loss_se, loads, router)
+    return MixtureScore(found.loss, found.loss_se, loads, router)
 
 
 @functools.cache
@@ -228,7 +228,7 @@ def _outputs(model: ModelConfig):
     return jax.jit(functools.partial(transformer.outputs, config=model))
 
 
-def train(job: Job, *, config: Config, workers: Workers) -> Run:
+def train_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
     """Trains and scores one model.
 
     Raises:
@@ -236,7 +236,7 @@ def train(job: Job, *, config: Config, workers: Workers) -> Run:
       branching.Stopped: somebody asked to stop before its end.
     """
     kind, width, learning_rate, seed = job
-    shapes, steps = config.shapes, num_steps(width, config.shapes)
+    shapes, steps = config.shapes, steps_for_width(width, config.shapes)
     run = TrainConfig(
         model=make_model(kind, width, shapes),
         corpus=config.corpus,
@@ -270,4 +270,4 @@ def train(job: Job, *, config: Config, workers: Workers) -> Run:
         "loss_se": done.score.loss_se,
         "seconds": done.seconds,
     }
-    return Run(row, done.score)
+    return TrainingRun(row, done.score)

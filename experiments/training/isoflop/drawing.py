@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.fitting import drawing
 from experiments.plotting import colors, plain_log, shades, style, systems
-from experiments.training.isoflop.outcomes import Powers, Result
+from experiments.training.isoflop.outcomes import ComputePowers, Result
 
 _GREY = "0.6"
 METHODS = {
@@ -85,7 +85,7 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
         i = [*optima.methods].index(method)
         ax.plot(optima.flops, getattr(optima, name)[i], mark, color=colors()[color])
         powers = getattr(optima, f"{name}_power")
-        one = Powers(powers.coefficient[i], powers.exponent[i])
+        one = ComputePowers(powers.coefficient[i], powers.exponent[i])
         _line(ax, one, ends, colors()[color], method)
         exponents.append(one.exponent)
     surface = result.surface
@@ -106,7 +106,9 @@ def _star(ax: Any, x: float, y: float) -> None:
     ax.plot(x, y, "*", label="held-out run", **look)
 
 
-def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> None:
+def _line(
+    ax: Any, powers: ComputePowers, x: np.ndarray, color: Any, label: str
+) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
         label = f"{label}, C^{powers.exponent:.2f}"

@@ -23,7 +23,13 @@ from experiments.fitting import report as fit_report
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
-from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
+from experiments.training.isoflop.outcomes import (
+    BestRates,
+    CurvePoints,
+    LawOptima,
+    Result,
+    stack_frontiers,
+)
 from jaxkv import validation
 from jaxkv.files import kept, write_aside
 from jaxkv.progress import QUIET, Progress
@@ -129,7 +135,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
         f"{predicted['predicted']:.4f} predicted"
     )
-    truth = held_out.train(config, folder, predicted, progress)
+    truth = held_out.train_held_out(config, folder, predicted, progress)
     decayed = find.find(log, resamples=0, **how).frontiers
     curves = cosine.curves.columns
     rates = learning_rates.optimal_rates(rows)
@@ -152,16 +158,16 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
             }
         ),
-        curves=Points(
+        curves=CurvePoints(
             cosine.curves.labels(),
             *(curves[x] for x in ("num_params", "num_tokens", "flops", "loss")),
         ),
-        optima=optima([x for x in decayed if x.method != find.ENVELOPE]),
-        envelope=optima(
+        optima=stack_frontiers([x for x in decayed if x.method != find.ENVELOPE]),
+        envelope=stack_frontiers(
             [x for x in by_cosine if x.method == find.ENVELOPE], is_one=True
         ),
-        surface=Line(budgets, *(np.asarray(x, float) for x in surface)),
-        rates=Rates(*np.array(rates, float).reshape(-1, 3).T),
+        surface=LawOptima(budgets, *(np.asarray(x, float) for x in surface)),
+        rates=BestRates(*np.array(rates, float).reshape(-1, 3).T),
     )
 
 
@@ -238,7 +244,7 @@ def _predict(
       ValueError: it stands there from others, and the held-out run is known.
     """
     path = log.source / PREDICTION
-    made = prediction.predict(config, log, rows, document, errors)
+    made = prediction.predict_held_out(config, log, rows, document, errors)
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
         undated = json.loads(config_json.dumps({**made, "made_at": ""}))

@@ -24,7 +24,7 @@ FILE = "held_out.json"
 """The best run's record, and what the others came to."""
 
 
-class Truth(NamedTuple):
+class HeldOutRun(NamedTuple):
     """What came of the run.
 
     Attributes:
@@ -36,9 +36,9 @@ class Truth(NamedTuple):
     curve: list[tuple[float, float]]
 
 
-def train(
+def train_held_out(
     config: Any, folder: Path, prediction: dict[str, Any], progress: Progress
-) -> Truth:
+) -> HeldOutRun:
     """Trains the run at every rate, or reads what it gave.
 
     Args:
@@ -58,7 +58,7 @@ def train(
         at = folder / "held_out" / str(i)
         tried[rate] = run, training_train.train(run, at, progress=progress)
         if tried[rate][1].status == "stopped":
-            return Truth(None, [])
+            return HeldOutRun(None, [])
     if not path.exists():
         corpus = executors.open_corpus(sweep.corpus)
         records = []
@@ -91,4 +91,4 @@ def train(
         for x in result.curve
         if x["step"] % run.report_every == 0  # a shorter stretch is mostly noise
     ]
-    return Truth(record, curve)
+    return HeldOutRun(record, curve)

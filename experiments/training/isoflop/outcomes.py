@@ -15,7 +15,7 @@ from scaling.frontiers.frontier import PowerLaw
 _UNKNOWN = PowerLaw(np.nan, np.nan)
 
 
-class Points(Table):
+class CurvePoints(Table):
     """Training curves of some runs, one after another."""
 
     run: Ints = column("a number for the run of each point")
@@ -25,14 +25,14 @@ class Points(Table):
     loss: Floats = column("of training, nats per token")
 
 
-class Powers(Record):
+class ComputePowers(Record):
     """Powers of the compute, `coefficient C^exponent`; not numbers where unknown."""
 
     coefficient: np.ndarray = column("by method")
     exponent: np.ndarray = column("by method")
 
 
-class Optima(Record):
+class BudgetOptima(Record):
     """Optima at some budgets by some methods, and the powers through them."""
 
     methods: np.ndarray = column("their names")
@@ -42,12 +42,12 @@ class Optima(Record):
     )
     num_tokens: np.ndarray = column("by method and budget")
     loss: np.ndarray = column("by method and budget")
-    num_params_power: Powers = column("through the sizes")
-    num_tokens_power: Powers = column("through the tokens")
-    loss_power: Powers = column("through the losses")
+    num_params_power: ComputePowers = column("through the sizes")
+    num_tokens_power: ComputePowers = column("through the tokens")
+    loss_power: ComputePowers = column("through the losses")
 
 
-class Line(Table):
+class LawOptima(Table):
     """The law's optimum at some budgets."""
 
     flops: Floats = column("the budgets")
@@ -56,7 +56,7 @@ class Line(Table):
     loss: Floats = column("that the law predicts")
 
 
-class Rates(Table):
+class BestRates(Table):
     """Best learning rates, of the cells that have one between others."""
 
     width: Floats = column("of the model")
@@ -77,13 +77,15 @@ class Result(Record):
     cosine: str = column(
         "`cosine.json`, what every size at several lengths says, its rate a cosine"
     )
-    curves: Points = column("training curves of those")
-    optima: Optima = column(
+    curves: CurvePoints = column("training curves of those")
+    optima: BudgetOptima = column(
         "approach 2, from the runs whose rate was constant and then fell"
     )
-    envelope: Optima = column("approach 1, from `curves`; without an axis of methods")
-    surface: Line = column("approach 3")
-    rates: Rates = column("of the cells")
+    envelope: BudgetOptima = column(
+        "approach 1, from `curves`; without an axis of methods"
+    )
+    surface: LawOptima = column("approach 3")
+    rates: BestRates = column("of the cells")
 
     @functools.cached_property
     def predicted(self) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class Result(Record):
         return {} if record.get("loss") is None else record
 
 
-def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
+def stack_frontiers(found: Sequence[Frontier], *, is_one: bool = False) -> BudgetOptima:
     """Puts frontiers of equal budgets side by side.
 
     Args:
@@ -108,9 +110,9 @@ def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
     def by_method(rows: list[Any]) -> np.ndarray:
         return np.asarray(rows[0] if is_one else np.stack(rows))
 
-    def power(name: str) -> Powers:
+    def power(name: str) -> ComputePowers:
         laws = [getattr(each, name) or _UNKNOWN for each in found]
-        return Powers(
+        return ComputePowers(
             by_method([law.coefficient for law in laws]),
             by_method([law.exponent for law in laws]),
         )
@@ -118,7 +120,7 @@ def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
     def minima(name: str) -> np.ndarray:
         return by_method([getattr(each.minima, name)[0] for each in found])
 
-    return Optima(
+    return BudgetOptima(
         np.array([each.method for each in found]),
         found[0].flops,
         num_params=minima("num_params"),

@@ -63,7 +63,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def predict(
+def predict_held_out(
     config: Any,
     log: Log,
     rows: list[dict[str, Any]],
@@ -118,7 +118,7 @@ def predict(
                 published.find(name), log.columns, cluster=log.labels()
             )
             by_law[name] = float(fits_fit.predict(other, at).loss[0])
-    value, between = average(by_law, errors)
+    value, between = average_predictions(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
     half = intervals.student(config.level, 10**6) * math.hypot(spread, between)
     half = math.hypot(half, errors[fit.law])
@@ -162,7 +162,9 @@ def predict(
     }
 
 
-def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, float]:
+def average_predictions(
+    by_law: dict[str, float], errors: dict[str, float]
+) -> tuple[float, float]:
     """Averages predictions in ln L, each with weight 1 / error^2.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.framework import Ours, Record, beside, column, ours, table
 from experiments.plotting import style
-from experiments.training.known_entropy.runs import Config, Runs, train
+from experiments.training.known_entropy.runs import Config, LanguageRuns, train_language
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora.languages import LanguageConfig, language, markov
 from scaling.fits import fit
@@ -55,7 +55,7 @@ CONFIGS = {
 }
 
 
-class Fit(Record):
+class ChinchillaFit(Record):
     """The Chinchilla law of the losses, with 90 % intervals."""
 
     floor: float = column("it found, E, in nats per token")
@@ -77,7 +77,7 @@ class Fit(Record):
         return bounded and self.floor_low <= floor <= self.floor_high
 
 
-class Counts(Record):
+class CountingExcess(Record):
     """Excess losses of counting."""
 
     num_tokens: np.ndarray = column("counted")
@@ -93,25 +93,27 @@ class Counts(Record):
 class Result(Record):
     """Losses, floors, fits."""
 
-    runs: Runs = column("on the language")
+    runs: LanguageRuns = column("on the language")
     optima: np.ndarray = column(
         "least loss of readers of the last 0, 1, 2, ... tokens; the last is the floor"
     )
     floor_se: float = column("standard error of that")
-    fit: Fit = column("of the runs long enough")
-    fit_all: Fit = column("of all runs")
+    fit: ChinchillaFit = column("of the runs long enough")
+    fit_all: ChinchillaFit = column("of all runs")
     source_loss: float = column("of the smallest model on the independent source")
     source_excess: float = column("over its entropy on the same tokens")
-    counts: Counts = column("of that source")
+    counts: CountingExcess = column("of that source")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
     known = language.optima(config.language)
-    counts = count(config.source, config.counted, config.repeats)
+    counts = score_counting(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
-    alone = train(config.source, config.widths[:1], longest, config, progress)
-    runs = train(config.language, config.widths, config.lengths, config, progress)
+    alone = train_language(config.source, config.widths[:1], longest, config, progress)
+    runs = train_language(
+        config.language, config.widths, config.lengths, config, progress
+    )
     late = runs.num_tokens >= config.fitted_from
     return Result(
         runs=runs,
@@ -125,7 +127,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Counts:
+def score_counting(
+    source: LanguageConfig, lengths: tuple[int, ...], repeats: int
+) -> CountingExcess:
     """Counts texts of every length, and scores the counts by the true source.
 
     Who estimates V probabilities from D independent tokens needs, beyond the entropy,
@@ -147,7 +151,7 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
     law, data = published.find("power"), {"num_tokens": tokens, "loss": excess}
     power = fit.fit(law.over("num_tokens"), data, loss="mse")
     low, high = power.intervals["b"]
-    return Counts(
+    return CountingExcess(
         num_tokens=tokens,
         excess=excess,
         excess_se=np.array(errors),
@@ -159,11 +163,15 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
     )
 
 
-def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
+def fit_runs(
+    runs: LanguageRuns, chosen: np.ndarray, num_resamples: int
+) -> ChinchillaFit:
     """Fits the law with its floor free; nothing where the runs are too few."""
     chosen = chosen & np.isfinite(runs.loss)
     if len({*runs.width[chosen]}) < 2 or chosen.sum() < 6:
-        return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
+        return ChinchillaFit(
+            *[float("nan")] * 9, False, "too few runs", int(chosen.sum())
+        )
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
     found = fit.fit(published.find("chinchilla"), data, bootstrap=num_resamples)
@@ -172,7 +180,7 @@ def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
         ends += [found.coefficients[name], *found.intervals[name]]
     said = any(warning.startswith(("E=", "E ")) for warning in found.warnings)
     free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
-    return Fit(
+    return ChinchillaFit(
         *ends,
         identified=not (said or free),
         warnings="; ".join(found.warnings),

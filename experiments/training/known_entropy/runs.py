@@ -94,7 +94,7 @@ class Config:
         return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-class Runs(Table):
+class LanguageRuns(Table):
     """One row for each run."""
 
     width: Ints = column("of the model")
@@ -108,8 +108,8 @@ class Runs(Table):
     excess_se: Floats = column("smaller, as the text's chance is in both")
 
 
-class Score(NamedTuple):
-    """What a run is worth: columns of `Runs`."""
+class LanguageScore(NamedTuple):
+    """What a run is worth: columns of `LanguageRuns`."""
 
     loss: float
     loss_se: float
@@ -117,13 +117,13 @@ class Score(NamedTuple):
     excess_se: float
 
 
-def train(
+def train_language(
     language: LanguageConfig,
     widths: Sequence[int],
     lengths: Sequence[int],
     config: Config,
     progress: Progress,
-) -> Runs:
+) -> LanguageRuns:
     """Trains every width for every number of tokens, smallest first.
 
     Args:
@@ -178,14 +178,14 @@ def train(
     cooldowns = [run.cooldown_steps for run in chains[0]]
     workers = Workers(
         corpus,
-        functools.partial(score, corpus.held_out, nats, config),
+        functools.partial(score_language, corpus.held_out, nats, config),
         progress,
         num_steps=len(chains) * steps_taken(ends, cooldowns),
     )
     rows: list[tuple[float, ...]] = []
 
     def work(runs: Sequence[TrainConfig]) -> None:
-        for end in workers.train(runs, shown):
+        for end in workers.train(runs, describe_run):
             model, tokens = end.run.model, end.run.num_tokens
             num_params = architectures.parameters(model).total
             numbers = end.score or [np.nan] * 4
@@ -193,22 +193,22 @@ def train(
 
     for _ in workers.map(work, chains):
         pass
-    return Runs.of(rows)
+    return LanguageRuns.of(rows)
 
 
-def shown(end: Finished) -> str:
+def describe_run(end: Finished) -> str:
     """What a person sees when a run is over."""
     run = end.run
     return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"
 
 
-def score(
+def score_language(
     held_out: np.ndarray,
     nats: np.ndarray,
     config: Config,
     run: TrainConfig,
     params: transformer.Params,
-) -> Score:
+) -> LanguageScore:
     """Scores a run beside what who knows the language needs for the same windows."""
     found = objectives.score_stream(
         params,
@@ -221,4 +221,4 @@ def score(
     )
     excess = found.windows - nats
     excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
-    return Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
+    return LanguageScore(found.loss, found.loss_se, float(excess.mean()), excess_se)

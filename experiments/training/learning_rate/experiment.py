@@ -109,7 +109,7 @@ CONFIGS = {
 }
 
 
-class Runs(Table):
+class RateRuns(Table):
     """All runs that ended."""
 
     width: Floats = column("of the model")
@@ -118,7 +118,7 @@ class Runs(Table):
     loss: Floats = column("of held-out text, nats per token")
 
 
-class Optima(Table):
+class OptimalRates(Table):
     """The best rate of every width and number of tokens that has one."""
 
     width: Floats = column("of the model", form="{:.0f}")
@@ -135,8 +135,10 @@ class Optima(Table):
 class Result(Record):
     """All runs that ended, and what was read off them."""
 
-    runs: Runs = column("all of them", prefix="")
-    best: Optima = column("where the best rate lies between others", prefix="best_")
+    runs: RateRuns = column("all of them", prefix="")
+    best: OptimalRates = column(
+        "where the best rate lies between others", prefix="best_"
+    )
     powers: Powers = column("through the optima")
     level: float = column("probability of the intervals")
 
@@ -147,9 +149,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         records = sweep_tables.run(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
-    best = Optima.of(optimal_rates(rows) if rows else [])
+    best = OptimalRates.of(optimal_rates(rows) if rows else [])
     return Result(
-        runs=Runs.of([row[name] for name in names] for row in rows),
+        runs=RateRuns.of([row[name] for name in names] for row in rows),
         best=best,
         powers=fit_powers(best.width, best.num_tokens, best.rate, level=config.level),
         level=config.level,

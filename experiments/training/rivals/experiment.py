@@ -36,7 +36,7 @@ PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 run = runs.run
 
 
-def direction(low: float, high: float, said: Published) -> str:
+def published_direction(low: float, high: float, said: Published) -> str:
     """What becomes of a published direction; a verdict needs the whole interval."""
     if said.claim == "more":
         return sweep_tables.direction(low, high)
@@ -46,7 +46,7 @@ def direction(low: float, high: float, said: Published) -> str:
     return "is not contradicted" if low <= 1 <= high else "is not decided"
 
 
-class Readings(Table):
+class ComputeRatios(Table):
     """The ratio of compute where it is read, by side; not numbers if there is none.
 
     It is read at the lowest loss where it has an interval, so that the number and its
@@ -79,7 +79,9 @@ class Readings(Table):
     def direction(self) -> np.ndarray:
         """What becomes of it, or why nothing is known."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
-        return np.array([why or direction(*ends, PAIRS[x]) for x, *ends, why in rows])
+        return np.array(
+            [why or published_direction(*ends, PAIRS[x]) for x, *ends, why in rows]
+        )
 
     @property
     def published(self) -> np.ndarray:
@@ -88,7 +90,7 @@ class Readings(Table):
         return np.array([words[PAIRS[side].claim] for side in self.side])
 
 
-def readings(result: Result) -> Readings:
+def read_ratios(result: Result) -> ComputeRatios:
     """Reads every ratio off, by both ways to count compute."""
     rows = []
     for i, compute in enumerate(COMPUTE):
@@ -106,13 +108,13 @@ def readings(result: Result) -> Readings:
             rows.append(
                 (side, compute, *here, ratio[first], ratio[last], loss[last], reason)
             )
-    return Readings.of(rows)
+    return ComputeRatios.of(rows)
 
 
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds each direction against ours, see `Readings` for where it is read."""
-    told = readings(result).where(compute="exact")
+    """Holds each direction against ours, see `ComputeRatios` for where it is read."""
+    told = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in told.at(np.isfinite(told.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
@@ -159,7 +161,7 @@ def _differences(result: Result) -> Differences:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Gives ratios by convention, differences, and gains from late context."""
-    told = readings(result)
+    told = read_ratios(result)
     return {
         "ratios": told.at(np.isfinite(told.ratio)).rows(),
         "differences": _differences(result).rows(),
@@ -185,7 +187,7 @@ def summary(result: Result) -> list[Part]:
         cells = sweep_tables.tried(mine.learning_rate, mine.loss, best)
         rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
-        readings(result).sheet(
+        read_ratios(result).sheet(
             f"compute to equal loss, over that of the {REFERENCE}",
             *names,
             note="Read off curves through the best runs by compute, at the lowest loss "
@@ -268,7 +270,7 @@ def _draw_places(ax: Any, result: Result) -> None:
 
 def _draw_ratios(ax: Any, result: Result) -> None:
     """The ratio of each side and its interval, where it is read, a line each."""
-    told = readings(result).where(compute="exact")
+    told = read_ratios(result).where(compute="exact")
     told = told.at(np.isfinite(told.ratio))
     names = told.side.tolist()
     rows = zip(names, told.ratio, told.low, told.high, strict=True)

@@ -32,10 +32,10 @@ it. A side whose best is an edge at last is said to be so in the report.
 
 
 COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
-"""How compute is counted: columns of `Runs`."""
+"""How compute is counted: columns of `SideRuns`."""
 
 
-class Runs(Table):
+class SideRuns(Table):
     """Finished runs, a row each; `side` counts in `Result.sides`."""
 
     side: Ints = column("who")
@@ -80,7 +80,7 @@ class Differences(Table):
     )
 
 
-class Places(Record):
+class PositionLosses(Record):
     """Loss by place in the window, of each side's longest runs of its largest size."""
 
     place: Float[np.ndarray, " bins"] = column("tokens seen, the middle of each bin")
@@ -100,19 +100,19 @@ class Result(Record):
     """All runs, and what was read off them; the reference is the first side."""
 
     sides: np.ndarray = column("their names")
-    runs: Runs = column("all that ended")
+    runs: SideRuns = column("all that ended")
     trials: Trials = column("before them")
     differences: Differences = column("at equal size and tokens")
-    places: Places = column("where in the window who is better")
+    places: PositionLosses = column("where in the window who is better")
     curves: Curve = column("through the frontier of each side, exact compute")
     ratios: Ratio = column("by how compute is counted, and side; the first is itself")
 
 
-class Trained(NamedTuple):
+class SideResult(NamedTuple):
     """What one side did at one size.
 
     Attributes:
-      rows: a dict of numbers for each seed and horizon, of the columns of `Runs`.
+      rows: a dict of numbers for each seed and horizon, of the columns of `SideRuns`.
       trials: the rates tried, with the loss of each.
       losses: nats of every held-out token, of each seed's longest run.
     """
@@ -122,7 +122,7 @@ class Trained(NamedTuple):
     losses: Float[np.ndarray, "seeds windows seq"]
 
 
-def num_steps(config: Config) -> int:
+def steps_per_side(config: Config) -> int:
     """Steps that one side takes at one size, trials included."""
     whole = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
     return NUM_TRIALS * config.trial_steps + len(config.seeds) * whole
@@ -139,7 +139,7 @@ class TokenLosses(NamedTuple):
         return float(self.losses.mean())
 
 
-def score(
+def score_tokens(
     corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
     """Scores a run, few windows at a time: they stay in a processor's cache."""
@@ -154,14 +154,16 @@ def score(
     return TokenLosses(found.losses)
 
 
-def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trained:
+def train_side(
+    side: Side, num_params: int, config: Config, workers: Workers
+) -> SideResult:
     """Tunes the rate, then trains to every horizon.
 
     Args:
       side: what to train.
       num_params: outside embeddings, what its shape comes near to.
       config: the same for all sides.
-      workers: trains, and scores with `score`.
+      workers: trains, and scores with `score_tokens`.
 
     Raises:
       branching.Stopped: somebody asked to stop before all was finished.
@@ -209,7 +211,7 @@ def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trai
             losses = diverged if end.score is None else end.score.losses
             rows.append({"size": num_params} | _row(end, losses))
         longest.append(losses)
-    return Trained(rows, trials, np.array(longest))
+    return SideResult(rows, trials, np.array(longest))
 
 
 def _cooldown(num_steps: int) -> int:
@@ -236,15 +238,15 @@ def _row(end: Finished, losses: np.ndarray) -> dict[str, Any]:
     }
 
 
-type Done = Mapping[tuple[int, int], Trained]
+type SideResults = Mapping[tuple[int, int], SideResult]
 """What was trained, by side and size."""
 
 
-def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
+def collect(names: Sequence[str], trained: SideResults, config: Config) -> Result:
     """Reads a result off what was trained, which may be a part of what was planned."""
     rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
-    runs = Runs.of(rows)
+    runs = SideRuns.of(rows)
     # Each side's curve through its best runs, and those through trunks drawn anew.
     fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
     for compute, found in fits.items():
@@ -287,7 +289,7 @@ def _stacked(each: Any) -> Any:
     return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))
 
 
-def _places(trained: Done, num_sides: int, seq_len: int) -> Places:
+def _places(trained: SideResults, num_sides: int, seq_len: int) -> PositionLosses:
     edges = np.unique(np.geomspace(1, seq_len + 1, 17).round().astype(int)) - 1
     middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
     loss = np.full((num_sides, len(middle)), np.nan)
@@ -305,7 +307,7 @@ def _places(trained: Done, num_sides: int, seq_len: int) -> Places:
         gains[:2, i] = _mean(gain)
         if reference is not None:
             gains[2:, i] = _mean(reference - gain)
-    return Places(middle, loss, *gains)
+    return PositionLosses(middle, loss, *gains)
 
 
 def _mean(windows: np.ndarray) -> tuple[float, float]:
@@ -323,15 +325,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     plan = [(i, size) for i in range(len(sides)) for size in config.sizes]
     all_workers = Workers(
         corpus,
-        functools.partial(score, corpus, config),
+        functools.partial(score_tokens, corpus, config),
         progress,
-        num_steps=len(plan) * num_steps(config),
+        num_steps=len(plan) * steps_per_side(config),
         num_threads=config.num_threads,
     )
 
-    def trained(pair: tuple[int, int]) -> tuple[tuple[int, int], Trained]:
+    def trained(pair: tuple[int, int]) -> tuple[tuple[int, int], SideResult]:
         i, size = pair
-        return pair, train(sides[i], size, config, all_workers)
+        return pair, train_side(sides[i], size, config, all_workers)
 
     found = dict(all_workers.map(trained, plan))
     return collect(names, found, config)

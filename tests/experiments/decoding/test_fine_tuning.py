@@ -10,10 +10,10 @@ from experiments.decoding.jacobi.fine_tuning import (
     AFTER,
     BEFORE,
     Config,
-    Models,
+    ModelTable,
     Result,
 )
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework import registry
 from jaxkv.models import checkpoints
 from scaling.corpora import corpora
@@ -39,9 +39,9 @@ TINY = Config(
 
 
 def measured(num_other: int) -> Result:
-    models = Models.of([(BEFORE, 1.25, 64, 32, 16.0), (AFTER, 1.5, 64, 32, 8.0)])
+    models = ModelTable.of([(BEFORE, 1.25, 64, 32, 16.0), (AFTER, 1.5, 64, 32, 8.0)])
     times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
-    runs = Runs.of(
+    runs = DecodingRuns.of(
         [
             (name, 4, 1, 0.0, 100, num, 400, 50, *times, num, num_other)
             for name, num in ((BEFORE, 150), (AFTER, 300))
@@ -67,7 +67,13 @@ def test_what_is_said_of_both_models() -> None:
 
 def test_stopped_early_it_says_nothing() -> None:
     nothing = Result(
-        Models.of([]), Runs.of([]), np.zeros(0, int), np.zeros(0), 0, 0.0, "cpu"
+        ModelTable.of([]),
+        DecodingRuns.of([]),
+        np.zeros(0, int),
+        np.zeros(0),
+        0,
+        0.0,
+        "cpu",
     )
     assert fine_tuning.summary(nothing) == []
     assert fine_tuning.claims(nothing) == []

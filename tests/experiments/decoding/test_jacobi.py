@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from experiments.decoding.jacobi import blocks, from_text
-from experiments.decoding.jacobi.from_text import CONFIGS, Blocks, Picture, Result
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.jacobi.from_text import (
+    CONFIGS,
+    BlockTable,
+    BlockTrace,
+    Result,
+)
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework.study import of_module
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
@@ -49,7 +54,7 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         ],
         engines.ROOMY,
     )
-    found = blocks.find(loaded(), texts, asks, 9)
+    found = blocks.find_blocks(loaded(), texts, asks, 9)
     for i, block in enumerate(found):
         assert block.steps <= 9
         progress = np.diff(block.fixed[: block.steps + 1])
@@ -57,17 +62,17 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
     assert max(block.steps for block in found) > 3
     first = np.arange(8, dtype=np.int32)
-    others = blocks.find(loaded(), texts, asks, 9, first=first)
+    others = blocks.find_blocks(loaded(), texts, asks, 9, first=first)
     for block, other, token in zip(found, others, first, strict=True):
         assert (other.guesses[0] == token).all()
         assert (other.tokens == block.tokens).all()
 
 
 def measured(late: int, stuck: int) -> Result:
-    found = Blocks.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
-    picture = Picture.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
+    found = BlockTable.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
+    picture = BlockTrace.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
     times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
-    runs = Runs.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
+    runs = DecodingRuns.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
     return Result(found, picture, runs, output_tokens=200, device="cpu")
 
 

@@ -21,11 +21,11 @@ def test_tokens_and_operations_by_formula() -> None:
     assert theory.tokens_per_step(1.0, 4) == 5.0
     assert theory.tokens_per_step(0.0, 4) == 1.0
     # Three rows fed, and two drafts at half a row's operations.
-    assert theory.operations(0.5, 2, cost=0.5) == pytest.approx(4 / 1.75)
-    rows = theory.tokens_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    assert theory.operations_per_token(0.5, 2, cost=0.5) == pytest.approx(4 / 1.75)
+    rows = theory.expected_tokens(np.array([0.5, 1.0]), np.array([2, 4]))
     assert rows.tolist() == [1.75, 5.0]
     # 1, 2 and 3 tokens with 1/2, 1/4 and 1/4.
-    spread = theory.spread_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    spread = theory.token_deviation(np.array([0.5, 1.0]), np.array([2, 4]))
     np.testing.assert_allclose(spread, [(3.75 - 1.75**2) ** 0.5, 0.0])
 
 
@@ -37,10 +37,10 @@ def test_steps_counted_by_hand() -> None:
     fields |= {"num_emitted": emitted, "num_drafts": drafts}
     info = StepInfo(**fields)
     times = [CallTimes(0.0, ready_s, ready_s, True) for ready_s in (1.0, 3.5, 4.0)]
-    found = serving.count(info, times, 2)
+    found = serving.count_decoding(info, times, 2)
     # The first token of either slot comes from its prompt, and the last step of the
     # first slot is none: 4 steps and 5 steps.
-    assert found == serving.Counts(
+    assert found == serving.DecodeCounts(
         steps=4 + 4,
         emitted=(2 + 3 + 1 + 1) + (1 + 2 + 1 + 2),
         drafted=(2 + 2 + 2 + 0) + (2 + 2 + 1 + 1),
@@ -48,7 +48,7 @@ def test_steps_counted_by_hand() -> None:
         call_s=2.5,
         call_steps=2,
     )
-    plain = serving.count(info._replace(num_drafts=None), times, 2)
+    plain = serving.count_decoding(info._replace(num_drafts=None), times, 2)
     assert plain == found._replace(drafted=0)
     assert found.plus(plain).steps == 16
 
@@ -61,7 +61,10 @@ def measured(*rows: tuple[Any, ...]) -> Result:
         for way, num, batch, emitted, other in rows
     ]
     coins = [(0.5, 2, 2000, 3500)]
-    tables = on_text.Runs.of(runs), on_text.Coins.of(coins if rows else [])
+    tables = (
+        on_text.DecodingRuns.of(runs),
+        on_text.SyntheticDrafts.of(coins if rows else []),
+    )
     return Result(*tables, output_tokens=200, num_drafts=2, device="cpu")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.decoding.speculation import held_out, serving
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
 from experiments.framework.study import of_module
@@ -18,10 +18,10 @@ from tests.support import smoke
 (STUDY,) = of_module(experiment)
 
 
-def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> Runs:
+def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRuns:
     """Ways of 100 steps: drafts, batch, tokens emitted, and what a step costs."""
     plain = np.full(rounds, 1e-3)
-    return Runs.of(
+    return DecodingRuns.of(
         (way, num, batch, 0.0, 100, emitted, 100 * num, 80, cost * plain, plain, 9, 0)
         for way, num, batch, emitted, cost in ways
     )
@@ -56,7 +56,9 @@ def test_what_is_said_of_counts_and_times() -> None:
 
 
 def test_stopped_early_nothing_is_said() -> None:
-    nothing = Result(Runs.of([]), Runs.of([]), output_tokens=200, device="cpu")
+    nothing = Result(
+        DecodingRuns.of([]), DecodingRuns.of([]), output_tokens=200, device="cpu"
+    )
     assert experiment.summary(nothing) == []
     assert [*experiment.claims(nothing)] == []
     assert smoke.draw(STUDY, nothing)
@@ -99,16 +101,16 @@ def test_what_learns_is_told_by_the_mean_of_its_rounds(
         server.turn += server.way != serving.PLAIN
         server.served.append(len(texts))
         num = 10 + server.turn
-        counts = serving.Counts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)
+        counts = serving.DecodeCounts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)
         return [[7] for _ in texts], counts
 
-    monkeypatch.setattr(serving, "decode", decode)
+    monkeypatch.setattr(serving, "decode_batches", decode)
     model: Any = types.SimpleNamespace(tokenizer=tokenizer.ByteTokenizer(256))
     ways = [("n-gram", 4), ("n-gram, adaptive", 4)]
-    rows = held_out.decode(
+    rows = held_out.decode_in_turns(
         Config(), model, [(1, 0.0)], lambda _: ways, QUIET, rounds=3, serve=serve
     )
-    runs = Runs.of(rows)
+    runs = DecodingRuns.of(rows)
     # The first turn compiles; what adapts learns in it, so it has all texts.
     assert [one.served for one in everyone] == [[1, 8, 8, 8]] * 2 + [[8] * 4]
     assert runs.steps.tolist() == [13, 13]

@@ -23,17 +23,17 @@ def result() -> Result:
 @pytest.mark.slow
 def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
     static, continuous = result.static_sequences, result.continuous_sequences
-    assert lectures.words(static) == [*lectures.STATIC]
-    assert lectures.words(continuous) == [*lectures.CONTINUOUS]
+    assert lectures.grid_rows(static) == [*lectures.STATIC]
+    assert lectures.grid_rows(continuous) == [*lectures.CONTINUOUS]
     # "Sequence 3 finished after two iterations", sequence 2 after six.
     assert result.static_sequences.last[:4].tolist() == [3, 6, 2, 3]
     # Six cells are idle in one and taken in the other: 32 - 6.
-    assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
+    assert lectures.count_equal_cells(static, lectures.CONTINUOUS) == 26
 
 
 @pytest.mark.slow
 def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
-    assert lectures.batches(result.continuous_requests) == [
+    assert lectures.batch_names(result.continuous_requests) == [
         "R1 R2",
         "R1 R2 R3",
         "R1 R3 R4",
@@ -41,10 +41,10 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
         "R3 R4 R5",
         "R5",
     ]
-    waited = lectures.batches(result.static_requests)
+    waited = lectures.batch_names(result.static_requests)
     assert waited[:5] == ["R1 R2", "R1 R2", "R1", "R1", "R3 R4 R5"]
-    assert lectures.num_joined(result.static_requests) == 0
-    assert lectures.num_joined(result.continuous_requests) == 2
+    assert lectures.count_joined(result.static_requests) == 0
+    assert lectures.count_joined(result.continuous_requests) == 2
 
 
 def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
@@ -59,8 +59,8 @@ def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
 @pytest.mark.slow
 def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
-    for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
-        slots = sweeps.num_reserved(SMOKE, longest)
+    for i, (load, longest) in enumerate(sweeps.limited_loads(SMOKE)):
+        slots = sweeps.num_reserved_slots(SMOKE, longest)
         expected = steps_by_hand(np.asarray(load.output), slots)
         assert steps[:2, i].tolist() == expected
     assert (steps[2] <= steps[1]).all()
@@ -81,7 +81,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     )
     result = experiment.run(config)
     assert result.num_slots == 3
-    for i, (load, _) in enumerate(sweeps.spread(config)):
+    for i, (load, _) in enumerate(sweeps.spread_loads(config)):
         expected = steps_by_hand(np.asarray(load.output), 3)
         assert result.deviations.steps[:2, i, 0].tolist() == expected
     assert (result.deviations.tokens_per_s > 0).all()

@@ -12,12 +12,12 @@ from tests.support import smoke
 
 
 def test_prompts_are_the_last_words_of_what_was_said() -> None:
-    requests = experiment.load(Config(hours=1.0, rounds_before=3.0))
+    requests = experiment.draw_conversations(Config(hours=1.0, rounds_before=3.0))
     prompt, output = requests.tokens
     assert prompt.max() == experiment.HISTORY
     assert output.max() <= experiment.HISTORY
     # A quarter of all rounds are the first; their prompts are those of ShareGPT.
-    alone = experiment.load(Config(hours=1.0, rounds_before=0.0)).tokens
+    alone = experiment.draw_conversations(Config(hours=1.0, rounds_before=0.0)).tokens
     assert alone.prompt.mean() == pytest.approx(161.31, rel=0.05)
     share = share_of_full_prompts(np.random.default_rng(5), 3 / 4, 6000)
     assert np.mean(prompt == experiment.HISTORY) == pytest.approx(share, abs=0.03)

@@ -66,7 +66,7 @@ def test_a_step_of_both_costs_a_step_of_either() -> None:
     assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
 
 
-def decode_s(model: settings.Model, batch: int, context: int) -> float:
+def decode_s(model: settings.ServedModel, batch: int, context: int) -> float:
     """How long a step takes in which some sequences decode."""
     every = batch * context
     work = costs.work(num_decodes=batch, decode_context=every, num_drawn=batch)
@@ -95,7 +95,7 @@ def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
     line = result.timeline
     longest = {}
     for way in settings.WAYS:
-        mine = (line.way == way.name) & (line.sequence < runs.PATIENTS)
+        mine = (line.way == way.name) & (line.sequence < runs.NUM_DECODING)
         times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
         longest[way.name] = max(np.diff(x).max() for x in times)
         assert all(len(x) == 90 for x in times)

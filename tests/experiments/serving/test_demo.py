@@ -70,8 +70,10 @@ def test_static_batching_keeps_what_continuous_batching_gives_away(
     # The longest case for every slot, from a batch's first step to its last.
     pages = config.max_slots * config.max_length // config.page_size
     assert set(static.used_pages.tolist()) == {pages}
-    numbers = experiment.numbers(continuous)
-    assert numbers["kv_utilisation"] > experiment.numbers(static)["kv_utilisation"]
+    numbers = experiment.serving_metrics(continuous)
+    assert (
+        numbers["kv_utilisation"] > experiment.serving_metrics(static)["kv_utilisation"]
+    )
 
 
 @pytest.mark.thorough
@@ -176,14 +178,14 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     fields["used_pages"] = np.array([1, 2, 2, 3])
     fields["used_places"] = np.array([3, 8, 8, 6])
     info = step.StepInfo(**fields)
-    served = experiment.gather(
+    served = experiment.collect_record(
         info,
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},
         experiment.Config(num_requests=3, max_slots=2, page_size=4),
         compile_s=9.0,
     )
     assert served.is_done.tolist() == [True, True, False]
-    assert experiment.numbers(served) == {
+    assert experiment.serving_metrics(served) == {
         "tokens_per_s": 5 / 3,
         "steps": 3,
         "mean_latency_s": 2.0,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.serving.kv_cache import counting, experiment
-from experiments.serving.kv_cache.experiment import CONFIGS, Config, Timed
+from experiments.serving.kv_cache.experiment import CONFIGS, Config, TokenTimes
 from scaling.costs.flops import decode, forward, total
 from scaling.shapes.description import Description, HeadAttention
 from tests.support import smoke
@@ -24,7 +24,7 @@ MODEL = Description(
 
 
 def test_counts_are_sums_over_all_tokens() -> None:
-    found = counting.count(MODEL, (1, 7, 40))
+    found = counting.count_flops(MODEL, (1, 7, 40))
     for row, flops in enumerate((whole, last)):
         each = [flops(t) for t in range(1, 41)]
         assert found.token_flops[row].tolist() == [each[0], each[6], each[39]]
@@ -51,7 +51,7 @@ def test_attention_is_counted_by_hand() -> None:
 
 def test_a_text_without_a_cache_is_summed_along_powers() -> None:
     length = np.array([1, 4, 32])
-    timed = Timed(
+    timed = TokenTimes(
         length=length,
         without_s=2e-3 * length**2.0,
         with_s=np.full(3, 5e-3),
@@ -90,4 +90,4 @@ def test_what_cannot_be_measured_is_refused(change: dict[str, Any], line: str) -
 def test_models_that_forget_are_refused() -> None:
     windowed = dataclasses.replace(MODEL, windows=(8,))
     with pytest.raises(ValueError, match="windows forget"):
-        counting.count(windowed, (1, 2))
+        counting.count_flops(windowed, (1, 2))

@@ -18,7 +18,7 @@ from experiments.serving.latency_vs_rate import (
     runs,
     settings,
 )
-from experiments.serving.latency_vs_rate.published import PANELS, spared
+from experiments.serving.latency_vs_rate.published import PANELS, beam_pool_factor
 from jaxkv import clock
 from jaxkv.workloads import Curve, lengths, load_curves
 from tests.support import smoke
@@ -75,17 +75,17 @@ def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> Non
             for y in ys
         ]
 
-    monkeypatch.setattr(runs, "serve", serve)
+    monkeypatch.setattr(runs, "serve_at_rates", serve)
     setting = PANELS["12a"].setting()
     load = runs.load(lengths.ALPACA, 1.0, 10.0, 0)
     even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
-    found = runs.explore(setting, load, systems, even, num_near=2, most=5.0)
+    found = runs.explore_rates(setting, load, systems, even, num_near=2, most=5.0)
     near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
     assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
     assert beyond == [4.0, 5.0]
     assert asked[2] == {}  # what is near is known, and beyond is the end
     assert {row["turn"] for row in found} == {0, 1}
-    assert [x["relation"] for x in runs.told(found)] == ["is", "at least"]
+    assert [x["relation"] for x in runs.sustained_rows(found)] == ["is", "at least"]
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +150,11 @@ def test_beams_share_more_than_samples() -> None:
     measured = run_folder.read(RECORDS / "sharing", registry.load("sharing")).result
     samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
     assert 0 < samples < beams < 3 / 4
-    assert spared(4) == pytest.approx((1 - samples) / (1 - beams))
-    assert PANELS["14e"].setting().spared == spared(4)
-    assert PANELS["14b"].setting().spared == 1
+    assert beam_pool_factor(4) == pytest.approx((1 - samples) / (1 - beams))
+    assert PANELS["14e"].setting().pool_factor == beam_pool_factor(4)
+    assert PANELS["14b"].setting().pool_factor == 1
     with pytest.raises(ValueError, match="no requests of 3"):
-        spared(3)
+        beam_pool_factor(3)
 
 
 RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -208,8 +208,8 @@ def test_policies_serve_what_they_are_for(tmp_path: Path) -> None:
     assert found.late_share[deadline] < found.late_share[first]
     assert found.light_mean_s[fair] < found.light_mean_s[first]
     # No attribute and no prediction changes what first come first served does.
-    load = policies.requests(config)
-    other = policies.requests(dataclasses.replace(config, seed=1))
+    load = policies.draw_workload(config)
+    other = policies.draw_workload(dataclasses.replace(config, seed=1))
     np.testing.assert_array_equal(load.arrival, other.arrival)
     assert load.attributes is not None
     assert other.attributes is not None
@@ -221,10 +221,10 @@ def test_without_recordings_one_line_says_so(
 ) -> None:
     monkeypatch.delenv(azure.FOLDER, raising=False)
     with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
-        azure.find("azure_conv")
+        azure.find_recording("azure_conv")
     monkeypatch.setenv(azure.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
-        azure.find("azure_conv")
+        azure.find_recording("azure_conv")
 
 
 def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:

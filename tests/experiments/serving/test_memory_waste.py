@@ -57,7 +57,7 @@ def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     for name, uses, batch in zip(
         result.system.tolist(), result.waste.uses, result.waste.batch, strict=True
     ):
-        by = latency_vs_rate_published.by(name)
+        by = latency_vs_rate_published.name_in_sentence(name)
         batches[name] = sum(batch) / len(batch)
         assert said.pop(f"{served}served at once by {by}") == approx(batches[name])
         shares = [100 * sum(x[kind] for x in uses) / len(uses) for kind in (0, 1, 2)]

@@ -23,7 +23,7 @@ def server(result: experiment.Result) -> Stepper:
     """The engine that the run had: its program is compiled by now."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
-    return serving.make(int(most), int(longest), window)
+    return serving.make_cache_engine(int(most), int(longest), window)
 
 
 @pytest.mark.slow
@@ -76,13 +76,15 @@ def test_depth_first_is_the_best_order_of_all(
     pool = max(map(len, prompts)) + 1
     found = {}
     for order in itertools.permutations(range(len(prompts))):
-        hits = serving.serve(server, [prompts[i] for i in order], num_pages=pool)
+        hits = serving.serve_prompts(
+            server, [prompts[i] for i in order], num_pages=pool
+        )
         assert hits is not None
         found[order] = hits.num_cached.sum()
     num_pages = sum(map(len, prompts))
     most = num_pages - len({page for prompt in prompts for page in prompt})
     walks = [order for order in found if is_walked(tuple(prompts[i] for i in order))]
-    assert tuple(workloads.depth_first(prompts)) in walks
+    assert tuple(workloads.depth_first_order(prompts)) in walks
     assert {found[order] for order in walks} == {most}
     assert max(found.values()) == most
     assert min(found.values()) < most
@@ -136,7 +138,7 @@ def test_hits_are_those_counted_by_hand(
     server: Stepper, cached_first: bool, rule: serving.Eviction
 ) -> None:
     prompts, window = again_and_again(1), server.config.max_slots
-    hits = serving.serve(
+    hits = serving.serve_prompts(
         server, prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
     )
     assert hits is not None
@@ -150,7 +152,7 @@ def test_hits_are_those_counted_by_hand(
 def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
     prompts = again_and_again(1)
     found = [
-        serving.serve(server, prompts, num_pages=POOL, eviction=rule)
+        serving.serve_prompts(server, prompts, num_pages=POOL, eviction=rule)
         for rule in serving.EVICTIONS
     ]
     sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
@@ -160,8 +162,8 @@ def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
 def test_made_up_prompts_are_prefixes() -> None:
     """Equal ids stand behind equal ids, or a page would not be what its id says."""
     for load in (
-        workloads.chats(7, 5, 0),
-        workloads.few_shot(6, 9, 0),
+        workloads.make_chats(7, 5, 0),
+        workloads.make_few_shot(6, 9, 0),
     ):
         before: dict[int, tuple[int, ...]] = {}
         for ids in load.page_ids:
@@ -190,13 +192,13 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     with pytest.raises(ValueError, match="in common"):
-        workloads.recorded(str(path))
+        workloads.read_recording(str(path))
 
 
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_is_refused(server: Stepper) -> None:
     with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
-        serving.serve(server, [[1, 2, 3]], num_pages=3)
+        serving.serve_prompts(server, [[1, 2, 3]], num_pages=3)
 
 
 @pytest.mark.slow
@@ -204,15 +206,15 @@ def test_a_run_that_is_stopped_keeps_what_it_has(server: Stepper) -> None:
     config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")
     assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
-    assert serving.serve(server, [[1]], progress=progress) is None
+    assert serving.serve_prompts(server, [[1]], progress=progress) is None
 
 
 @pytest.mark.slow
 def test_the_recorded_prompts_have_what_was_counted() -> None:
-    load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
+    load = workloads.read_recording(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
-    server = serving.make(load.num_distinct + 1, load.longest, 1)
-    hits = serving.serve(server, load.page_ids)
+    server = serving.make_cache_engine(load.num_distinct + 1, load.longest, 1)
+    hits = serving.serve_prompts(server, load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct

@@ -54,14 +54,14 @@ def test_smoke_compares_all_pairs() -> None:
 
 def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
     config = experiment.CONFIGS["cpu"]
-    found: list[runs.Run] = []
-    for kind, width, rate, seed in runs.tuning(config):
+    found: list[runs.TrainingRun] = []
+    for kind, width, rate, seed in runs.tuning_jobs(config):
         best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
         names = {"kind": kind, "width": width, "learning_rate": rate, "seed": seed}
-        unused = runs.Score(loss, 0.0, *2 * [np.zeros((0, 0))])
-        found.append(runs.Run(names | {"loss": loss}, unused))
-    jobs = runs.rest(config, found)
+        unused = runs.MixtureScore(loss, 0.0, *2 * [np.zeros((0, 0))])
+        found.append(runs.TrainingRun(names | {"loss": loss}, unused))
+    jobs = runs.remaining_jobs(config, found)
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
     for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
         mine = [job[1:] for job in jobs if job[0] == kind]

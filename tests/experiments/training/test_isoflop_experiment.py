@@ -11,7 +11,7 @@ import pytest
 
 from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
-from experiments.training.isoflop.prediction import average, seed_spread
+from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
 from scaling.sweeps import family, grid, learning_rates
 from scaling.sweeps.learning_rates import extrapolate, optimal_rates
@@ -92,12 +92,12 @@ def test_the_engine_serves_what_was_trained(folder: Path) -> None:
 
 def test_laws_are_averaged_by_how_well_they_foretell() -> None:
     by_law = {"a": 1.0, "b": math.e}
-    value, spread = average(by_law, {"a": 0.01, "b": 0.02})
+    value, spread = average_predictions(by_law, {"a": 0.01, "b": 0.02})
     assert value == pytest.approx(math.exp(0.2))  # weights 4 to 1
     assert spread == pytest.approx(0.4)
-    value, spread = average(by_law, {"a": math.inf, "b": math.inf})
+    value, spread = average_predictions(by_law, {"a": math.inf, "b": math.inf})
     assert (value, spread) == pytest.approx((math.exp(0.5), 0.5))
-    value, spread = average(by_law, {"a": 0.01, "b": math.inf})
+    value, spread = average_predictions(by_law, {"a": 0.01, "b": math.inf})
     assert (value, spread) == pytest.approx((1.0, 0.0))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
-from experiments.training.known_entropy.runs import train
+from experiments.training.known_entropy.runs import train_language
 from jaxkv.progress import QUIET
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
@@ -89,7 +89,7 @@ def test_branches_are_runs_of_their_own() -> None:
     config = CONFIGS["smoke"]
 
     def losses(*lengths: int) -> list[float]:
-        found = train(language, [8], lengths, config, QUIET)
+        found = train_language(language, [8], lengths, config, QUIET)
         return found.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]

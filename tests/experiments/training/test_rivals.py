@@ -12,7 +12,7 @@ from experiments.harness import sweep_tables
 from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
-from experiments.training.rivals.runs import NUM_TRIALS, Runs, Trained
+from experiments.training.rivals.runs import NUM_TRIALS, SideResult, SideRuns
 from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
 from scaling.frontiers import best_runs
@@ -52,7 +52,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
     # What is trained at a time changes nothing.
     alone = STUDY.run(dataclasses.replace(config, num_threads=1))
-    for name in Runs.columns().keys() - {"seconds"}:
+    for name in SideRuns.columns().keys() - {"seconds"}:
         np.testing.assert_array_equal(getattr(runs, name), getattr(alone.runs, name))
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
     assert STUDY.metrics(result)["differences"]
@@ -188,7 +188,7 @@ def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
     more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
 
     def told(low: float, high: float, said: Published) -> str:
-        return experiment.direction(low, high, said)
+        return experiment.published_direction(low, high, said)
 
     assert told(1.1, 2.0, more) == "shows"
     assert told(0.9, 2.0, more) == "is not decided"
@@ -211,7 +211,7 @@ def test_a_ratio_is_read_where_it_has_an_interval() -> None:
     unused: Any = None
     sides = np.array(["transformer", "lstm"])
     result = rivals_runs.Result(sides, *5 * [unused], ratios)
-    bounded, open_ended = experiment.readings(result).rows()
+    bounded, open_ended = experiment.read_ratios(result).rows()
     assert (bounded["loss"], bounded["ratio"]) == (2.2, 3.0)
     assert (bounded["low"], bounded["high"]) == (1.5, 4.0)
     assert (bounded["first_ratio"], bounded["last_ratio"]) == (2.0, 4.0)
@@ -224,8 +224,8 @@ def test_a_lead_from_late_context_is_told_window_by_window() -> None:
     hard = np.cumsum(rng.normal(size=(1, 32, 64)), axis=2)
     lead = np.linspace(0, -0.1, 64) + 0.01 * rng.normal(size=(1, 32, 64))
     trained: Any = {
-        (0, 9): Trained([], [], hard + lead),
-        (1, 9): Trained([], [], hard),
+        (0, 9): SideResult([], [], hard + lead),
+        (1, 9): SideResult([], [], hard),
     }
     places = rivals_runs._places(trained, 2, 64)
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
@@ -242,7 +242,9 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
         unused,
         unused,
         rivals_runs.Differences.of([]),
-        rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
+        rivals_runs.PositionLosses(
+            np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)
+        ),
         unused,
         best_runs.Ratio(*[nothing] * 4, np.full((2, 2), "")),
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import runs, served, settings
+from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation import Received, costs, disaggregated
@@ -89,7 +89,9 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     )
     objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
     placement = ("split", 2, 1, 1, 2, 1e9)
-    found = runs.Loads.of([runs.row("x", answers, objectives, placement, 8.0)])
+    found = runs.PlacementLoads.of(
+        [runs.judge_load("x", answers, objectives, placement, 8.0)]
+    )
     assert found.rate_per_card[0] == 2.0
     assert found.ttft_s[0] == pytest.approx(0.5)
     assert found.tpot_s[0] == np.inf
@@ -101,12 +103,12 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
 def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
     # Requests a second that each GPU sustains, by role and GPUs of a machine.
     of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
-    phases = runs.Phases.of(
+    phases = runs.PhaseGoodputs.of(
         ("chat, 13B", role, num, rate)
         for role, rates in of_each.items()
         for num, rate in rates.items()
     )
-    chosen, sustains = runs.best("chat, 13B", phases)
+    chosen, sustains = runs.best_placement("chat, 13B", phases)
     assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
     # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
     assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
@@ -131,12 +133,12 @@ def test_claims_are_what_the_result_holds() -> None:
 
 @pytest.mark.slow
 def test_workers_serve_what_the_simulator_predicts() -> None:
-    config = served.Config(
+    config = measurement.Config(
         **{"model": "random-tiny", "prompt_tokens": 64, "output_tokens": 4},
         **{"shares_served": (0.2,), "seconds": 0.5, "repeats": 1, "max_slots": 2},
         token_budget=32,
     )
-    result = served.run(config)
+    result = measurement.run(config)
     assert len(result.loads) == 2
     assert result.answers == result.loads.requests[0] >= 2
     assert result.different == 0
@@ -144,6 +146,6 @@ def test_workers_serve_what_the_simulator_predicts() -> None:
     assert (result.loads.said_first_s > 0).all()
     assert (result.loads.first_s > 0).all()
     off = dataclasses.replace(result, different=1)
-    first, other = served.claims(result)[0], served.claims(off)[0]
+    first, other = measurement.claims(result)[0], measurement.claims(off)[0]
     assert (first.ours, other.ours) == (0, 1)
     assert (first.verdict, other.verdict) == ("holds", "fails")

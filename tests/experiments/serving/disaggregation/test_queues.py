@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.serving.disaggregation.queues import formula_s, measure
+from experiments.serving.disaggregation.queues import formula_s, simulate_queues
 from experiments.serving.disaggregation.settings import Config
 from jaxkv.workloads import metrics
 
@@ -19,7 +19,7 @@ def test_queues_wait_as_long_as_formulas_say() -> None:
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
     found = formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
-    queues = measure(
+    queues = simulate_queues(
         Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
     )
     off = np.abs(queues.simulated_s - queues.formula_s)

@@ -8,17 +8,17 @@ import pytest
 
 from experiments.framework import registry, run_folder, table
 from experiments.framework.study import of_module
-from experiments.serving.preemption import measured, serving
-from experiments.serving.preemption.measured import Config, Result
-from experiments.serving.preemption.serving import Servings, Way
+from experiments.serving.preemption import measurement, serving
+from experiments.serving.preemption.measurement import Config, Result
+from experiments.serving.preemption.serving import PreemptionSetting, Servings
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
-(STUDY,) = of_module(measured)
-SMOKE = measured.CONFIGS["smoke"]
+(STUDY,) = of_module(measurement)
+SMOKE = measurement.CONFIGS["smoke"]
 WHOLE = dataclasses.replace(
     SMOKE, host_shares=(0.0,), host_share=1 / 4, page_sizes=(4, 16)
 )
@@ -32,14 +32,14 @@ def model() -> str:
 @pytest.fixture(scope="module")
 def whole(model: str) -> Result:
     """A run of every part: the smoke run has no host memory and moves no pages."""
-    return measured.run(dataclasses.replace(WHOLE, model=model))
+    return measurement.run(dataclasses.replace(WHOLE, model=model))
 
 
 @pytest.fixture(scope="module")
 def result(model: str) -> Result:
     """The smoke run on a smaller model."""
     config = dataclasses.replace(SMOKE, model=model)
-    return measured.run(config)
+    return measurement.run(config)
 
 
 def served(result: Result) -> Servings:
@@ -78,7 +78,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
         for row in cells
     ]
     ended = [["*" in c for c in row] for row in cells]
-    story = serving.read_steps(
+    story = serving.count_preemptions(
         np.array(names), np.array(fed), np.array(ended), page_size=4
     )
     assert story == {
@@ -210,7 +210,7 @@ def test_times_of_one_request(whole: Result) -> None:
 
 @pytest.mark.slow
 def test_claims_are_what_the_result_holds(whole: Result) -> None:
-    said = smoke.ours(measured.claims(whole))
+    said = smoke.ours(measurement.claims(whole))
     assert said["no answer depends on who is preempted, or how"] == 0
     assert said["with swap space as large as the pool nothing is computed again"] == 0
     assert said["nobody new is let in until all who were preempted have completed"] == 0
@@ -235,11 +235,11 @@ def test_claims_are_what_the_result_holds(whole: Result) -> None:
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = measured.run(config, Impatient(label))
+    result = measurement.run(config, Impatient(label))
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    said = smoke.ours(measured.claims(result))
+    said = smoke.ours(measurement.claims(result))
     assert not said.get("no answer depends on who is preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.tell(result)) >= 1
@@ -249,23 +249,27 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 @pytest.mark.slow
 def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = measured.run(config, Stopping(0))
-    assert measured.claims(result) == []
+    result = measurement.run(config, Stopping(0))
+    assert measurement.claims(result) == []
     assert STUDY.tell(result) == []
     assert smoke.draw(STUDY, result)
 
 
 def test_a_way_must_fit_its_engine(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    requests, _ = measured.workload(SMOKE, loaded)
-    ways = [(Way("large", 21), measured.bounds(SMOKE, 20, 4))]
+    requests, _ = measurement.cut_prompts(SMOKE, loaded)
+    ways = [
+        (PreemptionSetting("large", 21), measurement.tight_engine_config(SMOKE, 20, 4))
+    ]
     with pytest.raises(ValueError, match="needs more pages"):
-        serving.serve(loaded, requests, [("large", "too large", 1, ways)], QUIET)
+        serving.serve_settings(
+            loaded, requests, [("large", "too large", 1, ways)], QUIET
+        )
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=513 must be at most"):
-        measured.run(Config(model=model))
+        measurement.run(Config(model=model))
 
 
 def test_the_record_shows_what_makes_it_cheap() -> None:

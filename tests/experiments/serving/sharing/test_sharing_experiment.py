@@ -9,8 +9,8 @@ import pytest
 from experiments.framework import registry
 from experiments.harness import length_distributions, stepping
 from experiments.harness.prompts import Request
-from experiments.serving.sharing import requests, served
-from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
+from experiments.serving.sharing import measurement, requests
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, PageTableScenes
 from experiments.serving.sharing.requests import Client
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
@@ -23,7 +23,7 @@ from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
 
-SIZE = served.CONFIGS["smoke"].page_size
+SIZE = measurement.CONFIGS["smoke"].page_size
 ASK = Sampling(temperature=0.7)
 
 
@@ -33,7 +33,7 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def result() -> served.Result:
+def result() -> measurement.Result:
     return run("sharing").result
 
 
@@ -42,9 +42,9 @@ def client(model: str) -> Client:
     """A client of the run's engine, whose programs are compiled by now."""
     loaded, bounds = (
         checkpoints.load_model(model),
-        served.bounds(served.CONFIGS["smoke"]),
+        measurement.ample_engine_config(measurement.CONFIGS["smoke"]),
     )
-    engine = stepping.of_model(loaded, bounds, requests.seen_step)
+    engine = stepping.of_model(loaded, bounds, requests.step_with_tables)
     return Client(engine, loaded, ASK, QUIET)
 
 
@@ -150,7 +150,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
 
 
 @pytest.mark.slow
-def test_samples_save_what_lengths_say(result: served.Result) -> None:
+def test_samples_save_what_lengths_say(result: measurement.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
     assert samples.num_sequences.tolist() == [4, 8, 4, 8]
@@ -161,7 +161,7 @@ def test_samples_save_what_lengths_say(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_beams_save_more_than_samples(result: served.Result) -> None:
+def test_beams_save_more_than_samples(result: measurement.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
         assert result.samples.saved(name, 4) < result.beams.saved(name, 4) < 3 / 4
@@ -169,7 +169,7 @@ def test_beams_save_more_than_samples(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
+def test_prompts_of_eight_answers_are_read_once(result: measurement.Result) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
     assert readings.num_sequences.tolist() == [8, 8]
@@ -178,9 +178,9 @@ def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
 
 @pytest.mark.slow
 def test_a_common_beginning_is_found_and_changes_no_answer(
-    result: served.Result,
+    result: measurement.Result,
 ) -> None:
-    smoke, prefixes = served.CONFIGS["smoke"], result.prefixes
+    smoke, prefixes = measurement.CONFIGS["smoke"], result.prefixes
     assert prefixes.prefix_tokens.tolist() == [33]
     assert prefixes.num_cached.tolist() == [32]  # its full pages
     assert prefixes.num_different.tolist() == [0]
@@ -193,7 +193,7 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
 
 
 @pytest.mark.slow
-def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
+def test_the_picture_shows_what_tables_hold(result: measurement.Result) -> None:
     picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
     assert picture.logical_pages.tolist() == (
@@ -221,7 +221,7 @@ def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(result: served.Result) -> None:
+def test_claims_are_what_the_result_holds(result: measurement.Result) -> None:
     kept, samples = run("sharing"), result.samples
     said = ours(kept.claims)
     assert said["8 answers to a prompt compute its tokens once"] == 1
@@ -252,11 +252,11 @@ def test_claims_are_what_the_result_holds(result: served.Result) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
 def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
-    config = dataclasses.replace(served.CONFIGS["smoke"], model=model)
-    result = served.run(config, Impatient(label))
+    config = dataclasses.replace(measurement.CONFIGS["smoke"], model=model)
+    result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    said, samples = ours(served.claims(result)), result.samples
+    said, samples = ours(measurement.claims(result)), result.samples
     if label == "parallel sampling":
         saved = said.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])
@@ -267,7 +267,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     (study, _) = registry.load("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.tell(result)) >= 1
-    nothing = dataclasses.replace(result, picture=Picture.of([]))
+    nothing = dataclasses.replace(result, picture=PageTableScenes.of([]))
     for part in (result, nothing):
         assert support_smoke.draw(study, part)
 
@@ -295,7 +295,9 @@ def test_settings_serve_the_same_requests(client: Client) -> None:
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=1024 must be at most"):
-        served.run(served.Config(model=model))
-    smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
+        measurement.run(measurement.Config(model=model))
+    smoke = dataclasses.replace(
+        measurement.CONFIGS["smoke"], model=model, length_scale=1.0
+    )
     with pytest.raises(ValueError, match="do not fit max_length=208"):
-        served.run(smoke)
+        measurement.run(smoke)

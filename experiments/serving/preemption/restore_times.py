@@ -37,7 +37,7 @@ POOL_TOKENS = 4096
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class Moves(Table):
+class RestoreTimes(Table):
     """Times of bringing one request back, a row for each page size."""
 
     page_size: Ints = column("token places in a page")
@@ -64,7 +64,7 @@ class Moves(Table):
         return self.swap_s + self.host_out_s + self.host_in_s
 
 
-def measure(
+def time_restores(
     model: checkpoints.Loaded,
     request: Request,
     page_sizes: Sequence[int],
@@ -72,7 +72,7 @@ def measure(
     repeats: int,
     numerics: Literal["fast", "reproducible"],
     progress: Progress,
-) -> Moves:
+) -> RestoreTimes:
     """Times all of it, a page size after the other; if stopped, some are left out.
 
     One measurement more than the `repeats` of each is taken, and not counted.
@@ -101,7 +101,7 @@ def measure(
         moved_s = _time_moves(pages, num_tokens, config, repeats)
         host_s = _time_host(pages, num_tokens, config, repeats)
         rows.append((page_size, num_tokens, num_bytes, read_s, *moved_s, *host_s))
-    return Moves.of(rows)
+    return RestoreTimes.of(rows)
 
 
 def _time_reading(

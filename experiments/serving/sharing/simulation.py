@@ -25,8 +25,13 @@ from experiments.framework.table import Floats, Ints, Table, Texts, column, show
 from experiments.harness import length_distributions
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.sharing.measurement import (
+    BOOK,
+    DATA,
+    figure_claim,
+    lengths_claims,
+)
 from experiments.serving.sharing.requests import published_share
-from experiments.serving.sharing.served import BOOK, DATA, figure_claim, lengths_claims
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
@@ -84,7 +89,7 @@ class Config:
 CONFIGS = {"paper": Config()}
 
 
-class Counted(Table):
+class SimulatedSavings(Table):
     """Requests of several answers, a row for each setting."""
 
     lengths: Texts = column('"short" or "long"')
@@ -103,7 +108,7 @@ class Counted(Table):
         return published_share("answers", self)
 
 
-class Translated(Table):
+class TranslationRates(Table):
     """Translations with a common beginning, a row for each length of it."""
 
     prefix_tokens: Ints = column("with which all begin")
@@ -147,14 +152,14 @@ class Translated(Table):
 class Result(Record):
     """What was counted."""
 
-    counted: Counted = column(
+    counted: SimulatedSavings = column(
         "several answers",
         key="simulated",
         heading="pages saved by several answers, simulated",
         note="OPT-13B on an A100 of 40 GB; lengths after the printed means. Expected: "
         "by lengths alone.",
     )
-    translated: Translated = column(
+    translated: TranslationRates = column(
         "common beginnings",
         key="translations",
         heading=f"translations/s at {AT_MOST_S} s a token, simulated",
@@ -163,7 +168,7 @@ class Result(Record):
     )
 
 
-class Behind(NamedTuple):
+class SharedPrefixCost(NamedTuple):
     """A cost of sequences that all attend to so many more tokens than are counted."""
 
     cost: Cost
@@ -177,20 +182,20 @@ class Behind(NamedTuple):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts both; ended early, it has what is done."""
-    counted = count(config, progress)
-    translated = Translated.of([])
+    counted = simulate_answers(config, progress)
+    translated = TranslationRates.of([])
     if not progress.stopped:
-        translated = translate(config, progress)
+        translated = simulate_translations(config, progress)
     return Result(counted=counted, translated=translated)
 
 
 def _capacity(num_places: int) -> Capacity:
     """Bounds of the machine with a pool of so many token places."""
-    plain = runs.capacity(num_places // settings.PAGE_SIZE)
+    plain = runs.pool_capacity(num_places // settings.PAGE_SIZE)
     return plain._replace(token_budget=jnp.int32(MAX_ROWS))
 
 
-def count(config: Config, progress: Progress) -> Counted:
+def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
     """Serves each kind of requests with each number of answers."""
     rows = []
     for name, law in LAWS.items():
@@ -209,7 +214,7 @@ def count(config: Config, progress: Progress) -> Counted:
                 samples=n,
             )
             pool = _capacity(SERVER.num_places)
-            members.append(Members(load, pool, fcfs.fcfs(), settings.cost(SERVER)))
+            members.append(Members(load, pool, fcfs.fcfs(), settings.step_time(SERVER)))
         served = driver.simulate(
             driver.stack(members),
             max_slots=128,
@@ -225,10 +230,10 @@ def count(config: Config, progress: Progress) -> Counted:
             expected = length_distributions.saving(tokens, n, settings.PAGE_SIZE)
             asked = name, n, SEQUENCES_PER_S[name] / n, size
             rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
-    return Counted.of(rows)
+    return SimulatedSavings.of(rows)
 
 
-def translate(config: Config, progress: Progress) -> Translated:
+def simulate_translations(config: Config, progress: Progress) -> TranslationRates:
     """Serves translations at all rates by both systems; stopped, it tells nothing."""
     shape = (len(config.prefixes), len(RATES))
     latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
@@ -244,7 +249,7 @@ def translate(config: Config, progress: Progress) -> Translated:
             members, max_slots=runs.MAX_SLOTS, head=runs.HEAD, progress=progress
         )
         if progress.stopped:
-            return Translated.of([])
+            return TranslationRates.of([])
         took_s = workloads.metrics.normalised_latency_s(
             served.arrival_s, served.finish_s, np.asarray(members.workload.output)
         )
@@ -253,7 +258,7 @@ def translate(config: Config, progress: Progress) -> Translated:
     capacity = functools.partial(workloads.metrics.capacity, at_most_s=AT_MOST_S)
     at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
     prefixes, rates = np.array(config.prefixes), np.broadcast_to(RATES, shape)
-    return Translated(prefixes, rates, latency_s, batch, np.array(at_most))
+    return TranslationRates(prefixes, rates, latency_s, batch, np.array(at_most))
 
 
 def _translations(
@@ -272,7 +277,7 @@ def _translations(
         load._replace(prompt=load.prompt + prefix - shared),
         _capacity(places - shared),
         fcfs.fcfs(),
-        Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
+        SharedPrefixCost(settings.step_time(SERVER), jnp.asarray(shared, jnp.int32)),
         reservation=None if system == "paged" else reservation,
     )
 
@@ -315,7 +320,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
 
 
-def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
+def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
     """Bars of ours next to the paper's in grey; a dash where lengths alone lead."""
     data, place = DATA[name], np.arange(len(counted))
     for shift, share, system, label in (
@@ -337,7 +342,7 @@ def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
     ax.legend()
 
 
-def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
+def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
     """Latency against rate, as figure 16 has it."""
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]

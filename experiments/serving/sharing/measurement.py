@@ -20,8 +20,13 @@ from experiments.harness import length_distributions, model_shapes, stepping
 from experiments.harness.prompts import ragged
 from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
-from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
-from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PageTableScenes
+from experiments.serving.sharing.requests import (
+    PUBLISHED,
+    PrefillCounts,
+    PrefixSavings,
+    Savings,
+)
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
@@ -129,23 +134,27 @@ class Result(Record):
     beams: Savings = column(
         "by beams", heading="pages saved by sequences of one request: beams"
     )
-    readings: Readings = column(
+    readings: PrefillCounts = column(
         "in chunks", heading="prompts of several answers, read in chunks"
     )
-    prefixes: Prefixes = column(
+    prefixes: PrefixSavings = column(
         "by requests that begin alike",
         heading="requests that begin with the same text",
         note="Without and with a prefix cache, which holds the beginning at the start; "
         "rates: medians, lowest and highest of alternating pairs of runs.",
     )
-    picture: Picture = column("of tables", key="pictures", heading="in the picture")
+    picture: PageTableScenes = column(
+        "of tables", key="pictures", heading="in the picture"
+    )
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all of it with one program; ended early, it has what is done."""
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    engine = stepping.of_model(model, bounds(config), requests.seen_step)
+    engine = stepping.of_model(
+        model, ample_engine_config(config), requests.step_with_tables
+    )
     client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
@@ -165,10 +174,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
     progress.show("compiling")
     return Result(
-        picture=picture.take(client),
+        picture=picture.serve_scenes(client),
         samples=requests.serve_groups(client, kinds, config.answers, beams=False),
         beams=requests.serve_groups(client, kinds, config.widths, beams=True),
-        readings=requests.read_in_chunks(
+        readings=requests.count_prompt_rows(
             client, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
@@ -177,7 +186,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def bounds(config: Config) -> EngineConfig:
+def ample_engine_config(config: Config) -> EngineConfig:
     """An engine that never runs short of pages, whatever it is given here."""
     pages_per_slot = -(-config.max_length // config.page_size)
     return model_shapes.bounds(
@@ -264,7 +273,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
     _draw_prefixes(figure.add_subplot(grid[1, :]), result.prefixes)
     for i in range(len(result.picture)):
-        picture.draw(figure.add_subplot(grid[2 + i, :]), result.picture, i)
+        picture.draw_scene(figure.add_subplot(grid[2 + i, :]), result.picture, i)
 
 
 def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
@@ -300,7 +309,7 @@ LENGTHS = {"long": "ShareGPT", "short": "Alpaca"}
 """The data whose colour short and long requests have."""
 
 
-def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
+def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
     """What a prefix cache leaves of pages, prompt tokens and steps, in per cent."""
     kinds = {
         "pages": (systems.BLUE, ""),

@@ -69,7 +69,7 @@ SWITCH = ("simulated_requests", True)
 CONFIGS = {"paper": Config()}
 
 
-class Simulated(Table):
+class SimulatedServings(Table):
     """What became of every way of serving, a row for each."""
 
     study: Texts = column("victims: these, and watermarks; pages: size, what is moved")
@@ -85,7 +85,7 @@ class Simulated(Table):
     moved_bytes: Floats = column("over the bus, both ways")
 
 
-class BringBack(Table):
+class RestoreCosts(Table):
     """Times of one request alone, a row for each page size."""
 
     page_size: Ints = column("token places in a page")
@@ -97,15 +97,15 @@ class BringBack(Table):
 class Result(Record):
     """Requests served in simulated time."""
 
-    simulated: Simulated = column("every way")
+    simulated: SimulatedServings = column("every way")
 
     @property
     @shown(heading=f"{NUM_TOKENS} tokens brought back")
-    def bring_back(self) -> BringBack:
+    def bring_back(self) -> RestoreCosts:
         """One request alone: arithmetic."""
         sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
-        return BringBack.of(
-            (x, NUM_TOKENS, again, bring_back_s(NUM_TOKENS, x)) for x in sizes
+        return RestoreCosts.of(
+            (x, NUM_TOKENS, again, restore_s(NUM_TOKENS, x)) for x in sizes
         )
 
 
@@ -126,16 +126,16 @@ def swap_s(page_size: int) -> float:
 
 def recompute_s(num_tokens: int) -> float:
     """Time to compute tokens again, in a step that others run in, too."""
-    return float(settings.cost(settings.SERVERS["13B"]).prefill[1]) * num_tokens
+    return float(settings.step_time(settings.SERVERS["13B"]).prefill[1]) * num_tokens
 
 
-def bring_back_s(num_tokens: int, page_size: int) -> float:
+def restore_s(num_tokens: int, page_size: int) -> float:
     """Time to move a sequence's pages out and in."""
     return 2 * -(-num_tokens // page_size) * swap_s(page_size)
 
 
-class Way(NamedTuple):
-    """How requests that run out of pages are served; fields as in `Simulated`."""
+class SimulatedSetting(NamedTuple):
+    """A simulated preemption policy and load; fields as in `SimulatedServings`."""
 
     study: str
     victim: victims.Victim
@@ -146,16 +146,18 @@ class Way(NamedTuple):
     seed: int
 
 
-def ways(seed: int) -> list[Way]:
+def list_settings(seed: int) -> list[SimulatedSetting]:
     """All that are compared, on the load of a seed; some on those behind it, too."""
     found = [
-        Way("victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k)
+        SimulatedSetting(
+            "victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k
+        )
         for rule in RULES
         for k in range(NUM_SEEDS if rule == "latest" else 1)
         for mark in WATERMARKS
     ]
     return found + [
-        Way("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
+        SimulatedSetting("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
         for preemption in PREEMPTIONS
         for size in PAGE_SIZES
     ]
@@ -164,7 +166,7 @@ def ways(seed: int) -> list[Way]:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves the same requests in every way."""
     law, num = settings.DATA["ShareGPT"], config.simulated_requests
-    asked = ways(config.seed)
+    asked = list_settings(config.seed)
     loads = [
         arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
         for way in asked
@@ -183,10 +185,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         latency_s = np.mean(took_s / np.asarray(loads[i].output))
         moved = int(totals.swapped_pages[i]) * page_bytes(way.page_size)
         rows.append((*way, served.preempted[i].sum(), again, latency_s, float(moved)))
-    return Result(Simulated.of(rows))
+    return Result(SimulatedServings.of(rows))
 
 
-def _member(load: arrivals.Workload, way: Way) -> Members:
+def _member(load: arrivals.Workload, way: SimulatedSetting) -> Members:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
@@ -197,10 +199,12 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
         hold_new="hold new" in way.preemption,
         stackable=True,
     )
-    capacity = runs.capacity(pages, way.page_size)._replace(
+    capacity = runs.pool_capacity(pages, way.page_size)._replace(
         max_swap_pages=jnp.int32(pages if swaps else 0)
     )
-    cost = settings.cost(server)._replace(swap_s=jnp.float32(swap_s(way.page_size)))
+    cost = settings.step_time(server)._replace(
+        swap_s=jnp.float32(swap_s(way.page_size))
+    )
     return Members(load, capacity, policy, cost)
 
 
@@ -239,7 +243,7 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("faster", ratio[0], name=name)
 
 
-def _first(found: Simulated) -> Simulated:
+def _first(found: SimulatedServings) -> SimulatedServings:
     """The rows of the first seed."""
     return found.where(seed=found.seed.min(initial=2**31))
 

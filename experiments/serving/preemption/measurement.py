@@ -15,9 +15,13 @@ from experiments.framework import Ours, Part, Record, beside, column, ours, tabl
 from experiments.harness import model_shapes, prompts
 from experiments.harness.prompts import Request
 from experiments.plotting import style, systems
-from experiments.serving.preemption import moving, serving
-from experiments.serving.preemption.moving import Moves
-from experiments.serving.preemption.serving import Servings, Way, Ways
+from experiments.serving.preemption import restore_times, serving
+from experiments.serving.preemption.restore_times import RestoreTimes
+from experiments.serving.preemption.serving import (
+    PreemptionSetting,
+    PreemptionSettings,
+    Servings,
+)
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -112,7 +116,7 @@ class Result(Record):
     pools: Servings = column("smaller pools")
     spaces: Servings = column("swapping with a buffer that has not room for all")
     hosts: Servings = column("swapping with a small buffer and host memory beside it")
-    moves: Moves = column("one request, brought back")
+    moves: RestoreTimes = column("one request, brought back")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -120,9 +124,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     longest = max(config.longest, config.move_tokens + 1)
     model = model_shapes.load_with_text(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
-    requests, moved = workload(config, model)
-    served = serving.serve(model, requests, _asked(config, requests), progress)
-    moves = moving.measure(
+    requests, moved = cut_prompts(config, model)
+    served = serving.serve_settings(model, requests, _asked(config, requests), progress)
+    moves = restore_times.time_restores(
         model,
         moved,
         config.page_sizes,
@@ -135,11 +139,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _asked(
     config: Config, requests: list[Request]
-) -> Iterator[tuple[str, str, int, Ways]]:
+) -> Iterator[tuple[str, str, int, PreemptionSettings]]:
     """Lists the ways that are compared; in the first of all none is preempted.
 
     Yields:
-      A field of the result, and the rest that `serving.serve` takes.
+      A field of the result, and the rest that `serving.serve_settings` takes.
     """
     lengths = [len(x.tokens) + (x.sampling.max_tokens or 0) for x in requests]
     pages = sorted(-(-length // config.page_size) for length in lengths)
@@ -151,11 +155,17 @@ def _asked(
 
     pool = pages_of(config.pool_share)
     small = max(1, round(config.host_share * pool))
-    wide, tight = bounds(config, need, need), bounds(config, pool, pool)
-    narrow = bounds(config, pool, small)
-    again, swap = Way("recompute", pool), Way("swap", pool, "swap", swap_pages=pool)
+    wide, tight = (
+        tight_engine_config(config, need, need),
+        tight_engine_config(config, pool, pool),
+    )
+    narrow = tight_engine_config(config, pool, small)
+    again, swap = (
+        PreemptionSetting("recompute", pool),
+        PreemptionSetting("swap", pool, "swap", swap_pages=pool),
+    )
     both, rules = (again, swap), get_args(victims.Victim.__value__)
-    ways = [(Way("room for all", need), wide)]
+    ways = [(PreemptionSetting("room for all", need), wide)]
     for way in both:
         held = way._replace(name=f"{way.name}, hold new", hold_new=True)
         ways += [(way, tight), (held, tight)]
@@ -181,7 +191,9 @@ def _asked(
     yield "hosts", "host memory", 1, ways
 
 
-def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
+def tight_engine_config(
+    config: Config, num_pages: int, max_swap_pages: int
+) -> EngineConfig:
     """The engine, with so much memory."""
     return config.bounds(
         num_pages,
@@ -192,7 +204,7 @@ def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
     )
 
 
-def workload(
+def cut_prompts(
     config: Config, model: checkpoints.Loaded
 ) -> tuple[list[Request], Request]:
     """Cuts the prompts: those that are served, and the one that is brought back."""
@@ -396,7 +408,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         ax.legend()
 
 
-def _draw_moves(ax: Any, moves: Moves) -> None:
+def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
     """Time to bring one request back, against the page size."""
     x, y = "page size [tokens]", "time [ms]"
     if not len(moves):

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN
-from experiments.decoding.speculation.theory import Tossed
+from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import Ours, Part, Record, beside, column, ours
 from experiments.framework.table import shown
 from experiments.harness import model_shapes, timing
@@ -60,13 +60,13 @@ class Config:
         validation.ascending(self, "drafts", low=1)
         validation.within(self, "chances", low=0, high=1)
         # A call that reads the prompt, and one behind it that does not end the answer.
-        if self.output_tokens <= (least := self.warm_tokens):
+        if self.output_tokens <= (least := self.warmup_tokens):
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than {least}"
             )
 
     @property
-    def warm_tokens(self) -> int:
+    def warmup_tokens(self) -> int:
         """Of the answer by which programs are compiled and warmed."""
         return 2 * self.steps_per_call * (1 + self.drafts[-1])
 
@@ -90,7 +90,7 @@ CONFIGS = {"synthetic": Config()}
 PANELS = (1, 2)
 
 
-class Priced(Tossed):
+class TimedDrafts(IndependentDrafts):
     """Chances and drafts, a row each, and plain decoding beside."""
 
     step_s: Float[np.ndarray, "rows rounds"] = column(
@@ -111,7 +111,7 @@ class Priced(Tossed):
     @shown(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """What a verifying step costs, in plain ones; the median of rounds."""
-        return serving.costs(self.step_s, self.plain_s)
+        return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
     @shown(heading="times as fast", form="{:.2f}")
@@ -129,7 +129,7 @@ class Priced(Tossed):
 class Result(Record):
     """What was measured."""
 
-    priced: Priced = column("chances and drafts")
+    priced: TimedDrafts = column("chances and drafts")
     shape: str = column("of the model")
     device: str = column("kind of it")
 
@@ -149,11 +149,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         servers = []
         for drafts, chance in ((0, 0.0), *((num, x) for x in config.chances)):
             judged = Speculation(Jacobi(), Synthetic(chance)) if drafts else None
-            bounds = serving.bounds(1, drafts, longest, config.steps_per_call)
+            bounds = serving.drafting_engine_config(
+                1, drafts, longest, config.steps_per_call
+            )
             way = "Jacobi" if drafts else PLAIN
-            server = serving.make(model, way, bounds, judged)
+            server = serving.make_server(model, way, bounds, judged)
             server.name = f"chance {chance:g}, {drafts} drafts"
-            serving.decode(server, *config.request(0, size, config.warm_tokens))
+            serving.decode_batches(
+                server, *config.request(0, size, config.warmup_tokens)
+            )
             servers.append(server)
         return servers
 
@@ -161,11 +165,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         """Steps that fed all drafts, their tokens, and seconds of a step."""
         turns[server] += 1
         asked = config.request(turns[server], size, config.output_tokens)
-        _, counts = serving.decode(server, *asked)
+        _, counts = serving.decode_batches(server, *asked)
         step_s = counts.call_s / max(counts.call_steps, 1)
         if not server.engine.config.max_drafts:
             return counts.steps, counts.emitted, step_s
-        return *serving.given(server, num), step_s
+        return *serving.steps_with_drafts(server, num), step_s
 
     rows: list[tuple[Any, ...]] = []
     words: dict[str, Any] = {"doing": "decoding", "what": "drafts"}
@@ -177,7 +181,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             steps, emitted, step_s = zip(*found[server.name], strict=True)
             counts = sum(steps), sum(emitted)
             rows.append((chance, num, *counts, np.array(step_s), plain_s))
-    return Result(Priced.of(rows), config.shape, jax.devices()[0].device_kind)
+    return Result(TimedDrafts.of(rows), config.shape, jax.devices()[0].device_kind)
 
 
 NOTE = (

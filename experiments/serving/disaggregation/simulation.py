@@ -15,8 +15,8 @@ from experiments.framework import Ours, Part, beside, ours, report, table
 from experiments.framework.table import Record, column, shown
 from experiments.plotting import style, systems
 from experiments.serving.disaggregation import queues, runs, settings
-from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
-from experiments.serving.disaggregation.runs import Goodputs, Loads
+from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
+from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation.disaggregated import Role, Split
@@ -39,16 +39,18 @@ CONFIGS = {
 class Result(Record):
     """What was simulated."""
 
-    alone: Loads = column("single machines: for both phases, and for either")
-    split: Loads = column("machines for either phase, coupled")
-    links: Loads = column("the example's, with slower ways for keys and values")
-    queues: Queues = column("prompts that wait for one machine, or two")
+    alone: PlacementLoads = column("single machines: for both phases, and for either")
+    split: PlacementLoads = column("machines for either phase, coupled")
+    links: PlacementLoads = column(
+        "the example's, with slower ways for keys and values"
+    )
+    queues: QueueTimes = column("prompts that wait for one machine, or two")
 
     @property
     @shown()
     def goodput(self) -> Goodputs:
         """Rates that each application's GPUs sustain; the example's are first."""
-        return runs.goodputs(self.alone, self.split)
+        return runs.application_goodputs(self.alone, self.split)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -57,15 +59,17 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
         phases: dict[Role, tuple[int, ...]]
-        phases = {"both": (x.together,), "prefill": x.ways, "decode": x.ways}
+        phases = {"both": (x.colocated_gpus,), "prefill": x.ways, "decode": x.ways}
         for role, ways in phases.items():
             for instance in [Instance(x.model, num) for num in ways]:
-                most = runs.bounds(x, instance)[role]
+                most = runs.search_limits(x, instance)[role]
                 asked += [(name, role, instance, part * most) for part in config.shares]
     progress.show("one machine, either phase or both")
-    alone = runs.alone(asked, config, progress)
-    found = runs.phases(alone)
-    placements = [(name, *runs.best(name, found)) for name in config.applications]
+    alone = runs.serve_single_replicas(asked, config, progress)
+    found = runs.phase_goodputs(alone)
+    placements = [
+        (name, *runs.best_placement(name, found)) for name in config.applications
+    ]
     # The example's is as the paper has it, whatever would be best here.
     reads, decodes = found.where(name=EXAMPLE).rate_per_s
     one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
@@ -75,7 +79,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     top = [1.15 * x / max(config.shares) for x in config.shares if x >= 0.2]
     progress.show("machines for either phase")
-    both = runs.split(
+    both = runs.serve_split_replicas(
         [
             (name, x, share * most)
             for name, x, most in placements
@@ -90,7 +94,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         alone=alone,
         split=both.at(~is_slow),
         links=both.at(is_slow),
-        queues=queues.measure(config, progress),
+        queues=queues.simulate_queues(config, progress),
     )
 
 
@@ -99,7 +103,7 @@ def claims(result: Result) -> Iterator[Ours]:
     """Finds everything; parts that were not simulated are left out."""
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
-    reads, decodes = runs.phases(result.alone).rate_per_s[:2]
+    reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
     yield ours("example", together, what="both phases on one GPU")
     yield ours("example", reads, what="prompts alone")
     yield ours("example", decodes, what="decoding alone")
@@ -146,7 +150,7 @@ def summary(result: Result) -> list[Part]:
     links = [
         {
             "GB/s": link / 1e9,
-            each: f"{runs.each(here):.3g}",
+            each: f"{runs.goodput_per_objective(here):.3g}",
             "transfer_s": here.transfer_s.min(),
         }
         for link in result.links.distinct("link")
@@ -158,7 +162,7 @@ def summary(result: Result) -> list[Part]:
             "requests a second, for each GPU, of which 90 % keep both objectives",
             note="Of the example, 90 % keep either objective, as figure 1 has it.",
         ),
-        runs.phases(result.alone).sheet("one phase alone"),
+        runs.phase_goodputs(result.alone).sheet("one phase alone"),
         report.row_sheet(
             "the example over slower links",
             links,
@@ -209,7 +213,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_tail(
-    ax: Any, field: str, lines: list[Loads], goal: float, label: str
+    ax: Any, field: str, lines: list[PlacementLoads], goal: float, label: str
 ) -> None:
     borne = {}
     for loads in filter(len, lines):
@@ -227,7 +231,9 @@ def _draw_tail(
     ax.legend()
 
 
-def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) -> None:
+def _draw_attained(
+    ax: Any, lines: list[PlacementLoads], goodput: dict[str, Any] | None
+) -> None:
     for loads in filter(len, lines):
         name, x = ROLES[loads.role[0]], loads.rate_per_card
         style.curve(ax, x, 100 * loads.attained, name, name)
@@ -276,12 +282,13 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
     style.titled(ax, title, "", "goodput / together [ratio]")
 
 
-def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
+def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
     speeds = {
-        link / 1e9: runs.each(links.where(link=link)) for link in links.distinct("link")
+        link / 1e9: runs.goodput_per_objective(links.where(link=link))
+        for link in links.distinct("link")
     }
     if len(split):
-        speeds[settings.LINK / 1e9] = runs.each(split)
+        speeds[settings.LINK / 1e9] = runs.goodput_per_objective(split)
     style.curve(ax, [*speeds], [*speeds.values()], "split")
     title = "Goodput by the speed of the link"
     if speeds:
@@ -297,7 +304,7 @@ def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
 MACHINE_COLORS = (systems.BLACK, systems.ORANGE, systems.GREEN)
 
 
-def _draw_queues(ax: Any, found: Queues) -> None:
+def _draw_queues(ax: Any, found: QueueTimes) -> None:
     speeds = (1, queues.SPEED_UP, 2)
     machines = zip(MACHINES, speeds, MACHINE_COLORS, "osv", strict=True)
     off = [0.0]

@@ -117,7 +117,7 @@ CONFIGS = {
 }
 
 
-class Loads(Table):
+class MeasuredLoads(Table):
     """Requests at a rate, served one way."""
 
     way: Texts = column("what a worker does")
@@ -138,7 +138,7 @@ class Loads(Table):
     )
 
 
-class Costs(Table):
+class CalibrationTimes(Table):
     """What was calibrated: one worker, nothing else running."""
 
     what: Texts = column("that was timed")
@@ -151,15 +151,15 @@ class Costs(Table):
 class Result(Record):
     """What was served."""
 
-    loads: Loads = column("a row for each rate and way")
-    costs: Costs = column("calibrated")
+    loads: MeasuredLoads = column("a row for each rate and way")
+    costs: CalibrationTimes = column("calibrated")
     different: int = column("answers that are not the same both ways")
     answers: int = column("that were compared")
     page_bytes: float = column("bytes of a token that a worker sent")
     formula_bytes: float = column("bytes of K and V of a token")
 
 
-class Asked(NamedTuple):
+class OfferedLoad(NamedTuple):
     """Requests at a rate."""
 
     rate: float
@@ -195,7 +195,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
             requests = Requests(arrival_s, lengths.Lengths(*sizes))
-            asked.append(Asked(rate, requests, tokens))
+            asked.append(OfferedLoad(rate, requests, tokens))
         jobs = [(way, load) for way in WAYS for load in asked]
         found: list[list[RoutedAnswer]] = []
         for way, load in progress.track(jobs, "loads", "serving"):
@@ -219,8 +219,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     whole = config.prompt_tokens // config.page_size * config.page_size
     return Result(
-        loads=Loads.of(rows),
-        costs=Costs.of(costs),
+        loads=MeasuredLoads.of(rows),
+        costs=CalibrationTimes.of(costs),
         different=sum(a != b for a, b in pairs),
         answers=len(pairs),
         page_bytes=float(np.median(sent_bytes)) / whole if sent_bytes else np.nan,
@@ -317,7 +317,9 @@ def _replica(
     return Replica(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
 
 
-async def _serve(config: Config, load: Asked, service: Service) -> list[RoutedAnswer]:
+async def _serve(
+    config: Config, load: OfferedLoad, service: Service
+) -> list[RoutedAnswer]:
     """Sends the requests when they come."""
     begun_s = time.perf_counter()
 
@@ -332,7 +334,7 @@ async def _serve(config: Config, load: Asked, service: Service) -> list[RoutedAn
 
 
 def _simulated(
-    config: Config, way: str, load: Asked, replica: Replica
+    config: Config, way: str, load: OfferedLoad, replica: Replica
 ) -> tuple[float, float]:
     """Median time to the first token, and between tokens, by the simulator."""
     until_s = 10 * config.seconds
