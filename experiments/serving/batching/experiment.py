@@ -1,15 +1,15 @@
-"""What is gained when requests come and go while others run?
+"""Compares static and continuous batching: throughput and latency.
 
-The lectures' two pictures, by the engine's own scheduler: sequences S1 to S7 in four
-slots, requests R1 to R5 three at a time. Then throughput as outputs become more uneven,
-under static batching, under continuous batching with the longest sequence reserved, and
-with pages; all have the same memory and the same price of a step. And what a large
-batch does to throughput and latency. Nothing is ever preempted by anything but a lack
-of pages.
+Two pictures from lectures are reproduced with the engine's scheduler: sequences S1 to
+S7 in 4 slots, and requests R1 to R5 with a batch limit of 3. Then throughput is swept
+over the spread of output lengths under static batching, continuous batching that
+reserves the longest sequence, and continuous batching with pages. Memory and the cost
+of a step are equal. A last sweep varies the batch size. Requests are preempted only
+when pages run out.
 
-`real` serves the bundled model here, under both policies and in batches of any size.
-`paper` is OPT-13B on an A100 of 40 GB, prompts of 512 tokens and exponential outputs of
-mean 128, as published: there each limit keeps the outputs up to it.
+`real` serves the bundled model on this machine under both policies. `paper` simulates
+OPT-13B on an A100-40GB with prompts of 512 tokens and exponential outputs of mean 128
+tokens, as published; outputs above the limit are redrawn.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from experiments.serving.batching.sweeps import (
 from jaxkv.progress import QUIET, Progress
 
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
-"""Limits, and cost model."""
+"""Published output limits in tokens, and their cost model."""
 BOOK = beside(__file__)
 
 PANELS, PANEL_SIZE_INCHES = (4, 2), (3.4, 3.3)
@@ -68,25 +68,21 @@ CONFIGS = {
 
 
 class Result(Record):
-    """All sweeps, and the lectures' pictures."""
+    """Sweeps, and the token times of the lectures' pictures."""
 
-    limits: ThroughputSweep = column(
-        "of `SYSTEMS`, by the longest output; of no load if served"
-    )
-    deviations: ThroughputSweep = column(
-        "of two of them in the same slots, by outputs' spread"
-    )
-    clients: ClientLatencies = column("side by side")
-    static_sequences: IterationSpans = column("S1 to S7")
-    continuous_sequences: IterationSpans = column("S1 to S7")
-    static_requests: IterationSpans = column("R1 to R5")
-    continuous_requests: IterationSpans = column("R1 to R5")
-    where: str = column("the cost model, or the device")
-    num_slots: int = column("of the systems that `deviations` compares")
+    limits: ThroughputSweep = column("all `SYSTEMS`, by output limit; empty if served")
+    deviations: ThroughputSweep = column("static and continuous, by spread of outputs")
+    clients: ClientLatencies = column("by concurrent clients")
+    static_sequences: IterationSpans = column("S1 to S7, static batching")
+    continuous_sequences: IterationSpans = column("S1 to S7, continuous batching")
+    static_requests: IterationSpans = column("R1 to R5, static batching")
+    continuous_requests: IterationSpans = column("R1 to R5, continuous batching")
+    where: str = column("cost model or device")
+    num_slots: int = column("slots of the systems in `deviations`")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates all of it, or serves what can be served here."""
+    """Simulates every sweep, or serves the spread and client sweeps with a model."""
     model, limits, where = None, config.limits, config.cost
     if config.model:
         model = model_shapes.load_with_text(config.model, max_length=config.longest)
@@ -111,7 +107,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Judges them all; what was not swept has none."""
+    """Judges the pictures and those sweeps that were run."""
     for name, times, drawn in (
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
@@ -152,7 +148,7 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives the pictures in words, and all speeds."""
+    """Returns the pictures as text, and all throughputs."""
     return {
         "where": result.where,
         "sequences_static": lectures.grid_rows(result.static_sequences),
@@ -166,7 +162,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[Part]:
-    """Shows the pictures as tables, and the sweeps."""
+    """Returns tables of the pictures and the sweeps."""
     found = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
     both = (found["requests_static"], found["requests_continuous"])
@@ -188,11 +184,11 @@ def summary(result: Result) -> list[Part]:
 
 
 NAMES = ("static", "continuous", "continuous, paged")
-"""Names of `SYSTEMS` in figures."""
+"""Labels of `SYSTEMS` in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the pictures, and throughput below, on 4 rows of 2 axes."""
+    """Draws the pictures and the sweeps on 4 rows of 2 axes."""
     for ax, found, name in (
         (axes[0, 0], result.static_sequences, "static"),
         (axes[0, 1], result.continuous_sequences, "continuous"),
@@ -209,7 +205,7 @@ def plot(axes: Any, result: Result) -> None:
     (rate, gain), limits = axes[2:, 0], result.limits
     if limits.value.size:
         _draw_speeds(rate, limits)
-        # Speeds over that of static batching, and those published of the ends.
+        # Throughput over that of static batching, and the published end points.
         gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
         for i, name in enumerate(NAMES[1:], 1):
             style.curve(gain, limits.value, gains[i], name, name)

@@ -1,4 +1,4 @@
-"""The sweeps that a real model can serve on this machine: spread, and clients."""
+"""Serves the spread and client sweeps with a real model on this machine."""
 
 import time
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from jaxkv.serving.engine import Engine
 from jaxkv.workloads import Workload
 
 TOKEN_BUDGET, ROUNDS = 64, 3
-"""Rows of a step; and times that everything is served, of which the fastest counts."""
+"""Rows of a step, and servings of each load, of which the fastest counts."""
 
 
 def serve_uneven(
     config: Config, model: checkpoints.Loaded, progress: Progress
 ) -> list[list[LoadResult]]:
-    """Serves outputs of equal means, more and more uneven.
+    """Serves outputs of equal mean and growing spread.
 
     Returns:
-      The runs of static and of continuous batching, by deviation and seed; what the
-      person stops is not a number.
+      The runs of static and of continuous batching, by deviation and seed; NaN for
+      loads that were not reached before the user stopped.
     """
     loads = [load for load, _ in sweeps.spread_loads(config)]
     slots = sweeps.num_reserved_slots(config, config.longest)
@@ -40,7 +40,7 @@ def serve_uneven(
     drawn = [np.asarray(load.output) for load in loads]
     runs = [[LoadResult(x) for x in drawn] for _ in engines]
     for i in progress.track(range(len(loads)), "uneven outputs", "loads"):
-        # In turns, so that both meet the same neighbours on the machine.
+        # The policies alternate, so that both see the same load of the machine.
         found = np.array(
             [
                 [_serve(x, model, loads[i], i % config.num_seeds) for x in engines]
@@ -55,7 +55,7 @@ def serve_uneven(
 def serve_batches(
     config: Config, model: checkpoints.Loaded, progress: Progress
 ) -> Iterator[LoadResult]:
-    """Serves equal requests in batches of several sizes, until it is stopped."""
+    """Serves equal requests in batches of each size, until stopped."""
     num = round(config.mean_output_tokens)
     for clients in progress.track(config.clients, "side by side", "sizes"):
         progress.show(f"{clients} side by side: compiling")
@@ -72,7 +72,7 @@ def serve_batches(
 def _engine(
     config: Config, model: checkpoints.Loaded, slots: int, policy: interface.Policy
 ) -> Engine:
-    """An engine whose pool holds the longest sequence in every slot."""
+    """Builds an engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
     bounds = model_shapes.bounds(
         slots,
@@ -89,7 +89,7 @@ def _engine(
 def _serve(
     engine: Engine, model: checkpoints.Loaded, load: Workload, seed: int
 ) -> tuple[float, int]:
-    """Serves a load whose requests are all there: seconds, and steps that fed rows."""
+    """Serves a load in one burst; returns seconds and the number of non-empty steps."""
     asks = [
         Sampling(temperature=0.0, max_tokens=most, ignore_eos=True)
         for most in np.asarray(load.output).tolist()

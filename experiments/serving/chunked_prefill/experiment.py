@@ -1,8 +1,9 @@
-"""What do users feel of how prompts are read, and what does reading in chunks buy?
+"""Compares scheduling of prefill: whole prompts and chunked prefill.
 
-While a long prompt is read whole, who is being answered waits: a stall. Read in chunks,
-each in one step with those who decode, it delays nobody for long, and its own first
-token little: the experiments of Sarathi-Serve, on data sheets in place of its GPUs.
+A prompt that is prefilled in one step stalls the decoding requests. Chunked prefill
+splits it over steps that also decode, so that no request stalls for long and the
+prompt's own first token is little later. Reproduces the experiments of Sarathi-Serve
+with a roofline model in place of its GPUs.
 """
 
 import math
@@ -38,23 +39,23 @@ CONFIGS = {
 
 
 LONG_PROMPT = 8192
-"""Tokens of the prompt that is read in chunks of several sizes."""
+"""Tokens of the prompt that is split into chunks of several sizes."""
 CHUNKS = (256, 257, 512, 2048)
 WAYS = ("mixed only", "chunks only", "both")
-"""Of table 4."""
+"""Rows of table 4."""
 
 
 class PublishedRatio(NamedTuple):
-    """A published ratio of loads sustained.
+    """A published ratio of sustained loads.
 
     Attributes:
-      model: which one.
-      data: on which; empty for the better.
-      objective: strict or relaxed.
-      system: whose load.
-      rival: over whose.
+      model: name of the model.
+      data: name of the dataset; empty for the one with the larger ratio.
+      objective: "strict" or "relaxed".
+      system: the system with the higher load.
+      rival: the system that it is compared with.
       published: the ratio.
-      where: in the paper.
+      where: place in the paper.
     """
 
     model: str
@@ -82,26 +83,26 @@ BOOK = beside(__file__)
 
 
 class Result(Record):
-    """What was simulated."""
+    """Simulated results."""
 
-    timeline: Timeline = column("of the four ways", is_told=False)
-    ways: PrefillRuns = column("the four ways at one rate, and under one budget")
-    budgets: PrefillRuns = column("chunks of several sizes, mixed, at the same rate")
-    loads: PrefillRuns = column("systems against the rate")
+    timeline: Timeline = column("token times of 4 schedules", is_told=False)
+    ways: PrefillRuns = column("4 schedules at one rate and one token budget")
+    budgets: PrefillRuns = column("mixed chunks of several sizes at the same rate")
+    loads: PrefillRuns = column("systems by rate")
     chunk: np.ndarray = column("tokens of a chunk")
-    chunk_cost: np.ndarray = column("time of a prompt in such chunks, over the whole's")
+    chunk_cost: np.ndarray = column("time of a prompt in chunks / time in one step")
 
     @property
     @shown()
     def capacities(self) -> Capacities:
-        """Requests a second that each system sustains."""
+        """Requests/s that each system sustains."""
         return runs.sustained_capacities(self.loads)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates everything; ended early, it has what is done."""
+    """Simulates all parts; if stopped, returns the finished ones."""
     name, model = config.models[0], settings.MODELS[config.models[0]]
-    progress.show("four ways to read prompts")
+    progress.show("4 schedules of prefill")
     timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
     four = [(way, config.share) for way in settings.WAYS]
     ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
@@ -134,18 +135,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def summary(result: Result) -> list[Part]:
-    """Puts ways, budgets and capacities beside each other."""
+    """Returns tables of schedules, token budgets and capacities."""
     names = ("budget", "rate", "ttft_s", "tbt_p50_s", "tbt_p99_s", "longest_s")
     kinds = ("strict", "relaxed")
     rows = []
     for x in result.capacities.rows():
         last = result.loads.where(model=x["model"], data=x["data"]).rate.max()
         rates = [x[f"{kind}_per_s"] for kind in kinds]
-        # ">" where no rate that was tried is too much.
+        # ">" if the system sustains every simulated rate.
         cells = [f"{'> ' if rate >= last else ''}{rate:.2f}" for rate in rates]
         rows.append((x["model"], x["data"], x["system"], *cells))
     model = result.ways.model[0] if len(result.ways) else ""
-    title = f"four ways to read prompts, {model}"
+    title = f"4 schedules of prefill, {model}"
     return [
         result.ways.sheet(title, "data", "system", *names),
         result.budgets.sheet(f"chunks, mixed, {model}", *names),
@@ -153,17 +154,17 @@ def summary(result: Result) -> list[Part]:
             "requests a second that a system sustains",
             ("model", "data", "system", *kinds),
             rows,
-            "P99 time between tokens within the objective: 0.2 and 1 s for Yi-34B, 0.1 "
-            "and 0.5 s for Mistral-7B; and a median delay of 2 s at most. Models that "
-            "the paper runs in pipeline stages, Llama-2-70B and Falcon-180B, are left "
-            "out.",
+            "Rate at which the P99 time between tokens meets the objective (0.2 and "
+            "1 s for Yi-34B, 0.1 and 0.5 s for Mistral-7B) and the median scheduling "
+            "delay is at most 2 s. Llama-2-70B and Falcon-180B, which the paper runs "
+            "with pipeline parallelism, are omitted.",
         ),
     ]
 
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Finds everything; parts that were not simulated are left out."""
+    """Judges the simulated parts."""
     for data in BOOK.published("ttft"):
         rows = result.ways.where(data=data)
         if not len(rows):
@@ -187,7 +188,7 @@ def claims(result: Result) -> Iterator[Ours]:
             yield ours("tbt", tbt_s, data=data, way=way)
     found = result.capacities.rows()
     for x in RATIOS:
-        # How many times the load of a rival a system sustains, on the better data.
+        # Ratio of sustained loads on the dataset with the larger ratio.
         rates: dict[str, dict[str, float]] = {}
         for row in found:
             if row["model"] == x.model and x.data in ("", row["data"]):
@@ -213,7 +214,7 @@ COLORS = tuple(x.name for x in settings.SYSTEMS)
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws four panels."""
+    """Draws 4 panels."""
     _draw_timeline(axes[0], result.timeline)
     _draw_budgets(axes[1], result.budgets)
     if len(result.loads):
@@ -224,10 +225,10 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_timeline(ax: Any, timeline: Timeline) -> None:
-    """A tick for each token; every way has a line for each sequence."""
+    """Draws a tick for each token; each schedule has a line for each sequence."""
     last, stalls = timeline.time_s.max(), {}
     look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
-    kinds = (("answered already", systems.ORANGE), ("came late", systems.BLUE))
+    kinds = (("decoding at the start", systems.ORANGE), ("arrived late", systems.BLUE))
     names = timeline.distinct("way")
     for i, name in enumerate(names):
         longest = 0.0
@@ -278,7 +279,7 @@ def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
 
 
 def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
-    """The first model and data: the tail between tokens against the rate."""
+    """Draws P99 time between tokens by rate for the first model and dataset."""
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:
         mine = loads.where(model=model, data=data, system=system)
@@ -297,7 +298,7 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
 
 
 def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
-    """Bars for each case, over vLLM's; a diamond where one is published."""
+    """Draws bars of load over vLLM's for each case; diamonds are published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
     width, seen, best = 0.2, set[str](), ("", 0.0)
@@ -330,7 +331,7 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     style.reference(ax, 1)
     title = "Load within the objective, over vLLM's"
     if best[0]:
-        title = f"{best[0]} bears up to {best[1]:.1f} times vLLM's load within the "
+        title = f"{best[0]} sustains up to {best[1]:.1f} times vLLM's load within the "
         title += "objective"
         ax.legend()
     style.titled(ax, title, "", "load / vLLM's [ratio]")

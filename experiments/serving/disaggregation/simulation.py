@@ -1,8 +1,8 @@
-"""What does it buy to read prompts on other GPUs than those that decode?
+"""Simulates DistServe's experiments: prefill and decode on separate GPUs.
 
-Both phases on one GPU keep each other from their promises. Apart, each takes the GPUs
-that suit it, and keys and values cross over in between: the experiments of DistServe,
-with the times of steps that its authors published, and queues beside their formulas.
+Prefill and decode on one GPU delay each other. On separate GPUs, each phase has its own
+tensor-parallel degree, and keys and values are transferred in between. Step times are
+the published fits. Prefill queues are compared with formulas of queueing theory.
 """
 
 import math
@@ -37,24 +37,22 @@ CONFIGS = {
 
 
 class Result(Record):
-    """What was simulated."""
+    """Simulated placements and queues."""
 
-    alone: PlacementLoads = column("single machines: for both phases, and for either")
-    split: PlacementLoads = column("machines for either phase, coupled")
-    links: PlacementLoads = column(
-        "the example's, with slower ways for keys and values"
-    )
-    queues: QueueTimes = column("prompts that wait for one machine, or two")
+    alone: PlacementLoads = column("single replicas of each role")
+    split: PlacementLoads = column("prefill and decode replicas with transfers")
+    links: PlacementLoads = column("the example with slower links")
+    queues: QueueTimes = column("prefill queues of 1 or 2 devices")
 
     @property
     @shown()
     def goodput(self) -> Goodputs:
-        """Rates that each application's GPUs sustain; the example's are first."""
+        """Goodput of each application; the paper's example is first."""
         return runs.application_goodputs(self.alone, self.split)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates everything."""
+    """Simulates all parts."""
     asked: list[tuple[str, Role, Instance, float]] = []
     for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
@@ -70,7 +68,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     placements = [
         (name, *runs.best_placement(name, found)) for name in config.applications
     ]
-    # The example's is as the paper has it, whatever would be best here.
+    # The example's placement is the paper's, not the best one here.
     reads, decodes = found.where(name=EXAMPLE).rate_per_s
     one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
     placements += [
@@ -100,7 +98,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Finds everything; parts that were not simulated are left out."""
+    """Judges the simulated parts."""
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
     reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
@@ -140,12 +138,12 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists every load, what GPUs sustain, and the queues."""
+    """Returns every load, the goodputs and the queues."""
     return table.metrics(result) | {"queues": result.queues.rows()}
 
 
 def summary(result: Result) -> list[Part]:
-    """Puts placements, and queues and formulas, beside each other."""
+    """Returns tables of placements, and of queues against formulas."""
     each = "requests/s for each GPU"
     links = [
         {
@@ -160,9 +158,10 @@ def summary(result: Result) -> list[Part]:
     return [
         result.goodput.sheet(
             "requests a second, for each GPU, of which 90 % keep both objectives",
-            note="Of the example, 90 % keep either objective, as figure 1 has it.",
+            note="The example: the rate at which 90 % meet each objective separately, "
+            "as in figure 1.",
         ),
-        runs.phase_goodputs(result.alone).sheet("one phase alone"),
+        runs.phase_goodputs(result.alone).sheet("single-phase replicas"),
         report.row_sheet(
             "the example over slower links",
             links,
@@ -171,7 +170,7 @@ def summary(result: Result) -> list[Part]:
                 each: each,
                 "95 % of transfers, at the lowest rate": "transfer_s",
             },
-            "What a machine sends goes one after the other.",
+            "Transfers from one machine are serialized.",
         ),
         report.row_sheet(
             "queues of prompts",
@@ -189,14 +188,14 @@ def summary(result: Result) -> list[Part]:
 
 ROLES = {"both": "both phases", "prefill": "prompts alone"}
 ROLES |= {"decode": "decoding alone", "split": "split"}
-"""The names of the roles in figures."""
+"""Labels of the roles in figures."""
 
 
 RATES = "load [requests/s per GPU]"
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws six panels."""
+    """Draws 6 panels."""
     alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
     both, prefill, decode = (alone.where(role=x) for x in ("both", "prefill", "decode"))
     first_s, gap_s = KNOWN[EXAMPLE].objectives
@@ -251,7 +250,7 @@ def _draw_attained(
 
 
 KEPT = 90
-"""Per cent of the requests that must keep the objectives."""
+"""Percentage of requests that must meet the objectives."""
 
 
 def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:

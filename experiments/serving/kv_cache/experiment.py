@@ -1,13 +1,13 @@
-"""What does a token cost with and without keys and values that are kept?
+"""Measures the cost of a token with and without a KV cache.
 
-Counted for two models, and measured with the bundled one on this machine. Without a
-cache the whole prefix goes through the model for every token; with one, the last token
-alone. The tokens are the same, and that is checked.
+FLOPs are counted for two models, and times are measured with the bundled model on this
+machine. Without a cache the whole prefix goes through the model for every token; with a
+cache, only the last token does. Both must generate the same tokens.
 
-A cache turns the quadratic work of a token into linear work: t^2 into t for attention,
-t into a constant for everything else. Over a text that is t^3 against t^2. Measured
-without a cache are some lengths; a text's time is interpolated between these, as a
-power of the length.
+A cache reduces the work of a token from O(t^2) to O(t) for attention and from O(t) to
+O(1) for all other layers, so that of a text falls from O(t^3) to O(t^2). Times without
+a cache are measured at some lengths; the time of a text is interpolated between them as
+a power of the length.
 """
 
 import dataclasses
@@ -34,29 +34,29 @@ from scaling.shapes import huggingface, published
 
 RASCHKA_TOKENS = 200
 FEW_TOKENS = 512
-"""Below, a call takes longer than its operations do."""
+"""Below, the overhead of a call exceeds the time of its operations."""
 WAYS = ("without a cache", "with a cache")
 PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The models, and the lengths."""
+    """The models and the lengths."""
 
     model: str = "stdlib-bytes"
-    """Measured and counted: a folder, or a bundled model."""
+    """Measured and counted model: a folder or a bundled model."""
     lengths: tuple[int, ...] = (16, 32, 64, 128, 200, 256, 512, 1024)
-    """Tokens behind which a token is drawn; ascending, from 2."""
+    """Lengths in tokens at which the next token is timed; ascending, from 2."""
     counted: str = "llama-2-7b"
-    """Another model that is counted, by its name in `jaxkv cost`."""
+    """Another counted model, by its name in `jaxkv cost`."""
     counted_lengths: tuple[int, ...] = tuple(2**k for k in range(4, 21))
-    """Tokens; ascending, from 1."""
+    """Lengths in tokens at which FLOPs are counted; ascending, from 1."""
     repeats: int = 20
-    """Texts drawn with the cache, and calls at each length without; the fastest counts.
-    """
+    """Texts generated with the cache, and calls at each length without; the fastest
+    counts."""
 
     def __post_init__(self) -> None:
-        """Refuses lengths that nothing is drawn behind."""
+        """Validates the fields."""
         validation.ascending(self, "lengths", low=2, least=2)
         validation.ascending(self, "counted_lengths", low=1, least=2)
         validation.at_least(self, "repeats")
@@ -71,21 +71,21 @@ CONFIGS = {
 
 
 class TokenTimes(Record):
-    """Seconds of drawing one token, greedily, waited for."""
+    """Seconds of generating one token greedily."""
 
-    length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
-    without_s: Float[np.ndarray, " lengths"] = column("the whole prefix is fed")
-    with_s: Float[np.ndarray, " lengths"] = column("the last token is")
-    is_same: Bool[np.ndarray, " lengths"] = column("whether both draw the same token")
+    length: Int[np.ndarray, " lengths"] = column("tokens of the prefix")
+    without_s: Float[np.ndarray, " lengths"] = column("forward pass of the prefix")
+    with_s: Float[np.ndarray, " lengths"] = column("forward pass of the last token")
+    is_same: Bool[np.ndarray, " lengths"] = column("True if both tokens are equal")
     every_with_s: Float[np.ndarray, " tokens"] = column(
-        "with the cache, behind 1, 2, ... tokens"
+        "with the cache, by prefix length 1, 2, ..."
     )
 
     def totals_s(self) -> Float[np.ndarray, "2 lengths"]:
-        """Seconds of all tokens up to each length, without the cache and with it.
+        """Returns the seconds of all tokens up to each length, without and with cache.
 
-        Without, the time between two lengths is a power of the length, and below the
-        first of them that of the first: an upper bound for so few tokens.
+        Without a cache, the time between two measured lengths is a power of the length.
+        Below the first length it is that of the first length, an upper bound.
         """
         if not self.length.size:
             return np.zeros((2, 0))
@@ -95,7 +95,7 @@ class TokenTimes(Record):
         return np.stack([np.cumsum(x)[self.length - 1] for x in both])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every length, for JSON."""
+        """Returns a row per length, for JSON."""
         without, cached = self.totals_s()
         return table.by_row(
             {
@@ -112,16 +112,16 @@ class TokenTimes(Record):
 
 
 class Result(Record):
-    """What was counted, and what was measured."""
+    """Counted FLOPs and measured times."""
 
-    timed: TokenTimes = column("the bundled model, on this machine")
-    counted: FlopCounts = column("the model that was measured")
-    other: FlopCounts = column("another one")
-    device: str = column("kind of it")
+    timed: TokenTimes = column("times of the bundled model on this machine")
+    counted: FlopCounts = column("FLOPs of the measured model")
+    other: FlopCounts = column("FLOPs of another model")
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Counts, then measures; ended early, it has the lengths that are done."""
+    """Counts, then measures; if stopped, keeps the finished lengths."""
     folder = bundled.folder_of(config.model)
     shape = dataclasses.replace(huggingface.load(folder), name=config.model)
     counted, other = (
@@ -138,13 +138,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives both ways at every length."""
+    """Returns both ways at every length."""
     counted = {x.name: x.rows() for x in (result.counted, result.other)}
     return {"device": result.device, "measured": result.timed.rows(), **counted}
 
 
 def summary(result: Result) -> list[Part]:
-    """Tables: of times, and of operations."""
+    """Returns tables of times and of FLOPs."""
     title, measured = f"measured on {result.device}, greedy", result.timed.rows()
     parts: list[Part] = [*report.metric_sheets({title: measured} if measured else {})]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
@@ -163,7 +163,7 @@ def summary(result: Result) -> list[Part]:
 
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds what lectures say of the growth, and a published speed, against ours."""
+    """Compares growth and a published speed-up with counts and measurements."""
     other, timed = result.other, result.timed
     attention = counting.growth_exponents(other.attention_flops, other.length)
     without, cached = counting.growth_exponents(other.total_flops, other.length)
@@ -185,11 +185,11 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 SYSTEMS = ("without the cache", "with the cache")
-"""The names of both ways in figures."""
+"""Labels of both ways in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a token above, a text below; times on the left, operations on the right."""
+    """Draws times on the left and FLOPs on the right; one token above, a text below."""
     timed, models = result.timed, ((result.counted, "-"), (result.other, "--"))
     for row, what, label, seconds in (
         (0, "one token", "tokens before it [tokens]", (timed.without_s, timed.with_s)),
@@ -216,7 +216,7 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
         style.titled(right, title, label, "operations [FLOP]", **log)
-    # Grey lines of slope 3 and 2 go through the last points.
+    # Grey lines of slope 3 and 2 pass through the last points.
     end, length = result.other.length[-1], result.other.length
     x = length[length >= end / 256]
     rows = zip(result.other.total_flops, (3, 2), ("-.", ":"), strict=True)
@@ -234,14 +234,14 @@ def time_both(
     repeats: int,
     progress: Progress,
 ) -> TokenTimes:
-    """Draws a text with the cache, then single tokens of it without.
+    """Generates a text with the cache, then single tokens of it without.
 
     Args:
       model: the model.
-      lengths: tokens behind which tokens are drawn without the cache; ascending.
-      repeats: texts, and calls at each length, of which the fastest count: whoever
-        else is at work on the machine only adds to them.
-      progress: hears of it. When the person stops, the lengths that are done come back.
+      lengths: prefix lengths to time without the cache; ascending.
+      repeats: texts, and calls at each length. The fastest counts, since other load on
+        the machine only adds time.
+      progress: receives progress. If stopped, the finished lengths are returned.
     """
     start = model.tokenizer.encode("import")[0] if model.tokenizer else 0
     progress.show("with the cache: every token of a text")
@@ -268,7 +268,7 @@ def time_both(
 def _draw(
     model: checkpoints.Loaded, start: int, num: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws `num` tokens behind the first: all tokens, and the least time of each."""
+    """Generates `num` tokens; returns all tokens and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
     bounds = model_shapes.bounds(1, length, page_size=PAGE_SIZE, token_budget=1)
     forward = paged.PagedForward(model.config)

@@ -1,8 +1,7 @@
-"""The paper's figures 12 to 14: systems under rising load, in simulated time.
+"""Figures 12 to 14 of the paper: latency by load, in simulated time.
 
-Each system serves the same requests, faster and faster: first at evenly spaced rates
-of the published axis, then where its latency passes the bounds at which systems are
-compared.
+Each system serves the same requests at increasing rates: first at evenly spaced rates
+of the published axis, then where its latency crosses the bounds of the comparison.
 """
 
 import dataclasses
@@ -20,30 +19,30 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import load_curves
 
 BEYOND = 2.0
-"""How far beyond the published axis rates are tried of a system that sustains all of
-it, as a multiple of it."""
+"""End of the rate search of a system that sustains all rates of the published axis, as
+a multiple of the axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which panels, for how long, at how many rates."""
+    """Panels, duration and rates."""
 
     panels: tuple[str, ...] = tuple(published.PANELS)
-    """Of figures 12 and 14, as the paper names them."""
+    """Panels of figures 12 and 14 by their names in the paper."""
     hours_share: float = 1.0
-    """Of the time that a panel has: the published hour of load, a quarter of one for
-    OPT-175B and, where as many requests come in that, for Alpaca."""
+    """Share of each panel's duration: 1 h of load as published, 0.25 h for OPT-175B and
+    Alpaca, whose requests suffice."""
     num_rates: int = 8
     """Rates of each system, evenly spaced on the published axis."""
     num_near: int = 4
-    """More of them, between those at which its latency passes the bounds."""
+    """Further rates where latency crosses the bounds."""
     systems: tuple[str, ...] = settings.SYSTEMS
-    """Who serves."""
+    """Simulated systems."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields."""
         validation.among(self, "panels", known=published.PANELS)
         validation.among(self, "systems", known=settings.SYSTEMS)
         validation.within(self, "hours_share", low=0, high=24, ends="(]")
@@ -69,7 +68,7 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
-    """Serves every panel; ended early, it has those that are done."""
+    """Simulates every panel; if stopped, keeps the finished ones."""
     rows: list[Row] = []
     for name in config.panels:
         if progress.stopped:
@@ -92,7 +91,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
-    """Gives what each system sustains, and every load."""
+    """Returns the load that each system sustains, and every row."""
     sustained = [
         {"panel": panel} | row
         for panel, rows in runs.group_rows(result, "panel").items()
@@ -102,7 +101,7 @@ def metrics(result: list[Row]) -> dict[str, Any]:
 
 
 def summary(result: list[Row]) -> list[Part]:
-    """Lays out capacities, what happened at the published axes' ends, and times."""
+    """Returns tables of capacities, of the axes' ends, and of simulation times."""
     if not result:
         return []
     speed = [
@@ -132,7 +131,7 @@ def summary(result: list[Row]) -> list[Part]:
             f"requests/s at {runs.BOUND} s a token",
             ("figure", "load", *settings.SYSTEMS),
             capacities,
-            "In brackets: how many times that the paged system sustains.",
+            "In brackets: load of the paged system as a multiple.",
         ),
         report.row_sheet(
             "at the end of the published axis",
@@ -151,14 +150,14 @@ def summary(result: list[Row]) -> list[Part]:
                 "preempted a request": "preempted",
                 "recomputed": "recomputed_share",
             },
-            "Latencies here are lower bounds where the queue grows without end.",
+            "Latencies are lower bounds if the queue grows without limit.",
         ),
         *report.metric_sheets({"time to simulate, compilation included": speed}),
     ]
 
 
 def plot(axes: Any, result: list[Row]) -> None:
-    """Draws figures 12 and 14, then 13; axes left over go."""
+    """Draws figures 12 and 14, then 13, and removes the other axes."""
     free = iter(axes.ravel())
     for name, rows in runs.group_rows(result, "panel").items():
         ax, panel = next(free), published.PANELS[name]
@@ -182,7 +181,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
-    """Bars of ours before the printed ones in grey."""
+    """Draws bars of the simulated and, in grey, of the published batch sizes."""
     theirs, drawn = published.BATCHES[name], [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]

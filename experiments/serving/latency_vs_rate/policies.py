@@ -1,11 +1,10 @@
-"""A recorded hour under policies that order by attributes of requests.
+"""A recorded hour under policies that order requests by their attributes.
 
-The recording has arrivals and lengths alone. Priorities, deadlines, sessions and
-predicted lengths are drawn: a fifth of the requests is urgent; half are interactive,
-with a deadline; one session asks half of all; and predictions are off by a lognormal
-factor. Every policy sees the same requests, and no policy sees the true length of an
-answer but the one that is named so. Each row has the figure that its policy is for, and
-those that it costs the rest.
+The recording has only arrivals and lengths. Attributes are drawn: a fifth of the
+requests is urgent, half are interactive and have a deadline, one session sends half of
+all requests, and predicted lengths are off by a lognormal factor. Every policy serves
+the same requests. Only the oracle sees the true length of an answer. Each row has the
+metric that its policy improves and the metrics that it worsens.
 """
 
 import dataclasses
@@ -80,7 +79,7 @@ CONFIGS = {"policies": Config()}
 
 
 class PolicyTable(Table):
-    """A row for each policy. Waits are times to the first token."""
+    """Metrics of each policy. Waits are times to first token."""
 
     policy: Texts = column("name in `POLICIES`")
     answered: Ints = column("requests answered")
@@ -93,7 +92,7 @@ class PolicyTable(Table):
 
 
 class Result(Record):
-    """What the policies gave."""
+    """Results of the policies."""
 
     policies: PolicyTable = column("by policy", heading="a recorded hour by policy")
 
@@ -116,7 +115,7 @@ def draw_workload(config: Config) -> Workload:
     # Lognormal of median 1.
     error = np.exp(config.prediction_sigma * rng.standard_normal(prompt.size))
     predicted = prompt + np.maximum(1, np.round(output * error))
-    # 5 s for the first token, and 0.2 s for each of the answer.
+    # 5 s for the first token, and 0.2 s for each token of the answer.
     within_ms = 5000 + 200 * output
     interactive = rng.random(prompt.size) < 0.5
     heavy = rng.random(prompt.size) < 0.5
@@ -185,11 +184,11 @@ GOALS = {
     "late_share": "deadlines missed",
     "light_mean_s": "light sessions, mean",
 }
-"""Figures of `PolicyTable` that some policy is for."""
+"""Columns of `PolicyTable` that a policy is designed for."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws each goal over that of the first policy, and the tail that it costs."""
+    """Draws each metric over that of the first policy, and the P99 wait."""
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))
     width = 0.8 / len(GOALS)

@@ -1,9 +1,8 @@
-"""What do preemptions cost at the paper's scale, and what makes them cheap?
+"""Simulates preemption at the paper's scale.
 
-OPT-13B under chat requests, in simulated time. Who is preempted, and how many pages are
-kept free against it, decide how much is computed again. What it costs to move pages
-instead depends on their size, since every page is a transfer of its own for K and for V
-in every layer.
+OPT-13B serves chat requests in simulated time. The rule for victims and the watermark
+determine the recomputed share. The cost of swapping depends on the page size, because
+every page needs separate transfers of K and V in every layer.
 """
 
 import dataclasses
@@ -25,26 +24,26 @@ from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
 RATE = 1.9
-"""Requests a second: nearly what the memory sustains."""
+"""Requests/s, close to the rate that the memory sustains."""
 PAGES_RATE = 1.6
-"""Where pages of several sizes are compared: large ones sustain less."""
+"""Requests/s of the comparison of page sizes; large pages sustain less."""
 NUM_SEEDS = 4
-"""Draws of the load under which the latest is preempted: so near to what is sustained
-one draw of a thousand requests tells little."""
+"""Draws of the load under the rule "latest". At a rate this close to the sustained one,
+a single draw of 1,024 requests varies too much."""
 MAX_SLOTS = 96
 WATERMARKS = (0, 8, 16, 32, 64, 128)
 """Pages kept free at admission, of 983."""
 PREEMPTIONS = ("recompute", "swap", "swap, hold new")
-"""What becomes of preempted requests; under the last no new one is let in until all of
-them are done, as in the paper."""
+"""Ways to preempt. "hold new" admits no new request until all preempted ones are done,
+as in the paper."""
 PAGE_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 RULES: tuple[victims.Victim, ...] = get_args(victims.Victim.__value__)
 BUS = 25e9
-"""Bytes a second between a GPU and its host that PCIe 4 x16 reaches, of 32e9."""
+"""Bandwidth between GPU and host in bytes/s: PCIe 4 x16 reaches 25e9 of 32e9."""
 LAUNCH_S = 4e-6
-"""What a transfer takes besides: our choice."""
+"""Fixed time of a transfer, chosen here."""
 NUM_TOKENS = 512
-"""Of the sequence that is brought back."""
+"""Tokens of the restored sequence."""
 BOOK = beside(__file__)
 
 
@@ -53,12 +52,12 @@ class Config:
     """The load."""
 
     simulated_requests: int = 1024
-    """Requests."""
+    """Number of requests."""
     seed: int = 0
-    """The first, of their lengths and arrivals."""
+    """First seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be drawn."""
+        """Validates the fields."""
         validation.at_least(self, "simulated_requests")
         validation.at_least(self, "seed", low=0)
 
@@ -70,39 +69,39 @@ CONFIGS = {"paper": Config()}
 
 
 class SimulatedServings(Table):
-    """What became of every way of serving, a row for each."""
+    """Preemptions and latency of each simulated setting."""
 
-    study: Texts = column("victims: these, and watermarks; pages: size, what is moved")
-    victim: Texts = column("who is preempted")
+    study: Texts = column('"victims" (with watermarks) or "pages" (with preemption)')
+    victim: Texts = column("rule for victims")
     watermark: Ints = column("pages kept free at admission", heading="pages kept free")
-    preemption: Texts = column("what becomes of preempted requests")
+    preemption: Texts = column("one of `PREEMPTIONS`")
     page_size: Ints = column("token places in a page")
-    rate: Floats = column("requests a second")
-    seed: Ints = column("of their lengths and arrivals")
-    num_preempted: Ints = column("preemptions of a request", heading="preempted")
-    recomputed_share: Floats = column("of all tokens", heading="computed again")
-    normalised_s: Floats = column("seconds a token", heading="a token")
-    moved_bytes: Floats = column("over the bus, both ways")
+    rate: Floats = column("requests/s")
+    seed: Ints = column("seed of lengths and arrivals")
+    num_preempted: Ints = column("preemptions", heading="preempted")
+    recomputed_share: Floats = column("share of all tokens", heading="computed again")
+    normalised_s: Floats = column("latency in s/token", heading="a token")
+    moved_bytes: Floats = column("bytes over the bus, both ways")
 
 
 class RestoreCosts(Table):
-    """Times of one request alone, a row for each page size."""
+    """Times to restore a single request by page size."""
 
     page_size: Ints = column("token places in a page")
-    num_tokens: Ints = column("of the request")
-    recompute_s: Floats = column("computing them again")
-    swap_s: Floats = column("moving its pages out and in")
+    num_tokens: Ints = column("tokens of the request")
+    recompute_s: Floats = column("recomputation")
+    swap_s: Floats = column("swapping out and in")
 
 
 class Result(Record):
-    """Requests served in simulated time."""
+    """Simulated settings."""
 
-    simulated: SimulatedServings = column("every way")
+    simulated: SimulatedServings = column("by setting")
 
     @property
     @shown(heading=f"{NUM_TOKENS} tokens brought back")
     def bring_back(self) -> RestoreCosts:
-        """One request alone: arithmetic."""
+        """Times to restore a single request, calculated."""
         sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
         return RestoreCosts.of(
             (x, NUM_TOKENS, again, restore_s(NUM_TOKENS, x)) for x in sizes
@@ -110,13 +109,13 @@ class Result(Record):
 
 
 def page_bytes(page_size: int) -> int:
-    """K and V of a page in all layers: 13,107,200 bytes for 16 tokens."""
+    """Returns bytes of K and V of a page in all layers; 16 tokens: 13,107,200."""
     model = settings.SERVERS["13B"].description
     return int(serving.kv_bytes_per_token(model)) * page_size
 
 
 def swap_s(page_size: int) -> float:
-    """Time to move a page one way: K and V of every layer, one after the other.
+    """Returns the time to move a page one way: K and V of every layer in sequence.
 
     A page of 16 tokens: 80 * 4 us + 13.1 MB / 25 GB/s = 0.84 ms.
     """
@@ -125,12 +124,12 @@ def swap_s(page_size: int) -> float:
 
 
 def recompute_s(num_tokens: int) -> float:
-    """Time to compute tokens again, in a step that others run in, too."""
+    """Returns the time to recompute tokens in a step that is run in any case."""
     return float(settings.step_time(settings.SERVERS["13B"]).prefill[1]) * num_tokens
 
 
 def restore_s(num_tokens: int, page_size: int) -> float:
-    """Time to move a sequence's pages out and in."""
+    """Returns the time to move a sequence's pages out and in."""
     return 2 * -(-num_tokens // page_size) * swap_s(page_size)
 
 
@@ -147,7 +146,7 @@ class SimulatedSetting(NamedTuple):
 
 
 def list_settings(seed: int) -> list[SimulatedSetting]:
-    """All that are compared, on the load of a seed; some on those behind it, too."""
+    """Returns all settings; "latest" has `NUM_SEEDS` seeds, other rules have one."""
     found = [
         SimulatedSetting(
             "victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k
@@ -164,7 +163,7 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves the same requests in every way."""
+    """Simulates every setting."""
     law, num = settings.DATA["ShareGPT"], config.simulated_requests
     asked = list_settings(config.seed)
     loads = [
@@ -210,7 +209,7 @@ def _member(load: arrivals.Workload, way: SimulatedSetting) -> Members:
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Judges watermarks, victims, and moving against recomputing."""
+    """Judges watermarks, rules for victims, and swapping against recomputation."""
     found = result.simulated
     latest = found.where(study="victims", victim="latest")
     for mark in latest.distinct("watermark"):
@@ -244,18 +243,18 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def _first(found: SimulatedServings) -> SimulatedServings:
-    """The rows of the first seed."""
+    """Returns the rows of the first seed."""
     return found.where(seed=found.seed.min(initial=2**31))
 
 
 def summary(result: Result) -> list[Part]:
-    """Puts rules, watermarks and page sizes beside each other."""
+    """Returns tables of rules, watermarks and page sizes."""
     found = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
     rules, sizes = _first(found.where(study="victims")), found.where(study="pages")
     kept = f"victims and pages kept free, {RATE} requests/s"
     pages = f"end to end, {PAGES_RATE} requests/s"
-    back = f"{NUM_TOKENS} tokens brought back"
+    back = f"{NUM_TOKENS} tokens restored"
     return [
         rules.sheet(kept, "watermark", "victim", *names),
         result.bring_back.sheet(back, "page_size", "recompute_s", "swap_s"),
@@ -264,7 +263,7 @@ def summary(result: Result) -> list[Part]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws victims and watermarks above, and page sizes below."""
+    """Draws rules and watermarks above, page sizes below."""
     found, alone = result.simulated, result.bring_back
     _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
@@ -273,7 +272,7 @@ def plot(axes: Any, result: Result) -> None:
     style.curve(ax, PAGE_SIZES, again, "recompute", "recompute")
     style.curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
-    title = f"{NUM_TOKENS} tokens come back sooner by swapping "
+    title = f"Swapping restores {NUM_TOKENS} tokens sooner "
     title += f"from pages of {less[0]} on" if less else "with no page size"
     style.titled(ax, title, size, "time [ms]")
     ax, worst = axes[1, 1], ("", 0.0)
@@ -294,12 +293,12 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
-    """A number of every rule of victims against the pages kept free."""
+    """Draws a metric of every rule for victims by pages kept free."""
     theirs = {int(x): y for x, y in BOOK.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}
-    # The sketch's shares are in per cent.
+    # The published shares are percentages.
     values = [(1000 if name == "normalised_s" else 1) * y for y in theirs.values()]
-    style.curve(ax, [*theirs], values, "published", "earlier sketch", **look)
+    style.curve(ax, [*theirs], values, "published", "earlier simulation", **look)
     for rule in RULES:
         rows, text = (
             _first(found.where(study="victims", victim=rule)),
