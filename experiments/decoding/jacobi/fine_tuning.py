@@ -1,10 +1,10 @@
-"""Can a model be trained for Jacobi decoding? Consistency, as CLLM has it.
+"""Fine-tunes a model for Jacobi decoding with the consistency loss of CLLM.
 
-The bundled model finds blocks behind pieces of the text that it learnt; what it guessed
-on the way there is what it is trained on: to say behind those guesses what it says
-behind the block (`scaling/training/consistency.py`), and the text itself, to keep what
-it knows. Before and after: in how many steps blocks of held-out text are found, what
-that text costs in bits per byte, and what the engine's own drafter makes of it.
+The bundled model finds blocks after pieces of its training text. It is trained to
+predict, from intermediate guesses, the same tokens as from the final block
+(`scaling/training/consistency.py`), and on the text itself, to keep its quality. Before
+and after training, the study measures the iterations per block on held-out text, bits
+per byte, and the speed of the engine's Jacobi drafter.
 
 Source: Kou et al. 2024, arXiv:2403.00835.
 """
@@ -35,42 +35,42 @@ from scaling.training.consistency import Consistency, Trajectory
 BOOK = beside(__file__)
 BEFORE, AFTER = "as it was", "fine-tuned"
 TOGETHER = 32
-"""Blocks that are found at once."""
+"""Blocks that are found in one batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """What is learnt from, how a model of bytes is trained, and what is asked of it."""
+    """Training data, training of a byte-level model, and its evaluation."""
 
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
-    """The text that it learnt."""
+    """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
-    """Sizes of prompts, blocks and texts."""
+    """Lengths of prompts, blocks and texts."""
     num_texts: int = 640
-    """Pieces of training text behind which blocks are found."""
+    """Pieces of training text after which blocks are found."""
     guesses: int = 8
-    """Of each on its way that are learnt from."""
+    """Intermediate guesses of each block that are trained on."""
     num_steps: int = 400
-    """Of training."""
+    """Training steps."""
     batch_size: int = 8
-    """Guesses of a step, each with a text beside it."""
+    """Guesses per step, each paired with a piece of text."""
     learning_rate: float = 7e-4
-    """Its peak; it falls to zero over the last half."""
+    """Peak learning rate; it decays to 0 over the second half."""
     num_held_out: int = 64
-    """Pieces of held-out text behind which blocks are found before and after."""
+    """Pieces of held-out text after which blocks are found before and after."""
     scored_windows: int = 256
-    """Of held-out text, 512 tokens each, whose bits per byte are compared."""
+    """Held-out windows of 512 tokens for bits per byte."""
     num_prompts: int = 4
-    """Texts that the engine goes on from, one at a time."""
+    """Texts that the engine continues, one at a time."""
     num_drafts: tuple[int, ...] = (3, 7, 15)
-    """Tokens that the engine's drafter guesses in a step."""
+    """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
     export: str = ""
     """Folder for the trained model in bfloat16; empty: not written."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to learn or to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
         validation.at_least(self, "num_held_out", "scored_windows")
@@ -79,7 +79,7 @@ class Config(held_out.TextConfig):
         self.check_answer_length(self.num_drafts[-1])
 
     def recipe(self, model: Loaded) -> TrainConfig:
-        """How the model is trained."""
+        """Returns the training config."""
         return TrainConfig(
             model=model.config,
             corpus=self.corpus,
@@ -100,41 +100,41 @@ PANELS = (2, 2)
 
 
 class ModelTable(Table):
-    """The model before and after, a row each."""
+    """Quality and iterations of the model before and after training."""
 
     model: Texts = column("before or after")
-    bits_per_byte: Floats = column("of held-out text", form="{:.4f}")
-    num_blocks: Ints = column("of held-out text", heading="blocks")
+    bits_per_byte: Floats = column("on held-out text", form="{:.4f}")
+    num_blocks: Ints = column("blocks of held-out text", heading="blocks")
     length: Ints = column("tokens of a block", heading="tokens")
-    steps: Floats = column("until a block is found, mean", form="{:.2f}")
+    steps: Floats = column("mean iterations per block", form="{:.2f}")
 
     @property
     @shown(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Of a block, one iteration fixes so many tokens on the average."""
+        """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
 class Result(Record):
-    """What was trained, and what came of it."""
+    """Training curve, and both models' measurements."""
 
-    models: ModelTable = column("the model before and after")
-    runs: on_text.DecodingRuns = column("the engine's drafter")
-    trained: Ints = column("steps of training before each report", is_told=False)
+    models: ModelTable = column("before and after")
+    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
+    trained: Ints = column("training step of each report", is_told=False)
     loss: Floats = column(
-        "nats of consistency per token of a block, since the report before",
+        "consistency loss in nats per block token, mean since the last report",
         is_told=False,
     )
-    num_records: int = column("guesses that were learnt from", heading="guesses")
-    train_s: float = column("time spent in training, on the clock")
-    device: str = column("kind of it")
+    num_records: int = column("trained guesses", heading="guesses")
+    train_s: float = column("wall-clock time of training")
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Finds blocks, trains, and asks both models; ended early, what is done.
+    """Finds blocks, trains, and evaluates both models; if stopped, it skips both.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     corpus = corpora.open(config.corpus)
@@ -176,10 +176,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.JacobiBlock]:
-    """The block behind each prompt, greedily.
+    """Finds the block after each prompt greedily.
 
-    What nobody has guessed yet is the token before it, as in the engine: what stands
-    there in training is what a model learns to take no notice of.
+    Initial guesses repeat the last token of the prompt, as in the engine.
     """
     asks = [Sampling.greedy(max_tokens=num)] * len(prompts)
     return blocks.find_blocks(model, prompts.tolist(), asks, num, first=prompts[:, -1])
@@ -188,7 +187,7 @@ def _found(model: Loaded, prompts: np.ndarray, num: int) -> list[blocks.JacobiBl
 def _records(
     config: Config, model: Loaded, corpus: streams.Corpus, progress: Progress
 ) -> np.ndarray:
-    """Trajectories behind pieces of the training text, as records."""
+    """Returns training records from trajectories after pieces of the training text."""
     sizes, found = config.objective, []
     prompts = objectives.stream_windows(
         corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
@@ -211,7 +210,7 @@ def _records(
 def _asked(
     config: Config, model: Loaded, corpus: streams.Corpus
 ) -> tuple[float, int, int, float]:
-    """A row of `ModelTable` behind its name."""
+    """Returns a row of `ModelTable` without the name."""
     sizes = config.objective
     prompts = objectives.stream_windows(
         corpus.held_out,
@@ -240,7 +239,7 @@ def _asked(
 
 
 def _export(config: Config, model: Loaded) -> None:
-    """Writes the model, to be served."""
+    """Saves the model for serving."""
     params: Params = model.params
     card = (
         f"# A model of `{config.model}`'s shape, trained for Jacobi decoding\n\n"
@@ -261,11 +260,11 @@ def _export(config: Config, model: Loaded) -> None:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists models and runs, a row each, and what training took."""
+    """Returns models, runs, and the training loss and time."""
     return {
         "device": result.device,
         "models": result.models.rows(),
-        # Where other studies have a way, the rows here have the model.
+        # The key "way" of other studies is "model" here.
         "runs": [{"model": x.pop("way")} | x for x in result.runs.rows()],
         "num_records": result.num_records,
         "train_s": result.train_s,
@@ -274,16 +273,16 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 NOTES = (
-    "Blocks of held-out text, from guesses of the token before. Bits per byte: of "
-    "held-out text, by which the fine-tuned model must be judged, too: one that writes "
-    "the same everywhere is found in a step.",
-    "The same prompts, greedily, each model beside its own plain decoding in turns. "
-    "Two models write two answers, so that what is gained is not of the same text.",
+    "Blocks of held-out text; initial guesses repeat the token before. Bits per byte "
+    "on held-out text show the quality of the fine-tuned model: a model that repeats one "
+    "token finds every block in one step.",
+    "The same prompts, greedily, each model alternating with its own plain decoding. "
+    "The two models generate different texts.",
 )
 
 
 def summary(result: Result) -> list[Part]:
-    """Tables: the model before and after, and the engine with each."""
+    """Returns tables of both models, and of the engine with each."""
     sheets = [
         result.models.sheet("before and after", note=NOTES[0]),
         from_text.drafter_sheet(result.runs, result.device, "way", note=NOTES[1]),
@@ -293,7 +292,7 @@ def summary(result: Result) -> list[Part]:
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds tokens against plain decoding, and what is gained against CLLM's."""
+    """Compares tokens with plain decoding, and the speed-up with CLLM's."""
     runs = result.runs
     if len(runs):
         num = int(runs.num_tokens.sum())
@@ -303,7 +302,7 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the loss, blocks' tokens a step, and the engine's."""
+    """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
     style.curve(loss, result.trained, result.loss, 5, marker="")

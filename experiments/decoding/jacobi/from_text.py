@@ -1,10 +1,9 @@
-"""Can autoregression be overcome? Jacobi decoding of whole blocks.
+"""Jacobi decoding of whole blocks with the bundled model.
 
-The bundled model continues held-out code, block after block behind its own answer. In
-how many iterations is a block of m tokens found, greedily and with fixed noise, and is
-it what plain decoding writes? At most m, says the theorem, and every iteration gets
-another token right for good. How many fewer, decides what there is to gain; the
-engine's own drafter of that name shows what comes of it.
+The model continues held-out code, block after block. The study counts the iterations of
+blocks of m tokens, greedily and with fixed noise, and compares their tokens with plain
+decoding. By the theorem a block takes at most m iterations, and every iteration fixes
+another token. The engine's own Jacobi drafter shows the resulting speed.
 """
 
 import dataclasses
@@ -31,21 +30,21 @@ WAY = "Jacobi"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the blocks, and how many tokens."""
+    """Text, blocks and lengths."""
 
     lengths: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens of a block."""
     picture_tokens: int = 32
-    """Of the block that is drawn, the first of the first text."""
+    """Tokens of the drawn block, the first of the first text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     num_drafts: tuple[int, ...] = (3, 7, 15, 31)
-    """Tokens that the engine's drafter guesses in a step."""
+    """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "picture_tokens")
         validation.ascending(self, "lengths", "num_drafts", low=1)
@@ -73,15 +72,15 @@ CONFIGS = {
 
 
 class BlockTable(Table):
-    """Blocks of one length."""
+    """Iterations of blocks by length and temperature."""
 
     length: Ints = column("tokens of a block", heading="tokens")
     temperature: Floats = column("0 is greedy")
-    num_blocks: Ints = column("found", heading="blocks")
-    steps: Floats = column("iterations, mean over blocks", form="{:.2f}")
-    most_steps: Ints = column("of any block", heading="most steps")
-    num_late: Ints = column("that took more steps than tokens", heading="late")
-    num_stuck: Ints = column("steps that got no token right", heading="stuck")
+    num_blocks: Ints = column("blocks", heading="blocks")
+    steps: Floats = column("mean iterations", form="{:.2f}")
+    most_steps: Ints = column("most iterations of a block", heading="most steps")
+    num_late: Ints = column("blocks with more iterations than tokens", heading="late")
+    num_stuck: Ints = column("iterations that fixed no token", heading="stuck")
     num_other: Ints = column(
         "tokens that differ from plain decoding's", heading="other tokens"
     )
@@ -89,32 +88,32 @@ class BlockTable(Table):
     @property
     @shown(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Of a block, one iteration fixes so many tokens on the average."""
+        """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
 class BlockTrace(Table):
-    """How one block is found."""
+    """Iterations of one block."""
 
-    tokens: Int[np.ndarray, "rows places"] = column("guesses of an iteration")
-    fixed: Ints = column("tokens from the first on that are right")
+    tokens: Int[np.ndarray, "rows places"] = column("guesses")
+    fixed: Ints = column("length of the correct prefix")
 
 
 class Result(Record):
-    """What was measured."""
+    """Iterations of blocks, and runs of the engine."""
 
-    blocks: BlockTable = column("blocks, by length")
+    blocks: BlockTable = column("by length and temperature")
     picture: BlockTrace = column("one block")
-    runs: on_text.DecodingRuns = column("the engine's drafter")
-    output_tokens: int = column("of each answer", is_told=False)
-    device: str = column("kind of it")
+    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
+    output_tokens: int = column("tokens of each answer", is_told=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Finds blocks, then decodes with the engine; ended early, what is done.
+    """Finds blocks, then decodes with the engine; if stopped, keeps finished parts.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     cases = [(t, m) for t in config.temperatures for m in config.lengths]
@@ -134,7 +133,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     runs = held_out.decode_in_turns(config, model, settings, lambda _: ways, progress)
     runs = on_text.DecodingRuns.of(runs)
     kind = jax.devices()[0].device_kind
-    # The picture is of the first block of the first text, greedily.
+    # The drawn block is the first of the first text, greedily.
     texts, asks = config.requests(model.tokenizer, (1, 0.0))
     [block] = blocks.find_blocks(model, texts[:1], asks[:1], config.picture_tokens)
     picture = BlockTrace.of(zip(block.guesses, block.fixed, strict=True))
@@ -148,7 +147,7 @@ def _found(
     answers: list[list[int]],
     length: int,
 ) -> tuple[Any, ...]:
-    """A row of `BlockTable`: every whole block of all answers."""
+    """Returns a row of `BlockTable` from the whole blocks of all answers."""
     known, wanted, each = [], [], []
     for text, ask, answer in zip(texts, asks, answers, strict=True):
         for start in range(0, len(answer) - length + 1, length):
@@ -168,17 +167,17 @@ def _found(
 
 
 NOTES = (
-    "Each block starts from guesses of token 0 behind what plain decoding wrote. "
-    "Steps: until nothing changes any more. A model that was not trained for it seldom "
-    "gets a token right whose neighbour before it is wrong, so blocks take nearly as "
-    "many steps as they have tokens.",
-    "The engine's window moves on with the text, and keeps guesses that may yet be "
-    "right. Times as fast as plain decoding: tokens a step over what a step costs.",
+    "A block starts from guesses of token 0 after the text of plain decoding. Steps: "
+    "iterations until the guesses stop changing. A model without fine-tuning seldom "
+    "predicts a token correctly after a wrong one, so blocks take nearly as many steps "
+    "as they have tokens.",
+    "The engine's window moves with the text and keeps later guesses. Times as fast as "
+    "plain decoding: tokens a step / relative cost of a step.",
 )
 
 
 def summary(result: Result) -> list[Part]:
-    """Tables: blocks, and the engine."""
+    """Returns tables of blocks and of the engine."""
     sheets = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
         drafter_sheet(result.runs, result.device, "temperature", note=NOTES[1]),
@@ -189,7 +188,7 @@ def summary(result: Result) -> list[Part]:
 def drafter_sheet(
     runs: on_text.DecodingRuns, device: str, by: str, *, note: str
 ) -> Sheet:
-    """What the engine makes of Jacobi's drafts, by their number and another column."""
+    """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
     said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
     title = f"the engine's drafter, one sequence on {device}"
     return runs.sheet(title, by, "num_drafts", *said, note=note)
@@ -197,7 +196,7 @@ def drafter_sheet(
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds steps and tokens against the theorem, and speeds against others'."""
+    """Compares iterations with the theorem, and speeds with published ones."""
     found, runs = result.blocks, result.runs
     if len(found):
         num = int(found.num_blocks.sum())
@@ -213,5 +212,5 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws one block as it is found, steps by length, and the engine's speeds."""
+    """Draws the iterations of one block, iterations by length, and speeds."""
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)

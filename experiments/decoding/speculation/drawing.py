@@ -1,4 +1,4 @@
-"""Draws what speculation gains, and what it costs."""
+"""Draws the speed-up of speculation and its cost."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from experiments.decoding.speculation import theory
 from experiments.plotting import style, systems
 
 DRAFT_COLORS = (systems.BLUE, systems.GREEN, systems.ORANGE, systems.RED)
-"""Of numbers of drafts, in ascending order; markers follow."""
+"""Colours by draft length, ascending; markers follow."""
 MARKS = "o^ds"
 
 
 def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
-    """Draws four panels: drafts and ways above, batches and coins below."""
+    """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
     alone = runs.where(batch=1)
     _lengths(axes[0, 0], alone.where(temperature=0.0))
@@ -28,7 +28,7 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
 
 
 def _lengths(ax: Any, runs: Any) -> None:
-    """Tokens a step against drafts, and the formula as a broken line."""
+    """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for way in runs.distinct("way"):
         here = runs.where(way=way)
@@ -52,15 +52,15 @@ def _lengths(ax: Any, runs: Any) -> None:
 def bars(
     ax: Any, runs: Any, names: list[str], kinds: list[str], field: str, label: str
 ) -> None:
-    """Draws a number of every run, greedy above and drawn at temperature 1 below.
+    """Draws a metric of every run: greedy above, temperature 1 below.
 
     Args:
-      ax: where to.
-      runs: with temperatures.
-      names: of the runs; those with the same name share a line.
-      kinds: the systems whose colours they have.
-      field: of the number.
-      label: of the axis.
+      ax: axes.
+      runs: runs with temperatures.
+      names: names of the runs; equal names share a line.
+      kinds: systems whose colours the runs have.
+      field: name of the metric.
+      label: label of the axis.
     """
     order, height, values = [*dict.fromkeys(names)], 0.44, getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
@@ -85,7 +85,7 @@ def bars(
 
 
 def _batches(ax: Any, runs: Any) -> None:
-    """Speeds and costs of a step against the sequences decoded together."""
+    """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
         (runs.tokens_per_step, systems.GREEN, "^", "tokens a step"),
@@ -105,7 +105,7 @@ def _batches(ax: Any, runs: Any) -> None:
 
 
 def _coins(ax: Any, coins: Any) -> None:
-    """Tokens a step by coins, on the lines of the formula."""
+    """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
         here, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
@@ -119,13 +119,13 @@ def _coins(ax: Any, coins: Any) -> None:
     title = "Tokens a step by acceptance"
     if len(coins):
         ax.legend(title="drafts a step (line: formula)")
-        title = f"Drafts accepted by coins meet the formula to {100 * max(off):.1f} %"
+        title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
     x, y = "acceptance of a draft [share]", "found [tokens/step]"
     style.titled(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
-    """Draws tokens a step, and speeds, by chance; theory as broken lines."""
+    """Draws tokens per step and speed by acceptance rate, with theory dashed."""
     for ax, field, theirs, words, y in (
         (
             axes[0],

@@ -1,15 +1,15 @@
-"""What does speculative decoding buy, and when does it not pay?
+"""Measures the speed-up of speculative decoding on held-out code.
 
-The bundled model continues held-out code. Who guesses: the text itself (n-gram), the
-model at places beyond (Jacobi), its own first layers (early exit). All drafts are
-judged by `Coupled`, which keeps every token, and tokens are compared one by one with
+The bundled model continues held-out code. Drafts come from the text itself (n-gram),
+from the model at later positions (Jacobi), or from its first layers (early exit).
+`Coupled` verifies all drafts and keeps every token; tokens are compared one by one with
 those of plain decoding.
 
-Speed is decoded tokens a second against plain decoding of the same batch in the same
-round: tokens a step, over what a step costs. The ways take turns, and the median of the
-rounds counts. Programs are compiled before. Where drafts are accepted by tossed coins
-(`Synthetic`) the formula must hold; on text it need not, because a draft that is
-accepted makes the next one likelier.
+Speed is tokens/s relative to plain decoding of the same batch in the same round: tokens
+per step over the relative cost of a step. Methods alternate, and the median over rounds
+counts. Programs are compiled before. With synthetic acceptance (`Synthetic`) the
+formula must hold. On text it need not, because acceptance of a draft token raises the
+chance of the next one.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from jaxkv.speculation import Speculation, Synthetic
 
 BOOK = beside(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
-"""Below, nothing is said of speeds, or of chances."""
+"""Output tokens below which speeds have no verdict, and steps below which counts have
+none."""
 LOOKUP, JACOBI = "n-gram", "Jacobi"
 EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
@@ -39,31 +40,31 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the ways to guess, and how many tokens."""
+    """Text, methods and lengths."""
 
     ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
-    """Who guesses."""
+    """Compared drafters."""
     num_drafts: int = 3
-    """Tokens guessed in a step where ways and batches are compared."""
+    """Draft length of the comparison of methods and batch sizes."""
     lengths: tuple[int, ...] = (1, 2, 3, 7, 15)
-    """Tokens guessed in a step where that is what differs."""
+    """Draft lengths of the sweep."""
     lengthened: tuple[str, ...] = (LOOKUP, "early exit, 1 layer")
-    """Ways of which that is asked."""
+    """Drafters of the sweep over draft lengths."""
     batches: tuple[int, ...] = (2, 4, 8, 16)
-    """Sequences decoded together, by n-grams; one alone is measured in any case."""
+    """Batch sizes with n-gram drafts; batch 1 is always measured."""
     acceptances: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9)
-    """Chances of a draft that is judged by a coin."""
+    """Acceptance rates of synthetic drafts."""
     coin_drafts: tuple[int, ...] = (1, 2, 4, 8)
-    """Drafts that are."""
+    """Draft lengths of synthetic drafts."""
     num_coins: int = 16
-    """Sequences that toss coins at once, a share of them for each number of drafts."""
+    """Sequences with synthetic drafts in a batch, divided over the draft lengths."""
     coin_tokens: int = 768
-    """Of each."""
+    """Tokens of each of these sequences."""
     coin_batches: int = 6
-    """Batches of as many."""
+    """Batches of these sequences."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "num_drafts", "coin_tokens", "coin_batches")
         validation.ascending(self, "lengths", "coin_drafts", low=1)
@@ -78,7 +79,7 @@ class Config(held_out.TextConfig):
             )
 
     def cases(self, setting: held_out.Setting) -> list[tuple[str, int]]:
-        """Ways beside plain decoding, and their drafts."""
+        """Returns methods with draft lengths, without plain decoding."""
         batch, temperature = setting
         if batch > 1:
             return [(LOOKUP, self.num_drafts)]
@@ -113,101 +114,101 @@ CONFIGS = {
 
 
 class DecodingRuns(Table):
-    """Ways to decode, a row for each, and plain decoding of the same batch beside."""
+    """Counts and times of each method, with plain decoding of the same batch."""
 
-    way: Texts = column("of `serving.METHODS`")
-    num_drafts: Ints = column("guessed in a step at most", heading="drafts")
-    batch: Ints = column("sequences decoded together")
+    way: Texts = column("key of `serving.METHODS`")
+    num_drafts: Ints = column("draft length", heading="drafts")
+    batch: Ints = column("batch size")
     temperature: Floats = column("0 is greedy")
-    steps: Ints = column("of all sequences, each by itself", is_told=False)
-    emitted: Ints = column("tokens that they gave", is_told=False)
-    drafted: Ints = column("drafts that were fed", is_told=False)
-    first: Ints = column("steps whose first draft was accepted", is_told=False)
+    steps: Ints = column("steps, summed over sequences", is_told=False)
+    emitted: Ints = column("tokens of these steps", is_told=False)
+    drafted: Ints = column("verified draft tokens", is_told=False)
+    first: Ints = column("steps that accepted the first draft token", is_told=False)
     step_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a step of the batch takes", heading="a step", of=np.median
+        "time of a step of the batch", heading="a step", of=np.median
     )
     plain_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a plain one takes", heading="a plain step", of=np.median
+        "time of a plain step", heading="a plain step", of=np.median
     )
-    num_tokens: Ints = column("of all answers", heading="tokens")
+    num_tokens: Ints = column("tokens of all answers", heading="tokens")
     num_other: Ints = column(
-        "of these, that differ from plain decoding's", heading="other tokens"
+        "tokens that differ from plain decoding's", heading="other tokens"
     )
 
     @property
     @shown(heading="drafts a step", form="{:.2f}")
     def drafts_per_step(self) -> np.ndarray:
-        """Drafts that were fed, misses of the n-grams counted as none."""
+        """Mean verified draft tokens per step; n-gram misses count as 0."""
         return self.drafted / self.steps
 
     @property
     @shown(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Tokens that a sequence gains in a step."""
+        """Mean tokens per step of a sequence."""
         return self.emitted / self.steps
 
     @property
     @shown(heading="accepted")
     def accepted_share(self) -> np.ndarray:
-        """Of all drafts that were fed."""
+        """Acceptance rate over all verified draft tokens."""
         return (self.emitted - self.steps) / np.maximum(self.drafted, 1)
 
     @property
     @shown(heading="first accepted")
     def first_share(self) -> np.ndarray:
-        """Steps whose first draft was accepted; it was not where there was none."""
+        """Share of steps that accepted the first draft token; misses count as not."""
         return self.first / self.steps
 
     @property
     @shown(heading="by formula", form="{:.2f}")
     def expected(self) -> np.ndarray:
-        """Tokens a step if each draft were accepted like the first, independently."""
+        """Tokens per step if each draft token were accepted like the first one."""
         return theory.expected_tokens(self.first_share, self.num_drafts)
 
     @property
     @shown(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
-        """What a step costs, in plain ones; the median of rounds."""
+        """Cost of a step / plain step, median over rounds."""
         return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
     @shown(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
-        """Tokens a second over those of plain decoding."""
+        """Tokens/s over those of plain decoding."""
         return self.tokens_per_step / self.cost
 
 
 class SyntheticDrafts(IndependentDrafts):
-    """Drafts accepted by tossing coins."""
+    """Steps with synthetic acceptance, against the formula."""
 
     @property
     @shown(heading="off", form="{:+.2%}")
     def off(self) -> np.ndarray:
-        """How far, as a share."""
+        """Deviation from the formula, as a share."""
         return self.tokens_per_step / self.expected - 1
 
     @property
     @shown(heading="standard error", form="{:.2%}")
     def error(self) -> np.ndarray:
-        """Of tokens a step, as a share of what they should be, by the formula."""
+        """Standard error of tokens per step by formula, as a share."""
         return self.chance_error / self.expected
 
 
 class Result(Record):
-    """What was measured."""
+    """Measured methods and synthetic drafts."""
 
-    runs: DecodingRuns = column("ways to decode")
-    coins: SyntheticDrafts = column("drafts judged by coins")
-    output_tokens: int = column("of each answer", is_told=False)
-    num_drafts: int = column("where ways are compared", is_told=False)
-    device: str = column("kind of it")
+    runs: DecodingRuns = column("by method")
+    coins: SyntheticDrafts = column("by acceptance rate and draft length")
+    output_tokens: int = column("tokens of each answer", is_told=False)
+    num_drafts: int = column("draft length of the comparison", is_told=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Decodes every way in turns, then tosses coins; ended early, what is done.
+    """Runs every method, then synthetic drafts; if stopped, keeps finished parts.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
     model = model_shapes.load_with_text(config.model, max_length=longest)
@@ -240,19 +241,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 NOTES = (
     "Times as fast as plain decoding of the same batch: tokens a step over step / "
-    "plain step, the median of rounds in turns. First accepted: of all steps; where an "
-    "n-gram finds nothing there is no first draft, and the step feeds one row, as "
-    "plain ones do.",
-    "By formula: if each draft were accepted like the first, independently. Text is "
-    "not so: where n-grams are right they go on being right, so that more is accepted "
-    "than the formula says; a cut model's guesses are near it.",
-    "N-grams. The texts are the same whatever the batch, but for one that is larger "
-    "than their number; it is the step that costs more.",
+    "plain step, the median of alternating rounds. First accepted: share of all steps; "
+    "without an n-gram match a step has no draft and feeds one row, like a plain step.",
+    "By formula: if each draft token were accepted like the first, independently. On "
+    "text, correct n-grams continue to be correct, so that more is accepted than by "
+    "the formula; early exit is close to it.",
+    "N-gram drafts. Texts are the same for every batch size up to their number; the "
+    "cost of a step rises.",
 )
 
 
 def summary(result: Result) -> list[Part]:
-    """Tables: ways, drafts, batches, and coins."""
+    """Returns tables of methods, draft lengths, batch sizes and synthetic drafts."""
     runs, num = result.runs, result.num_drafts
     alone = runs.where(batch=1)
     lengths, batches = alone.where(temperature=0.0), runs.where(temperature=0.0)
@@ -271,14 +271,14 @@ def summary(result: Result) -> list[Part]:
         ways.sheet(title, *names, note=NOTES[0]),
         lengths.sheet("drafts a step, greedy", *drafts, note=NOTES[1]),
         batches.sheet("sequences at once, greedy", *together, note=NOTES[2]),
-        result.coins.sheet("drafts accepted by coins, against the formula"),
+        result.coins.sheet("synthetic drafts, against the formula"),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds tokens, formulas and speeds against what was said of them."""
+    """Compares tokens, formulas and speeds with published or expected values."""
     runs, coins = result.runs, result.coins
     few = result.output_tokens < FEW_TOKENS
     if len(runs):
@@ -314,5 +314,5 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws tokens a step, speeds by way and by batch, and the formula."""
+    """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)

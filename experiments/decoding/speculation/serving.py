@@ -1,4 +1,4 @@
-"""The engine with and without drafts: what it drew, and what its steps cost."""
+"""Builds engines with and without speculation, and counts tokens and step times."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ PLAIN = "plain"
 
 
 class DecodingMethod(NamedTuple):
-    """A way to decode.
+    """A decoding method.
 
     Attributes:
-      method: the engine's, None to decode plainly.
-      layers: that draft by early exit, or how many of the first.
-      is_chain: whether heads draft a chain, where they could draft a tree.
-      adaptive: whether no more is drafted than pays.
+      method: drafter of the engine; None for plain decoding.
+      layers: layers of an early-exit drafter, or the number of first layers.
+      is_chain: True if heads draft a chain instead of a tree.
+      adaptive: True if the draft length adapts to acceptance and cost.
     """
 
     method: methods.Method | None = None
@@ -59,15 +59,15 @@ METHODS = {
 
 
 class DecodeCounts(NamedTuple):
-    """Of steps in which a sequence decodes; the one that reads its prompt is none.
+    """Counts of decoding steps; the step that ends prefill is excluded.
 
     Attributes:
-      steps: of all sequences, each counted by itself.
-      emitted: tokens that they gave.
-      drafted: drafts that were fed.
-      first: steps whose first draft was accepted.
+      steps: steps, summed over sequences.
+      emitted: tokens of these steps.
+      drafted: verified draft tokens.
+      first: steps that accepted the first draft token.
       call_s: seconds of calls in which every sequence decoded in every step.
-      call_steps: steps of these calls, counted once for the whole batch.
+      call_steps: steps of these calls, counted once per batch.
     """
 
     steps: int = 0
@@ -78,21 +78,21 @@ class DecodeCounts(NamedTuple):
     call_steps: int = 0
 
     def plus(self, other: "DecodeCounts") -> "DecodeCounts":
-        """The sums of both."""
+        """Returns the sums of both."""
         return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def count_decoding(
     info: StepInfo, times: list[CallTimes], num_slots: int
 ) -> DecodeCounts:
-    """Counts a batch that was served from its prompts to its ends, a slot for each.
+    """Counts the decoding steps of one batch with a slot per sequence.
 
-    Steps are timed by the calls that they are in, each from the end of the one before:
-    so neither reading prompts counts, nor what an engine idles behind the last token.
+    A step is timed by its call, from the end of the previous call. So neither prefill
+    nor idle steps after the last token count.
 
     Args:
-      info: of all steps, in order.
-      times: of the calls that they were made in.
+      info: all steps in order.
+      times: their calls.
       num_slots: sequences of the batch.
     """
     emitted = np.asarray(info.num_emitted)
@@ -120,7 +120,7 @@ def drafting_engine_config(
     steps_per_call: int,
     num_lengths: int = 1,
 ) -> EngineConfig:
-    """An engine's, in which nobody lacks a page, nor rows for his drafts."""
+    """Returns an engine config with enough pages and rows for all drafts."""
     return model_shapes.bounds(
         batch,
         max_length,
@@ -140,15 +140,15 @@ def make_server(
     heads: head_folders.Loaded | None = None,
     draft: checkpoints.Loaded | None = None,
 ) -> Server:
-    """Makes a server that decodes one way.
+    """Builds a server of a decoding method.
 
     Args:
-      model: what to serve.
-      way: one of `METHODS`.
-      config: the engine's bounds.
-      speculation: instead of the way's own.
-      heads: that draft for the model, for ways that have some.
-      draft: the model that drafts, for the way that has one.
+      model: target model.
+      way: key of `METHODS`.
+      config: engine config.
+      speculation: replaces the method's own drafter and verifier.
+      heads: trained heads, for methods that use them.
+      draft: draft model, for the method "draft model".
     """
     its = METHODS[way]
     if its.is_chain and heads is not None:
@@ -187,7 +187,7 @@ def make_server(
 def decode_batches(
     server: Server, prompts: list[list[int]], asks: list[Sampling]
 ) -> tuple[list[list[int]], DecodeCounts]:
-    """Answers prompts in batches of as many as there are slots; the first compiles.
+    """Answers prompts in batches of `max_slots`; the first batch compiles.
 
     Returns:
       The answers' tokens, and the counts of all batches.
@@ -201,7 +201,7 @@ def decode_batches(
 
 
 def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
-    """Steps of the last batch that fed so many drafts, and the tokens they gave."""
+    """Returns the steps of the last batch with that draft length, and their tokens."""
     emitted, fed = server.steps.num_emitted, server.steps.num_drafts
     here = (fed == num_drafts) & (emitted > 0)
     return int(here.sum()), int(emitted[here].sum())
@@ -210,21 +210,21 @@ def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
 def relative_costs(
     step_s: Float[np.ndarray, "rows rounds"], plain_s: Float[np.ndarray, "rows rounds"]
 ) -> Float[np.ndarray, " rows"]:
-    """What steps cost in plain ones of the same round; the median of rounds."""
+    """Returns the cost of steps / plain steps of the same round, median over rounds."""
     pairs = zip(step_s, plain_s, strict=True)
     return np.array([np.median(ours / plain) for ours, plain in pairs])
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedDraftLengths(Jacobi):
-    """Guesses of which not all slots want as many."""
+    """A Jacobi drafter whose slots have different draft lengths."""
 
     wanted: tuple[int, ...] = (1,)
-    """Drafts of the first slots; for those behind them it begins again."""
+    """Draft lengths of the first slots, repeated for the following ones."""
 
     def wishes(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """As many as are wanted."""
+        """Returns the draft length of each slot."""
         wanted = jnp.asarray(self.wanted, jnp.int32)
         return jnp.resize(wanted, state.slots.sequence.shape)

@@ -1,14 +1,14 @@
-"""Which way to speculate, does it always pay, and what do several candidates gain?
+"""Compares methods of speculative decoding, and adaptive draft lengths.
 
-Every method continues the same held-out code with the same model, one sequence alone,
-greedily and at temperature 1, in the same rounds as plain decoding; drafts are judged
-by `Coupled`, and every token is compared with plain decoding's. Tokens a step are a
-property of method, model and text. Speeds are this machine's: what a step costs stands
-beside them.
+Every method continues the same held-out code with the same model, a single sequence,
+greedily and at temperature 1, in the same rounds as plain decoding. `Coupled` verifies
+the drafts, and every token is compared with plain decoding's. Tokens per step depend on
+method, model and text. Speeds depend on this machine; the cost of a step is listed with
+them.
 
-Then the length that adapts: batches of 1 to many sequences, again beside plain
-decoding, in more rounds. Nobody can promise that drafts pay; not to draft where they do
-not can be promised, and what the promise costs is measured.
+Then adaptive draft lengths are compared with plain decoding for batches of 1 to many
+sequences, in more rounds. An adaptive method drafts only if it is expected to pay, and
+the overhead of this rule is measured.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxkv.speculation import head_folders
 
 BOOK = beside(__file__)
 FEW_TOKENS = 128
-"""Below, nothing is said of speeds."""
+"""Output tokens below which speeds have no verdict."""
 PUBLISHED = {
     "prompt lookup": "n-gram",
     "lookahead": "lookahead",
@@ -39,15 +39,15 @@ PUBLISHED = {
     "EAGLE": "EAGLE, chain",
     "EAGLE-2": "EAGLE, tree",
 }
-"""Methods as they are published, and which way is nearest."""
+"""Published methods, with the nearest method here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the ways, and how many tokens."""
+    """Text, methods and lengths."""
 
     draft: str = ""
-    """Another model, which drafts where a way says so; empty: no way does."""
+    """Draft model for the method "draft model"; empty without that method."""
     ways: tuple[tuple[str, int], ...] = (
         ("n-gram", 3),
         ("n-gram", 15),
@@ -62,19 +62,19 @@ class Config(held_out.TextConfig):
         ("EAGLE, tree", 7),
         ("EAGLE, tree", 15),
     )
-    """Ways, with the drafts of a step: with the token before them 4, 8 or 16 rows, as
-    many as CPUs multiply at once."""
+    """Methods with draft lengths. With the token before them a step has 4, 8 or 16
+    rows, the tile sizes of CPU matrix products."""
     adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 7),)
-    """Ways that adapt, with the most drafts of a step: to 8 rows, to 4 or to one."""
+    """Adaptive methods with the largest draft length; a step has 8, 4 or 1 rows."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Sequences decoded together by these."""
+    """Batch sizes of the adaptive methods."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     adaptive_rounds: int = 9
-    """Turns of those that adapt."""
+    """Rounds of the adaptive methods."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
@@ -98,7 +98,7 @@ PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),
-    # The target is what `jaxkv run bundled_model deep` trains, in an hour and more.
+    # `jaxkv run bundled_model deep` trains the target in more than an hour.
     "deep": Config(
         model="runs/stdlib-bytes-deep/model",
         draft="stdlib-bytes",
@@ -130,20 +130,20 @@ CONFIGS = {
 
 
 class Result(Record):
-    """What was measured."""
+    """Measured methods."""
 
-    ways: on_text.DecodingRuns = column("ways to decode, one sequence alone")
-    adaptive: on_text.DecodingRuns = column("lengths that adapt, by batch")
-    output_tokens: int = column("of each answer", is_told=False)
-    device: str = column("kind of it")
+    ways: on_text.DecodingRuns = column("single sequence by method")
+    adaptive: on_text.DecodingRuns = column("adaptive methods by batch size")
+    output_tokens: int = column("tokens of each answer", is_told=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Decodes every way in turns, then those that adapt; ended early, what is done.
+    """Runs every method in turns, then the adaptive ones; if stopped, keeps finished.
 
     Raises:
-      ValueError: the model cannot be served, has no room for so many tokens, or no
-        heads that a way needs.
+      ValueError: the model cannot be served, its context is too short, or it has no
+        heads for a method that needs them.
     """
     model = model_shapes.load_with_text(config.model, max_length=config.max_length)
     draft = None
@@ -178,18 +178,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 NOTES = (
-    "Which draft, and when? Tokens a step are what method, model and text give; a step "
-    "costs as many plain ones as stand beside it, and times as fast is one over the "
-    "other. First accepted: of all steps; of a tree, that one of the root's children "
-    "was.",
-    "Can a gain be promised? Not by a draft. A length that adapts goes down to none: "
-    "it drafts where that pays by what was accepted of late and by what steps were "
-    "measured to cost, and is near plain decoding where nothing does.",
+    "Tokens a step depend on method, model and text; times as fast is that number over "
+    "step / plain step. First accepted: share of all steps; for a tree, that one of "
+    "the root's children was accepted.",
+    "An adaptive draft length falls to 0 where drafting does not pay, by recent "
+    "acceptance and measured costs of steps, and is then close to plain decoding.",
 )
 
 
 def summary(result: Result) -> list[Part]:
-    """Tables: ways, and lengths that adapt."""
+    """Returns tables of methods and of adaptive draft lengths."""
     said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
     same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
     names = ("way", "num_drafts", *said, *same)
@@ -198,14 +196,14 @@ def summary(result: Result) -> list[Part]:
     sheets: list[Sheet] = [
         greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
         drawn.sheet(f"{title}, temperature 1", *names),
-        result.adaptive.sheet("lengths that adapt", *settings, note=NOTES[1]),
+        result.adaptive.sheet("adaptive draft lengths", *settings, note=NOTES[1]),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 
 
 @BOOK.judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds tokens, acceptance and speeds against what was said of them."""
+    """Compares tokens, acceptance and speeds with published or expected values."""
     ways, adaptive = result.ways, result.adaptive
     few = result.output_tokens < FEW_TOKENS
     other, total = (
@@ -242,5 +240,5 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws tokens and speeds of all ways, costs against drafts, and batches."""
+    """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
     drawing.draw_methods(axes, result.ways, result.adaptive)

@@ -276,7 +276,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
-    """Draws measured savings as points, expected ones as lines, published ones in grey."""
+    """Draws measured savings as points, expected as lines, published in grey."""
     most = 0.0
     for name in ("long", "short"):
         theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
