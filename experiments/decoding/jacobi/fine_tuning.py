@@ -131,7 +131,7 @@ class Result(Record):
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Finds blocks, trains, and evaluates both models; if stopped, it skips both.
+    """Finds blocks, trains, and evaluates both models, unless stopped before.
 
     Raises:
       ValueError: the model cannot be served, or its context is too short.
@@ -274,8 +274,8 @@ def metrics(result: Result) -> dict[str, Any]:
 
 NOTES = (
     "Blocks of held-out text; initial guesses repeat the token before. Bits per byte "
-    "on held-out text show the quality of the fine-tuned model: a model that repeats one "
-    "token finds every block in one step.",
+    "on held-out text show the quality of the fine-tuned model: a model that repeats "
+    "one token finds every block in one step.",
     "The same prompts, greedily, each model alternating with its own plain decoding. "
     "The two models generate different texts.",
 )

@@ -1,4 +1,4 @@
-"""Dense models and mixtures of equal active compute, trained and scored alike."""
+"""Trains and scores dense models and mixtures of equal active compute."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from scaling.sweeps import Finished, Workers
 from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
 
 Kind = Literal["dense", "mixture", "unbalanced"]
-"""`unbalanced`: a mixture trained without the load-balancing loss."""
+"""`unbalanced` is a mixture trained without the load-balancing loss."""
 PAIR: tuple[Kind, Kind] = ("dense", "mixture")
-"""What is compared."""
+"""Compared kinds."""
 
 type Job = tuple[Kind, int, float, int]
 """Kind, width, learning rate and seed of a run."""
@@ -29,49 +29,48 @@ _HEAD_DIM = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What the models have in common."""
+    """Shape parameters that all models share."""
 
     num_layers: int = 2
     mlp_ratio: int = 3
-    """FFN width of a dense model over its hidden size; gated, so three matrices."""
+    """FFN width of a dense model over its hidden size; gated, so 3 matrices."""
     num_experts: int = 8
     top_k: int = 2
-    """Experts of a token. Each has 1/top_k of the dense FFN's width, so that a token
-    meets as many weights in both models, the router's apart."""
+    """Experts per token. Each has 1/top_k of the dense FFN's width, so that both models
+    have equal active parameters, except for the router."""
     seq_len: int = 128
     batch_size: int = 16
     """Windows per step."""
     tokens_per_param: float = 20.0
-    """Tokens a run is trained on over the weights that a token of the dense model of
-    its width is multiplied with."""
+    """Trained tokens over the matrix parameters of the dense model of that width."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which models, on which text."""
+    """Models, training text and tuning."""
 
     widths: tuple[int, ...] = (16, 24, 32, 40, 48)
-    """Hidden sizes, ascending multiples of 8; a pair of models each."""
+    """Hidden sizes, ascending multiples of 8; one pair of models each."""
     num_tuned: int = 2
-    """Widths, the smallest ones, at which both kinds try every learning rate."""
+    """Number of smallest widths at which both kinds try every learning rate."""
     learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
-    """Peaks at the smallest width; at another they are smaller by as much as it is
-    wider (Yang et al. 2022, arXiv:2203.03466, table 3). Each kind uses the one that is
-    best for it at the tuned widths."""
+    """Peak learning rates at the smallest width; rates scale as 1 / width (Yang et al.
+    2022, arXiv:2203.03466, table 3). Each kind uses its best rate at the tuned
+    widths."""
     num_repeated: int = 5
-    """Widths, the smallest ones, with a second seed."""
+    """Number of smallest widths with a second seed."""
     shapes: Shapes = Shapes()
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     num_threads: int = 2
-    """Models that are trained at a time: while one is compiled on a core the other has
-    work for the next. The numbers do not depend on it."""
+    """Models trained concurrently, so that compilation overlaps with training. Results
+    do not depend on it."""
     num_windows: int = 512
     """Held-out windows that are scored."""
     num_resamples: int = 1000
-    """Resamples of the runs, for the intervals."""
+    """Resamples of the runs for intervals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be compared."""
+        """Validates the fields."""
         validation.ascending(self, "widths", low=8, least=3)
         if any(width % 8 for width in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
@@ -88,23 +87,23 @@ class Config:
         validation.at_least(self, "num_windows", "num_resamples", low=2)
 
     def scaled(self, rate: float, width: int) -> float:
-        """A learning rate of the smallest width, at another."""
+        """Returns a learning rate of the smallest width, scaled to another width."""
         return rate * self.widths[0] / width
 
     @property
     def shown(self) -> int:
-        """The width whose loads are compared."""
+        """Width whose expert loads are compared."""
         return self.widths[len(self.widths) // 2]
 
 
 class MixtureScore(NamedTuple):
-    """What a run is worth.
+    """Held-out loss and routing of a run.
 
     Attributes:
-      loss: nats per token of held-out text, the load-balancing loss not counted.
-      loss_se: its standard error.
-      loads: share of held-out tokens; of a dense model nothing.
-      router: weights of the first layer's; of a dense model none.
+      loss: nats per token of held-out text, without the load-balancing loss.
+      loss_se: standard error of the loss.
+      loads: share of held-out tokens; empty for a dense model.
+      router: router weights of the first layer; empty for a dense model.
     """
 
     loss: float
@@ -117,21 +116,21 @@ class TrainingRun(NamedTuple):
     """One training run.
 
     Attributes:
-      row: numbers by the names of `Result`'s columns.
-      score: its score.
+      row: values by column of `Result.runs`.
+      score: score of the run.
     """
 
     row: dict[str, Any]
     score: MixtureScore
 
     def is_of(self, kind: Kind, width: int) -> bool:
-        """Whether it is the first run of a kind and width."""
+        """Returns True for the first run of a kind and width."""
         row = self.row
         return (row["kind"], row["width"], row["seed"]) == (kind, width, 0)
 
 
 def tuning_jobs(config: Config) -> list[Job]:
-    """The runs that decide on the rates."""
+    """Returns the jobs that tune the learning rates."""
     return [
         (kind, width, config.scaled(rate, width), 0)
         for width in config.widths[: config.num_tuned]
@@ -141,7 +140,7 @@ def tuning_jobs(config: Config) -> list[Job]:
 
 
 def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, float]:
-    """Each kind's rate, at the smallest width: best at the tuned ones, on average."""
+    """Returns each kind's best rate on average over the tuned widths."""
     rows = [run.row for run in found]
     names = ("kind", "width", "learning_rate", "seed")
     losses = {tuple(row[name] for name in names): row["loss"] for row in rows}
@@ -159,7 +158,7 @@ def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, fl
 
 
 def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
-    """The other runs, at the rate that each kind is given by then."""
+    """Returns the jobs after tuning, at each kind's best rate."""
     rates = best_rates(config, found)
     by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
     asked: list[tuple[Kind, int, int]] = [
@@ -173,7 +172,7 @@ def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
 
 
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
-    """Gives the model of a kind and width."""
+    """Returns the model of a kind and width."""
     size = shapes.mlp_ratio * width
     experts = Experts(
         num_experts=shapes.num_experts, top_k=shapes.top_k, size=size // shapes.top_k
@@ -192,7 +191,7 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
 
 
 def steps_for_width(width: int, shapes: Shapes) -> int:
-    """Counts the steps of every run of a width, whatever its kind."""
+    """Returns the steps of a run, equal for all kinds of a width."""
     weights = architectures.parameters(make_model("dense", width, shapes)).matmul
     tokens = shapes.tokens_per_param * weights
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
@@ -204,7 +203,7 @@ def score_mixture(
     run: TrainConfig,
     params: transformer.Params,
 ) -> MixtureScore:
-    """Scores a run, and counts what its experts got."""
+    """Scores a run and measures its expert loads."""
     found = objectives.score_stream(
         params,
         corpus.held_out,
@@ -233,7 +232,7 @@ def train_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
 
     Raises:
       ValueError: the run diverged.
-      branching.Stopped: somebody asked to stop before its end.
+      branching.Stopped: training was stopped before its end.
     """
     kind, width, learning_rate, seed = job
     shapes, steps = config.shapes, steps_for_width(width, config.shapes)

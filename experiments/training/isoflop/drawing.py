@@ -15,11 +15,11 @@ METHODS = {
     "akima": (systems.SKY, "o"),
     "projection": (systems.GREEN, "s"),
 }
-"""Colour and marker of the minima of each method."""
+"""Colour and marker of each method's minima."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on three rows of two axes."""
+    """Draws a result on 3 rows of 2 axes."""
     from matplotlib import ticker
 
     _draw_curves(axes[0, 0], result)
@@ -34,12 +34,12 @@ def plot(axes: Any, result: Result) -> None:
         _draw_optima(ax, result, name)
     _draw_losses(axes[2, 0], result)
     _draw_rates(axes[2, 1], result)
-    for ax in axes.flat:  # only powers of ten: others overlap
+    for ax in axes.flat:  # powers of ten only: other labels overlap
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
-    """Every run's training loss by compute, and the lower envelope."""
+    """Draws the training loss of every run by compute, and the lower envelope."""
     curves = result.curves
     shade = shades(np.log(curves.num_params))
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
@@ -70,7 +70,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
 
 
 def _draw_optima(ax: Any, result: Result, name: str) -> None:
-    """The optimum by three approaches, as far as the held-out run."""
+    """Draws the optimum by 3 approaches, up to the held-out run."""
     optima, predicted = result.optima, result.predicted
     ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
@@ -116,7 +116,7 @@ def _line(
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
-    """What was predicted, and what came."""
+    """Draws fitted, predicted and held-out losses."""
     fit, predicted, truth = result.fit, result.predicted, result.truth
     dots = {"color": _GREY, "markersize": 4}
     ax.plot(fit.flops, fit.loss, ".", label="fitted runs", **dots)
@@ -143,7 +143,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
 
 
 def _draw_rates(ax: Any, result: Result) -> None:
-    """The best learning rate of every cell, by the tokens of its runs."""
+    """Draws the best learning rate of every cell by tokens."""
     rates, predicted = result.rates, result.predicted
     widths = np.unique(rates.width)
     looks = zip(shades(np.log(widths)), itertools.cycle("os^dvP"), widths)

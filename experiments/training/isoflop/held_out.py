@@ -1,7 +1,7 @@
-"""The held-out run, trained after the prediction stands.
+"""Trains the held-out run after the prediction was saved.
 
-As every size and length that was fitted, it has several learning rates, and the best of
-them is what it is worth.
+Like every fitted size and length, the run is trained at several learning rates, of
+which the best counts.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from scaling.training import train as training_train
 from scaling.training.train import Result
 
 FILE = "held_out.json"
-"""The best run's record, and what the others came to."""
+"""Record of the best run, and the losses of all rates."""
 
 
 class HeldOutRun(NamedTuple):
-    """What came of the run.
+    """Result of the held-out run.
 
     Attributes:
-      record: as in `FILE`; None if it was stopped before.
+      record: record as in `FILE`; None if training was stopped.
       curve: FLOPs and training loss of the best run.
     """
 
@@ -39,13 +39,13 @@ class HeldOutRun(NamedTuple):
 def train_held_out(
     config: Any, folder: Path, prediction: dict[str, Any], progress: Progress
 ) -> HeldOutRun:
-    """Trains the run at every rate, or reads what it gave.
+    """Trains the run at every learning rate, or reads its results.
 
     Args:
-      config: the experiment's.
-      folder: of its sweep; each rate has a folder within, and is taken up there.
-      prediction: what `prediction.json` holds.
-      progress: watches, and may stop it.
+      config: config of the experiment.
+      folder: folder of its sweep; each rate has a subfolder, from which it resumes.
+      prediction: content of `prediction.json`.
+      progress: receives progress; may stop.
     """
     sweep, path = config.sweep, folder / FILE
     model = family.shape(prediction["width"], config.num_layers, config.seq_len)
@@ -89,6 +89,6 @@ def train_held_out(
     curve = [
         (x["tokens"] * per_token, x["loss"])
         for x in result.curve
-        if x["step"] % run.report_every == 0  # a shorter stretch is mostly noise
+        if x["step"] % run.report_every == 0  # shorter intervals are mostly noise
     ]
     return HeldOutRun(record, curve)

@@ -1,10 +1,10 @@
-"""Does the transformer win over its rivals, and at what compute to equal loss?
+"""Compares the transformer with other models by compute at equal loss.
 
-LSTM against transformer, SGD against Adam, one, four and six layers against two,
-learned against rotary positions: all at equal parameters outside embeddings, on the
-same text in the same order, with as many learning rates tried on each side at every
-size and as many seeds. Each side is a curve through the best of its runs by compute, so
-the verdict is a ratio of compute with its interval, not the outcome of two runs.
+LSTM against transformer, SGD against Adam, 1, 4 and 6 layers against 2, learned against
+rotary positions: all with equal parameters outside embeddings, the same text in the
+same order, and equal numbers of learning rates and seeds at every size. For each side,
+a curve is fitted to the best runs by compute, so that the verdict is a ratio of compute
+with an interval instead of the result of two runs.
 """
 
 from collections.abc import Iterator
@@ -37,47 +37,48 @@ run = runs.run
 
 
 def published_direction(low: float, high: float, said: Published) -> str:
-    """What becomes of a published direction; a verdict needs the whole interval."""
+    """Returns the verdict on a published direction, which needs the whole interval."""
     if said.claim == "more":
         return sweep_tables.direction(low, high)
     if low > 1 or high < 1:
         return f"does not show: {'more' if low > 1 else 'less'} is needed"
-    # Of no interval nothing is said.
+    # Without an interval there is no verdict.
     return "is not contradicted" if low <= 1 <= high else "is not decided"
 
 
 class ComputeRatios(Table):
-    """The ratio of compute where it is read, by side; not numbers if there is none.
+    """Ratios of compute at equal loss by side; NaN if there is none.
 
-    It is read at the lowest loss where it has an interval, so that the number and its
-    interval are of one loss. Nowhere having one, it is read at the lowest loss that
-    both sides reached, and `low` and `high` are not numbers.
+    The ratio is read at the lowest loss for which it has an interval. If it has none,
+    it is read at the lowest loss that both sides reached, and `low` and `high` are NaN.
     """
 
-    side: Texts = column("whose compute is divided by the reference's")
-    compute: Texts = column("how it is counted")
-    ratio: Floats = column("where it is read", form="{:.2f}")
-    low: Floats = column("where its interval begins")
-    high: Floats = column("where it ends")
-    loss: Floats = column("where it is read", heading="at loss", form="{:.3f}")
+    side: Texts = column("side, compared with the reference")
+    compute: Texts = column("way to count compute")
+    ratio: Floats = column("ratio of compute", form="{:.2f}")
+    low: Floats = column("lower end of its interval")
+    high: Floats = column("upper end of its interval")
+    loss: Floats = column("loss of the ratio", heading="at loss", form="{:.3f}")
     first_ratio: Floats = column(
-        "at the highest loss of both", heading="at the highest", form="{:.2f}"
+        "ratio at the highest loss of both", heading="at the highest", form="{:.2f}"
     )
-    last_ratio: Floats = column("at the lowest", heading="at the lowest", form="{:.2f}")
-    last_loss: Floats = column("the lowest", heading="the lowest", form="{:.3f}")
-    reason: Texts = column("why there is none", is_told=False)
+    last_ratio: Floats = column(
+        "ratio at the lowest loss of both", heading="at the lowest", form="{:.2f}"
+    )
+    last_loss: Floats = column("lowest loss", heading="the lowest", form="{:.3f}")
+    reason: Texts = column("reason for a missing ratio", is_told=False)
 
     @property
     @table.shown(heading="90 %", is_told=False)
     def interval(self) -> np.ndarray:
-        """The interval in words."""
+        """Interval as text."""
         ends = zip(self.low, self.high, strict=True)
         return np.array([sweep_tables.interval(low, high) for low, high in ends])
 
     @property
     @table.shown(heading="the published direction", is_told=False)
     def direction(self) -> np.ndarray:
-        """What becomes of it, or why nothing is known."""
+        """Verdict on the published direction, or the reason why there is none."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
         return np.array(
             [why or published_direction(*ends, PAIRS[x]) for x, *ends, why in rows]
@@ -85,13 +86,13 @@ class ComputeRatios(Table):
 
     @property
     def published(self) -> np.ndarray:
-        """What was published of the ratio."""
+        """Published ratio as text."""
         words = {"more": "at least 1", "one_trend": "1"}
         return np.array([words[PAIRS[side].claim] for side in self.side])
 
 
 def read_ratios(result: Result) -> ComputeRatios:
-    """Reads every ratio off, by both ways to count compute."""
+    """Returns the ratios of every side for both ways to count compute."""
     rows = []
     for i, compute in enumerate(COMPUTE):
         for j, side in enumerate(result.sides[1:], 1):
@@ -113,7 +114,7 @@ def read_ratios(result: Result) -> ComputeRatios:
 
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
-    """Holds each direction against ours, see `ComputeRatios` for where it is read."""
+    """Compares each published direction with the ratios of `ComputeRatios`."""
     told = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in told.at(np.isfinite(told.ratio)).rows(*names):
@@ -136,15 +137,17 @@ def claims(result: Result) -> Iterator[Ours]:
 
 
 class Gains(Table):
-    """What the end of the window is worth to each side, see `Places`."""
+    """Loss reduction at the end of the window by side, see `PositionLosses`."""
 
-    side: Texts = column("who")
-    gain: Floats = column("of all", heading="nats", form="{:.4f}")
-    gain_se: Floats = column("its", heading="standard error", form="{:.4f}")
+    side: Texts = column("side")
+    gain: Floats = column("mean gain", heading="nats", form="{:.4f}")
+    gain_se: Floats = column("of gain", heading="standard error", form="{:.4f}")
     lead: Floats = column(
-        "the reference's", heading="transformer's lead", form="{:+.4f}"
+        "the reference's gain less this one",
+        heading="transformer's lead",
+        form="{:+.4f}",
     )
-    lead_se: Floats = column("its", heading="standard error", form="{:.4f}")
+    lead_se: Floats = column("of lead", heading="standard error", form="{:.4f}")
 
 
 def _gains(result: Result) -> Gains:
@@ -153,14 +156,14 @@ def _gains(result: Result) -> Gains:
 
 
 def _differences(result: Result) -> Differences:
-    """The differences, with the names of the sides."""
+    """Returns the differences with the names of the sides."""
     found = result.differences
     names = result.sides[found.side.astype(int)]
     return Differences(names, found.size, found.difference, found.se, found.by_seed)
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives ratios by convention, differences, and gains from late context."""
+    """Returns ratios, differences, and gains at the end of the window."""
     told = read_ratios(result)
     return {
         "ratios": told.at(np.isfinite(told.ratio)).rows(),
@@ -170,10 +173,10 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[Part]:
-    """Puts the directions in tables: ratios, differences, rates that were best."""
+    """Returns tables of ratios, curves, differences, gains and learning rates."""
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
-    # How well each curve goes through the runs that it stands for.
+    # Residual of each curve from the runs on its frontier.
     curves, rates = [], []
     for i, name in enumerate(result.sides):
         mine, residual = result.runs.where(side=i), result.curves.residual[i]
@@ -191,9 +194,9 @@ def summary(result: Result) -> list[Part]:
             f"compute to equal loss, over that of the {REFERENCE}",
             *names,
             note="Read off curves through the best runs by compute, at the lowest loss "
-            "with an interval: by drawing whole trunks anew, each a size with a seed. "
-            "If no loss has one, at the lowest that both sides reached. Trunks are "
-            "few, so intervals are rough.",
+            "with an interval. Intervals resample trunks, each a size with a seed. "
+            "Without an interval, the ratio is read at the lowest loss that both sides "
+            "reached. Trunks are few, so intervals are rough.",
         ),
         Sheet(
             "curves through the frontier, exact compute",
@@ -202,13 +205,13 @@ def summary(result: Result) -> list[Part]:
         ),
         _differences(result).sheet(
             "loss less the transformer's at equal parameters and tokens, longest runs",
-            note="The standard error is of the held-out text alone; what another seed "
-            "is worth is seen in the last column.",
+            note="The standard error is that of the held-out text; the last column "
+            "shows the variation over seeds.",
         ),
         _gains(result).sheet(
             "second quarter of the window less the last, largest models",
-            note="The lead is by windows that both have scored, so how hard their text "
-            "is drops out.",
+            note="The lead is computed window by window, which cancels the difficulty "
+            "of the text.",
         ),
         Sheet(
             "learning rates tried, short runs",
@@ -219,7 +222,7 @@ def summary(result: Result) -> list[Part]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on four axes."""
+    """Draws a result on 4 axes."""
     _draw_curves(axes[0], result)
     _draw_places(axes[1], result)
     _draw_ratios(axes[2], result)
@@ -230,7 +233,7 @@ LOSS = "held-out loss [nats/byte]"
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
-    """The runs of each side's frontier, and the curve through them."""
+    """Draws the runs of each side's frontier, and the curve through them."""
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
         mine = result.runs.where(side=i)
@@ -269,7 +272,7 @@ def _draw_places(ax: Any, result: Result) -> None:
 
 
 def _draw_ratios(ax: Any, result: Result) -> None:
-    """The ratio of each side and its interval, where it is read, a line each."""
+    """Draws the ratio of each side with its interval, a line per side."""
     told = read_ratios(result).where(compute="exact")
     told = told.at(np.isfinite(told.ratio))
     names = told.side.tolist()
@@ -294,13 +297,13 @@ def _draw_ratios(ax: Any, result: Result) -> None:
 
 
 def _draw_differences(ax: Any, result: Result) -> None:
-    """Means over the seeds, joined; a line from seed to seed."""
+    """Draws mean differences over seeds, with a vertical line for their range."""
     worst = ("", 0.0)
     names = result.sides.tolist()
     for i, name in enumerate(names[1:], 1):
         mine = result.differences.where(side=i)
         if len(mine):
-            # Next to each other, where sizes are equal.
+            # Points of equal size are shifted, so that they do not overlap.
             sizes = mine.size * 1.04 ** (i - len(names) / 2)
             style.curve(ax, sizes, mine.difference, name, name)
             ends = mine.by_seed.min(1), mine.by_seed.max(1)

@@ -1,7 +1,7 @@
-"""Trains the sides of `rivals`: the same rates tried, a trunk, a branch per horizon.
+"""Trains the sides of `rivals`: learning rates, a trunk, and a branch per horizon.
 
-A trunk at the best rate is left at four fifths of every horizon by a branch whose rate
-falls to zero, so that each loss is that of a finished run (Hägele et al. 2024,
+At four fifths of every horizon, a branch leaves the trunk at the best rate and decays
+its learning rate to 0, so that each loss is that of a finished run (Hägele et al. 2024,
 arXiv:2405.18392, section 3).
 """
 
@@ -24,97 +24,97 @@ from scaling.sweeps import Finished, Workers, executors, learning_rates
 from scaling.training import TrainConfig, architectures, objectives, steps_taken
 
 NUM_TRIALS = 5
-"""Learning rates that every side tries at every size: three, and two where they lead.
+"""Learning rates that every side tries at every size: 3, then 2 more.
 
-One rule for all: while the best is an edge, the next rate lies beyond it, else beside
-it. A side whose best is an edge at last is said to be so in the report.
+While the best rate is at the end of the grid, the next one extends the grid; otherwise
+it is next to the best. The report shows a side whose best rate remains at the end.
 """
 
 
 COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
-"""How compute is counted: columns of `SideRuns`."""
+"""Ways to count compute, with the columns of `SideRuns`."""
 
 
 class SideRuns(Table):
-    """Finished runs, a row each; `side` counts in `Result.sides`."""
+    """Finished runs; `side` is an index into `Result.sides`."""
 
-    side: Ints = column("who")
-    size: Ints = column("what the shape came near to")
-    seed: Ints = column("of parameters and the order of the text")
-    num_params: Ints = column("all of them")
-    num_params_non_embedding: Ints = column("those that are compared")
-    hidden_size: Ints = column("of the model")
-    num_tokens: Ints = column("trained on")
-    flops: Floats = column("compute, exactly")
-    flops_6nd: Floats = column("as 6 N D")
-    loss: Floats = column("of held-out windows, nats per token")
-    loss_se: Floats = column("its standard error")
-    learning_rate: Floats = column("the best that was tried")
-    seconds: Floats = column("beside whatever else was trained at the time")
+    side: Ints = column("index of the side")
+    size: Ints = column("target number of parameters")
+    seed: Ints = column("seed of parameters and data order")
+    num_params: Ints = column("all parameters")
+    num_params_non_embedding: Ints = column("parameters outside embeddings")
+    hidden_size: Ints = column("hidden size")
+    num_tokens: Ints = column("trained tokens")
+    flops: Floats = column("exact compute")
+    flops_6nd: Floats = column("compute as 6 N D")
+    loss: Floats = column("nats per token of held-out windows")
+    loss_se: Floats = column("standard error of the loss")
+    learning_rate: Floats = column("best tried rate")
+    seconds: Floats = column("training time with other runs on the machine")
 
 
 class Trials(Table):
-    """Learning rates tried, and the losses that they led to."""
+    """Tried learning rates and their losses."""
 
-    side: Ints = column("counts in `Result.sides`")
-    size: Ints = column("what the shape came near to")
-    learning_rate: Floats = column("tried")
-    loss: Floats = column("of the short run")
+    side: Ints = column("index into `Result.sides`")
+    size: Ints = column("target number of parameters")
+    learning_rate: Floats = column("tried rate")
+    loss: Floats = column("loss of the short run")
 
 
 class Differences(Table):
-    """Loss of a side less the reference's: longest runs of equal size, same windows."""
+    """Loss of a side less the reference's, longest runs of equal size."""
 
-    side: np.ndarray = column("counts in `Result.sides`; in reports, its name")
-    size: Ints = column("of both", heading="parameters", form="{:,}")
+    side: np.ndarray = column("index into `Result.sides`; in reports, the name")
+    size: Ints = column("size of both", heading="parameters", form="{:,}")
     difference: Floats = column("mean over the seeds", heading="nats", form="{:+.4f}")
     se: Floats = column(
-        "its standard error by chance of the held-out text alone",
+        "standard error due to the held-out text",
         heading="standard error",
         form="{:.4f}",
     )
     by_seed: Float[np.ndarray, "rows seeds"] = column(
-        "that of each seed, whose text came to both sides in the same order",
+        "difference of each seed, with the same data order for both sides",
         heading="seed by seed",
         form=lambda each: ", ".join(f"{x:+.4f}" for x in each),
     )
 
 
 class PositionLosses(Record):
-    """Loss by place in the window, of each side's longest runs of its largest size."""
+    """Loss by position in the window, longest runs of each side's largest size."""
 
-    place: Float[np.ndarray, " bins"] = column("tokens seen, the middle of each bin")
+    place: Float[np.ndarray, " bins"] = column("tokens of context, middle of the bin")
     loss: Float[np.ndarray, "sides bins"] = column("mean over the bin")
     gain: Float[np.ndarray, " sides"] = column(
-        "mean loss over the second quarter of the window minus that over the last"
+        "mean loss of the second quarter of the window less that of the last quarter"
     )
     gain_se: Float[np.ndarray, " sides"] = column(
-        "by windows; most of it is how hard the text is at one place and the other, "
-        "and common to all sides"
+        "standard error over windows; mostly the difficulty of the text, common to "
+        "all sides"
     )
-    lead: Float[np.ndarray, " sides"] = column("the reference's gain minus this side's")
-    lead_se: Float[np.ndarray, " sides"] = column("by windows that both have scored")
+    lead: Float[np.ndarray, " sides"] = column("the reference's gain less this one")
+    lead_se: Float[np.ndarray, " sides"] = column("standard error over common windows")
 
 
 class Result(Record):
-    """All runs, and what was read off them; the reference is the first side."""
+    """Runs and comparisons; the reference is the first side."""
 
-    sides: np.ndarray = column("their names")
-    runs: SideRuns = column("all that ended")
-    trials: Trials = column("before them")
+    sides: np.ndarray = column("names of the sides")
+    runs: SideRuns = column("finished runs")
+    trials: Trials = column("learning rate trials")
     differences: Differences = column("at equal size and tokens")
-    places: PositionLosses = column("where in the window who is better")
-    curves: Curve = column("through the frontier of each side, exact compute")
-    ratios: Ratio = column("by how compute is counted, and side; the first is itself")
+    places: PositionLosses = column("by position in the window")
+    curves: Curve = column("through each side's frontier, exact compute")
+    ratios: Ratio = column("by way to count compute, and side; the first is itself")
 
 
 class SideResult(NamedTuple):
-    """What one side did at one size.
+    """Runs of one side at one size.
 
     Attributes:
-      rows: a dict of numbers for each seed and horizon, of the columns of `SideRuns`.
-      trials: the rates tried, with the loss of each.
-      losses: nats of every held-out token, of each seed's longest run.
+      rows: values by column of `SideRuns` for each seed and horizon.
+      trials: tried rates and their losses.
+      losses: nats of every held-out token of each seed's longest run.
     """
 
     rows: list[dict[str, Any]]
@@ -123,7 +123,7 @@ class SideResult(NamedTuple):
 
 
 def steps_per_side(config: Config) -> int:
-    """Steps that one side takes at one size, trials included."""
+    """Returns the training steps of one side at one size, trials included."""
     whole = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
     return NUM_TRIALS * config.trial_steps + len(config.seeds) * whole
 
@@ -135,14 +135,14 @@ class TokenLosses(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Their mean."""
+        """Mean over all tokens."""
         return float(self.losses.mean())
 
 
 def score_tokens(
     corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
-    """Scores a run, few windows at a time: they stay in a processor's cache."""
+    """Scores a run in small batches, which fit a processor's cache."""
     found = objectives.score_stream(
         params,
         corpus.held_out,
@@ -157,16 +157,16 @@ def score_tokens(
 def train_side(
     side: Side, num_params: int, config: Config, workers: Workers
 ) -> SideResult:
-    """Tunes the rate, then trains to every horizon.
+    """Tunes the learning rate, then trains to every horizon.
 
     Args:
-      side: what to train.
-      num_params: outside embeddings, what its shape comes near to.
-      config: the same for all sides.
-      workers: trains, and scores with `score_tokens`.
+      side: architecture and optimizer.
+      num_params: target number of parameters outside embeddings.
+      config: config of all sides.
+      workers: workers that train, and score with `score_tokens`.
 
     Raises:
-      branching.Stopped: somebody asked to stop before all was finished.
+      branching.Stopped: training was stopped before its end.
     """
     base: Any = side.base
     model = architectures.sized(base, num_params)
@@ -215,7 +215,7 @@ def train_side(
 
 
 def _cooldown(num_steps: int) -> int:
-    """Steps in which a run's rate falls, its last fifth."""
+    """Returns the steps of the cooldown, the last fifth of a run."""
     return max(1, num_steps // 5)
 
 
@@ -239,15 +239,15 @@ def _row(end: Finished, losses: np.ndarray) -> dict[str, Any]:
 
 
 type SideResults = Mapping[tuple[int, int], SideResult]
-"""What was trained, by side and size."""
+"""Results by side and size."""
 
 
 def collect(names: Sequence[str], trained: SideResults, config: Config) -> Result:
-    """Reads a result off what was trained, which may be a part of what was planned."""
+    """Collects a result from the trained pairs, which may be incomplete."""
     rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
     runs = SideRuns.of(rows)
-    # Each side's curve through its best runs, and those through trunks drawn anew.
+    # Each side's curve through its best runs, and curves of resampled trunks.
     fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
     for compute, found in fits.items():
         for i in range(len(names)):
@@ -311,13 +311,13 @@ def _places(trained: SideResults, num_sides: int, seq_len: int) -> PositionLosse
 
 
 def _mean(windows: np.ndarray) -> tuple[float, float]:
-    """The mean over windows, and its standard error."""
+    """Returns the mean over windows and its standard error."""
     se = windows.std(ddof=1) / np.sqrt(len(windows))
     return float(windows.mean()), float(se)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains all sides; ended early, it has the pairs of side and size done by then."""
+    """Trains all sides; if stopped, keeps the finished pairs of side and size."""
     names = (REFERENCE, *config.sides)
     corpus = executors.open_corpus(config.corpus)
     shape = {"vocab_size": corpus.vocab_size, "seq_len": config.seq_len}
