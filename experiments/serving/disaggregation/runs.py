@@ -198,8 +198,8 @@ def application_goodputs(alone: PlacementLoads, split: PlacementLoads) -> Goodpu
         if len(apart):
             found = of(apart)
             placement = (
-                "{num_prefill} x {prefill_ways} GPUs for prefill and "
-                "{num_decode} x {decode_ways} for decode"
+                "{num_prefill} x {prefill_ways} GPUs that read and "
+                "{num_decode} x {decode_ways} that decode"
             ).format_map(apart.rows()[0])
         rows.append((name, of(alone.where(name=name, role="both")), found, placement))
     return Goodputs.of(rows)
