@@ -1,4 +1,4 @@
-"""What every experiment promises, asked of each; its findings have their own tests."""
+"""Requirements on every experiment; their findings have tests of their own."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
-def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
+def test_a_smoke_run_leaves_a_complete_folder(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, experiment = smoke.run(name), registry.load(name)
@@ -44,7 +44,7 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
     }
     assert kept.env["experiment"] == name
     assert kept.env["status"] == "done"
-    # All but the result and the config follows from these two.
+    # All other files follow from the result and the config.
     assert files["claims.json"].decode() == config_json.dumps(kept.claims)
     for file, text in further.items():
         assert files[file].decode() == text
@@ -55,7 +55,7 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
     assert report.startswith(f"# {experiment.question}\n")
     for claim in kept.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
-        # A toy has no verdict on a paper about GPUs.
+        # A smoke run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
     assert config_json.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
@@ -65,10 +65,10 @@ def test_a_smoke_run_leaves_a_folder_that_stands_by_itself(
 
 
 WITHOUT_RECORD = ("flash_attention", "kv_cache")
-"""Whose figure is held to the rubric here: there is no record to draw."""
+"""Experiments without a record, whose smoke figure is checked against the rubric."""
 
 
-def test_records_are_of_experiments_that_there_are() -> None:
+def test_records_belong_to_known_experiments() -> None:
     known = {each.name for each in registry.entries()}
     assert {record_of(name)[0] for name in RECORDED} <= known
     assert len(RECORDED) > 20
@@ -78,14 +78,14 @@ RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
 
 
 def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """A record's experiment, and the claims that it ships."""
+    """Returns the experiment of a record, and its stored claims."""
     env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
     claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
     return env["experiment"], claims
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_record_is_judged_again_as_it_was(name: str) -> None:
+def test_claims_of_a_record_are_reproduced(name: str) -> None:
     experiment, shipped = record_of(name)
     kept = run_folder.read(RECORDS / name, registry.load(experiment))
     again = json.loads(config_json.dumps(kept.claims))
@@ -103,9 +103,9 @@ def test_a_record_is_judged_again_as_it_was(name: str) -> None:
 
 
 OF_SMOKE = ("batching", "bench_simulate", "rivals")
-"""Whose smoke config is what is changed, not the default."""
+"""Experiments whose smoke config is changed, not the default."""
 
-# By experiment, and by config where it has several studies.
+# By experiment, and by config for experiments with several studies.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "batching": [
         ({"limits": ()}, "limits=() must be ascending, from 1"),
@@ -330,7 +330,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ("name", "fields", "line"),
     [(name, *case) for name, cases in REFUSED.items() for case in cases],
 )
-def test_a_config_of_what_cannot_be_run_is_refused(
+def test_an_invalid_config_is_refused(
     name: str, fields: dict[str, Any], line: str
 ) -> None:
     experiment, _, config_name = name.partition(" ")

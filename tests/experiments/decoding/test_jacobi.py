@@ -1,4 +1,4 @@
-"""Blocks found by iteration: counts by hand, the theorem, tokens as decoded plainly."""
+"""Jacobi blocks: counts by hand, the theorem, and tokens of plain decoding."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.support.engines import MODEL, Ask
 (STUDY,) = of_module(from_text)
 
 
-def test_what_is_right_is_counted_from_the_first_on() -> None:
+def test_the_correct_prefix_is_counted() -> None:
     guesses = np.array([[0, 0, 0], [7, 0, 9], [7, 8, 1], [7, 8, 9], [7, 8, 9]])
     block = blocks._block(guesses)
     assert block.steps == 3
@@ -43,8 +43,8 @@ def asks_of(num: int) -> list[Sampling]:
 
 
 @pytest.mark.thorough
-def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
-    """Each step gets another token right for good: Santilli et al., proposition 1."""
+def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None:
+    """Each step fixes another token: Santilli et al., proposition 1."""
     rng, asks = np.random.default_rng(0), asks_of(8)
     texts = [rng.integers(0, 61, 3 + i).tolist() for i in range(8)]
     plain = engines.serve(
@@ -76,7 +76,7 @@ def measured(late: int, stuck: int) -> Result:
     return Result(found, picture, runs, output_tokens=200, device="cpu")
 
 
-def test_what_is_said_of_counts() -> None:
+def test_claims_on_counts() -> None:
     found = measured(1, 3)
     said = smoke.ours(from_text.claims(found))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
@@ -88,11 +88,11 @@ def test_what_is_said_of_counts() -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_run_finds_blocks() -> None:
+def test_a_small_run_finds_blocks() -> None:
     result = smoke.run("jacobi").result
     config = CONFIGS["smoke"]
     assert result.blocks.length.tolist() == list(config.lengths)
-    # Whole blocks of both answers, and their two texts.
+    # Whole blocks of both answers, which have two texts.
     assert result.blocks.num_blocks.tolist() == [40, 16]
     assert (result.blocks.num_late == 0).all()
     assert (result.blocks.num_stuck == 0).all()

@@ -1,4 +1,4 @@
-"""All ways on the same axes: what follows from counts, and what is said of it."""
+"""Comparison of speculative methods: metrics from counts, and claims."""
 
 import types
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support import smoke
 
 
 def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRuns:
-    """Ways of 100 steps: drafts, batch, tokens emitted, and what a step costs."""
+    """Returns methods of 100 steps: drafts, batch, tokens, and cost of a step."""
     plain = np.full(rounds, 1e-3)
     return DecodingRuns.of(
         (way, num, batch, 0.0, 100, emitted, 100 * num, 80, cost * plain, plain, 9, 0)
@@ -27,7 +27,7 @@ def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRu
     )
 
 
-def test_what_is_said_of_counts_and_times() -> None:
+def test_claims_on_counts_and_times() -> None:
     ways = rows(
         ("n-gram", 4, 1, 300, 2.0),
         ("Medusa, chain", 4, 1, 200, 2.0),
@@ -55,7 +55,7 @@ def test_what_is_said_of_counts_and_times() -> None:
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_nothing_is_said() -> None:
+def test_an_empty_run_has_no_claims() -> None:
     nothing = Result(
         DecodingRuns.of([]), DecodingRuns.of([]), output_tokens=200, device="cpu"
     )
@@ -80,24 +80,24 @@ def test_batches_are_whole() -> None:
         assert len({ask.seed for ask in asks}) == len(asks)
 
 
-class Learning:
-    """A server of one step more in every turn, each of two tokens."""
+class AdaptingServer:
+    """A server with one more step in every turn, each of two tokens."""
 
     def __init__(self, way: str, bounds: Any):
         self.way, self.turn = way, 0
         self.name, self.served = f"{way} {bounds.max_drafts}", []
 
 
-def test_what_learns_is_told_by_the_mean_of_its_rounds(
+def test_adaptive_counts_are_means_over_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     everyone = []
 
     def serve(way: str, bounds: Any) -> Any:
-        everyone.append(Learning(way, bounds))
+        everyone.append(AdaptingServer(way, bounds))
         return everyone[-1]
 
-    def decode(server: Learning, texts: list[Any], asks: list[Any]) -> Any:
+    def decode(server: AdaptingServer, texts: list[Any], asks: list[Any]) -> Any:
         server.turn += server.way != serving.PLAIN
         server.served.append(len(texts))
         num = 10 + server.turn
@@ -111,7 +111,7 @@ def test_what_learns_is_told_by_the_mean_of_its_rounds(
         Config(), model, [(1, 0.0)], lambda _: ways, QUIET, rounds=3, serve=serve
     )
     runs = DecodingRuns.of(rows)
-    # The first turn compiles; what adapts learns in it, so it has all texts.
+    # The first turn compiles; adaptive methods also adapt in it, so they get all texts.
     assert [one.served for one in everyone] == [[1, 8, 8, 8]] * 2 + [[8] * 4]
     assert runs.steps.tolist() == [13, 13]
     assert runs.emitted.tolist() == [26, 26]
@@ -120,7 +120,7 @@ def test_what_learns_is_told_by_the_mean_of_its_rounds(
 
 
 @pytest.mark.slow
-def test_no_token_differs_from_plain_decoding() -> None:
+def test_tokens_equal_those_of_plain_decoding() -> None:
     result: Any = smoke.run("speculation_zoo").result
     smallest = CONFIGS["smoke"]
     assert result.ways.way.tolist() == [way for way, _ in smallest.ways]

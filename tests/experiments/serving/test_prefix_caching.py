@@ -1,4 +1,4 @@
-"""Orders of prompts and a prefix cache: enumerated, and against a model by hand."""
+"""Prompt orders and the prefix cache: enumerated, and against a plain model."""
 
 import itertools
 from pathlib import Path
@@ -20,21 +20,21 @@ def result() -> experiment.Result:
 
 @pytest.fixture(scope="module")
 def server(result: experiment.Result) -> Stepper:
-    """The engine that the run had: its program is compiled by now."""
+    """Returns the engine of the run, whose program is compiled."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
     return serving.make_cache_engine(int(most), int(longest), window)
 
 
 @pytest.mark.slow
-def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
+def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
-        mine = {what: value for what, value in said.items() if f"{name}: " in what}
-        for what, value in mine.items():
-            if "misses each of them once" in what or "depth first" in what:
-                assert value == pytest.approx(best), what
-            elif "no smaller cache finds more" in what:
+        mine = {claim: value for claim, value in said.items() if f"{name}: " in claim}
+        for claim, value in mine.items():
+            if "misses each of them once" in claim or "depth first" in claim:
+                assert value == pytest.approx(best), claim
+            elif "no smaller cache finds more" in claim:
                 assert value <= best + 1e-9
         assert f"{name}: a cache of all pages misses each of them once" in mine
     assert result.loads.name.tolist() == ["small", "chats", "few-shot"]
@@ -51,7 +51,7 @@ def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
 
 
 def is_walked(order: tuple[list[int], ...]) -> bool:
-    """Whether all prompts that share a page follow one another, for every page."""
+    """Returns True if prompts that share a page are adjacent, for every page."""
     for page in {page for prompt in order for page in prompt}:
         here = [page in prompt for prompt in order]
         first, last = here.index(True), len(here) - here[::-1].index(True)
@@ -72,7 +72,7 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
 def test_depth_first_is_the_best_order_of_all(
     server: Stepper, prompts: list[list[int]]
 ) -> None:
-    """A pool that holds the longest prompt, and the token that is always computed."""
+    """The pool holds the longest prompt, and the token that is always computed."""
     pool = max(map(len, prompts)) + 1
     found = {}
     for order in itertools.permutations(range(len(prompts))):
@@ -93,7 +93,7 @@ def test_depth_first_is_the_best_order_of_all(
 def by_hand(
     prompts: list[list[int]], pool: int, window: int, cached_first: bool, rule: str
 ) -> tuple[list[int], list[int]]:
-    """Pages that each prompt finds, and the order of service: the rules, no engine."""
+    """Returns the cached pages of each prompt and the order of service."""
     used: dict[int, int] = {}
     path: dict[int, list[int]] = {}
     waiting, num_found, served = list(range(len(prompts))), [0] * len(prompts), []
@@ -122,7 +122,7 @@ def by_hand(
 
 
 def again_and_again(seed: int) -> list[list[int]]:
-    """Short prompts, some of which begin others, asked for in any order."""
+    """Returns short prompts with common prefixes, in random order."""
     few = [[i] for i in range(4)] + [[i, 4 + i] for i in range(4)]
     few += [[i, 4 + i, 8 + i] for i in range(2)]
     return [few[i] for i in np.random.default_rng(seed).integers(0, len(few), 60)]
@@ -134,7 +134,7 @@ POOL = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
-def test_hits_are_those_counted_by_hand(
+def test_hits_equal_those_counted_by_hand(
     server: Stepper, cached_first: bool, rule: serving.Eviction
 ) -> None:
     prompts, window = again_and_again(1), server.config.max_slots
@@ -149,7 +149,7 @@ def test_hits_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
+def test_random_eviction_differs_from_both_rules(server: Stepper) -> None:
     prompts = again_and_again(1)
     found = [
         serving.serve_prompts(server, prompts, num_pages=POOL, eviction=rule)
@@ -159,8 +159,8 @@ def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
     assert len(sums) == 3
 
 
-def test_made_up_prompts_are_prefixes() -> None:
-    """Equal ids stand behind equal ids, or a page would not be what its id says."""
+def test_generated_prompts_are_prefixes() -> None:
+    """Equal ids follow equal ids; otherwise an id would not identify a page."""
     for load in (
         workloads.make_chats(7, 5, 0),
         workloads.make_few_shot(6, 9, 0),
@@ -181,7 +181,7 @@ def test_made_up_prompts_are_prefixes() -> None:
         ("--num-users 0 --num-tasks 0", "leave no prompts"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: str, line: str, jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(workloads.DATA, raising=False)
@@ -202,7 +202,7 @@ def test_a_pool_that_is_too_small_is_refused(server: Stepper) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_keeps_what_it_has(server: Stepper) -> None:
+def test_a_stopped_run_keeps_finished_servings(server: Stepper) -> None:
     config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")
     assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
@@ -210,7 +210,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(server: Stepper) -> None:
 
 
 @pytest.mark.slow
-def test_the_recorded_prompts_have_what_was_counted() -> None:
+def test_the_recording_has_the_counted_hits() -> None:
     load = workloads.read_recording(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)

@@ -1,4 +1,4 @@
-"""What sequences share: counted from tables, from lengths, and by hand."""
+"""Page sharing: counted from page tables, from lengths, and by hand."""
 
 import dataclasses
 from typing import Any
@@ -39,7 +39,7 @@ def result() -> measurement.Result:
 
 @pytest.fixture(scope="module")
 def client(model: str) -> Client:
-    """A client of the run's engine, whose programs are compiled by now."""
+    """Returns a client with the run's engine, whose programs are compiled."""
     loaded, bounds = (
         checkpoints.load_model(model),
         measurement.ample_engine_config(measurement.CONFIGS["smoke"]),
@@ -60,11 +60,11 @@ def served_by(client: Client, asked: list[Request], **how: Any) -> Any:
 
 
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
-    """Logical and distinct pages of every step, with sets and nothing else."""
-    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
+    """Returns logical and distinct pages of every step, counted with sets."""
+    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one prefill
     for places in range(prompt + 1, prompt + answer):
         held = [
-            # A full page of the prompt is the same for all, any other one's own.
+            # A full page of the prompt is shared, any other page is not.
             {(None if (k + 1) * SIZE <= prompt else sample, k) for k in range(num)}
             for sample in range(n)
             for num in [-(-places // SIZE)]
@@ -88,7 +88,7 @@ def test_the_saving_worked_by_hand(
 ) -> None:
     lengths = Lengths(np.array([prompt]), np.array([answer]))
     assert length_distributions.saving(lengths, n, 16) == pytest.approx(share)
-    # A count of sets agrees, but for the step that reads the prompt.
+    # Set counts agree, except for the prefill step.
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
@@ -108,7 +108,7 @@ def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
-def test_pages_of_every_step_are_those_counted_by_hand(
+def test_pages_of_every_step_equal_those_counted_by_hand(
     client: Client, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
@@ -116,7 +116,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
-    # Everybody but the last to write copies the prompt's partial page.
+    # All but the last sample to write copy the prompt's partial page.
     assert done.num_copied == (n - 1 if prompt % SIZE else 0)
     assert done.num_rows.sum() == prompt + n * (answer - 1)
     assert {name: len(tokens) for name, tokens in done.tokens.items()} == {
@@ -125,7 +125,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_requests_apart_share_nothing(client: Client) -> None:
+def test_separate_requests_share_no_pages(client: Client) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
     done = served_by(client, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
@@ -136,7 +136,7 @@ def test_requests_apart_share_nothing(client: Client) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
 @pytest.mark.parametrize("beams", [False, True])
-def test_a_prompt_is_computed_once_whatever_the_chunks(
+def test_a_prompt_is_computed_once_for_any_chunk_size(
     client: Client, chunk_size: int | None, beams: bool
 ) -> None:
     num = 4 if beams else 8
@@ -150,7 +150,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
 
 
 @pytest.mark.slow
-def test_samples_save_what_lengths_say(result: measurement.Result) -> None:
+def test_savings_of_samples_follow_from_lengths(result: measurement.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
     assert samples.num_sequences.tolist() == [4, 8, 4, 8]
@@ -169,7 +169,9 @@ def test_beams_save_more_than_samples(result: measurement.Result) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_eight_answers_are_read_once(result: measurement.Result) -> None:
+def test_prompts_of_eight_samples_are_prefilled_once(
+    result: measurement.Result,
+) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
     assert readings.num_sequences.tolist() == [8, 8]
@@ -177,7 +179,7 @@ def test_prompts_of_eight_answers_are_read_once(result: measurement.Result) -> N
 
 
 @pytest.mark.slow
-def test_a_common_beginning_is_found_and_changes_no_answer(
+def test_a_common_prefix_is_found_and_changes_no_answer(
     result: measurement.Result,
 ) -> None:
     smoke, prefixes = measurement.CONFIGS["smoke"], result.prefixes
@@ -193,7 +195,7 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
 
 
 @pytest.mark.slow
-def test_the_picture_shows_what_tables_hold(result: measurement.Result) -> None:
+def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
     picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
     assert picture.logical_pages.tolist() == (
@@ -212,7 +214,7 @@ def test_the_picture_shows_what_tables_hold(result: measurement.Result) -> None:
             held = picture.num_filled[i, row][table[row] != NO_PAGE]
             assert (held[:-1] == SIZE).all()
             assert held.sum() >= len(PROMPT)
-        # Who shares a page reads the same there, and shares all pages before it.
+        # Sequences that share a page have equal text in it, and share earlier pages.
         for column, one, two in np.ndindex(table.shape[1], rows, rows):
             if table[one, column] == table[two, column] != NO_PAGE:
                 assert (table[one, :column] == table[two, :column]).all()
@@ -221,7 +223,7 @@ def test_the_picture_shows_what_tables_hold(result: measurement.Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(result: measurement.Result) -> None:
+def test_claims_follow_from_the_result(result: measurement.Result) -> None:
     kept, samples = run("sharing"), result.samples
     said = ours(kept.claims)
     assert said["8 answers to a prompt compute its tokens once"] == 1
@@ -251,7 +253,7 @@ def test_claims_are_what_the_result_holds(result: measurement.Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
-def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     config = dataclasses.replace(measurement.CONFIGS["smoke"], model=model)
     result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
@@ -273,7 +275,7 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_stopped_leaves_an_empty_engine(client: Client) -> None:
+def test_a_stopped_client_leaves_an_empty_engine(client: Client) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
     assert client._replace(progress=Stopping(0)).serve(requests) is None
@@ -284,7 +286,7 @@ def test_what_is_stopped_leaves_an_empty_engine(client: Client) -> None:
 
 @pytest.mark.slow
 def test_settings_serve_the_same_requests(client: Client) -> None:
-    """Whatever their number of answers, so that savings can be compared."""
+    """Requests do not depend on the number of samples, so savings are comparable."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
     savings = requests.serve_groups(client, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2

@@ -1,4 +1,4 @@
-"""Drafts of given acceptance: counts of the engine, the formula, speeds by hand."""
+"""Speculation with synthetic acceptance: counts, the formula, and speeds by hand."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_speeds_and_errors_by_hand() -> None:
     priced = TimedDrafts.of([(0.5, 2, 100, 180, *times), (1.0, 3, 40, 160, *times)])
     np.testing.assert_allclose(priced.tokens_per_step, [1.8, 4.0])
     np.testing.assert_allclose(priced.expected, [1.75, 4.0])
-    # 1, 2 and 3 tokens with 1/2, 1/4 and 1/4; four, always.
+    # 1, 2 and 3 tokens with probability 1/2, 1/4 and 1/4; 4 tokens with certainty.
     error = (3.75 - 1.75**2) ** 0.5 / 10
     np.testing.assert_allclose(priced.errors_off, [0.05 / error, 0.0])
     np.testing.assert_allclose(priced.cost, 1.75)
@@ -41,14 +41,14 @@ def test_speeds_and_errors_by_hand() -> None:
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_it_says_nothing() -> None:
+def test_an_empty_run_has_no_claims() -> None:
     nothing = Result(TimedDrafts.of([]), "a shape", "cpu")
     assert synthetic.summary(nothing) == []
     assert [*synthetic.claims(nothing)] == []
     assert smoke.draw(STUDY, nothing)
 
 
-def test_what_leaves_nothing_to_measure_is_refused() -> None:
+def test_invalid_configs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^output_tokens=64 must be more than 64"):
         Config(output_tokens=64)
     with pytest.raises(ValueError, match=r"chances=\(1.5,\) must be in \[0, 1\]"):
@@ -58,7 +58,7 @@ def test_what_leaves_nothing_to_measure_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_shape_gives_what_the_formula_says() -> None:
+def test_a_tiny_shape_follows_the_formula() -> None:
     priced = synthetic.run(TINY).priced
     assert priced.num_drafts.tolist() == [1, 3]
     assert (priced.steps > 100).all()

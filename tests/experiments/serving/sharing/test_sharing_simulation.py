@@ -1,4 +1,4 @@
-"""Sharing at the paper's lengths: who holds what, and what is said of it."""
+"""Simulated page sharing: reservations by system, and claims."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from jaxkv.simulation.step import Work
 from tests.support.commands import Command, document
 
 
-def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
+def test_decoding_sequences_attend_to_the_shared_prefix() -> None:
     plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
     work = Work(*(jnp.int32(0) for _ in Work._fields))._replace(
         num_decodes=jnp.int32(7), decode_context=jnp.int32(100)
@@ -26,13 +26,13 @@ def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
     assert float(cost(work)) == pytest.approx(0.010 + 1e-5 * (100 + 7 * 80) + 7 * 2e-4)
 
 
-def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
+def test_a_prefix_is_stored_once_or_in_every_reservation() -> None:
     def member(system: str) -> Members:
         return simulation._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")
     own = np.asarray(theirs.workload.prompt) - 341
-    # 21 pages of 16 hold 336 of the tokens; the other 5 are each one's own.
+    # 21 pages of 16 hold 336 of the tokens; each request stores the other 5 itself.
     np.testing.assert_array_equal(np.asarray(ours.workload.prompt), own + 5)
     assert own.min() >= 1
     assert (int(ours.capacity.num_pages), int(theirs.capacity.num_pages)) == (962, 983)
@@ -78,7 +78,7 @@ def test_rates_at_equal_latency_are_compared() -> None:
 
 
 @pytest.mark.slow
-def test_a_simulated_run_counts_what_lengths_say(jaxkv: Command) -> None:
+def test_simulated_savings_follow_from_lengths(jaxkv: Command) -> None:
     args = ("run", "sharing", "paper", "--num-simulated", "48", "--out", "run")
     claims = document(jaxkv, *args)["claims"]
     forms = [x for x in claims if "full prompt pages" in x["claim"]]

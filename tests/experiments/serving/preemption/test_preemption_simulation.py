@@ -1,4 +1,4 @@
-"""Preemptions at the paper's scale: arithmetic by hand, claims on made-up numbers."""
+"""Simulated preemption: arithmetic by hand, claims on synthetic numbers."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.support import smoke
 
 
 def made_up() -> Result:
-    """Rows in which what is computed again halves with each step of the watermark."""
+    """Returns rows whose recomputed share halves with each watermark."""
     rows = []
     for way in simulation.list_settings(3):
         share = 0.2 / 2 ** simulation.WATERMARKS.index(way.watermark)
@@ -26,12 +26,12 @@ def made_up() -> Result:
 def test_moving_a_page_is_two_transfers_a_layer() -> None:
     assert simulation.page_bytes(16) == 13_107_200
     assert simulation.swap_s(16) == pytest.approx(0.844e-3, rel=0.01)
-    # 500 tokens are on 32 pages, which leave and come back.
+    # 500 tokens occupy 32 pages, which are swapped out and in.
     assert simulation.restore_s(500, 16) == pytest.approx(0.054, rel=0.01)
     assert simulation.recompute_s(512) == pytest.approx(0.0942, rel=0.01)
 
 
-def test_claims_take_means_over_draws_and_compare_within_one() -> None:
+def test_claims_take_means_over_draws() -> None:
     found = {claim.claim: claim for claim in simulation.claims(made_up())}
     free = found["computed again with 0 of 983 pages kept free"]
     assert free.ours == pytest.approx(20 * 1.15)
@@ -43,7 +43,7 @@ def test_claims_take_means_over_draws_and_compare_within_one() -> None:
     assert (as_fast.ours, small.ours, held.ours) == pytest.approx((1.0, 1.0, 0.1))
 
 
-def test_the_figure_and_tables_are_of_the_simulation() -> None:
+def test_figure_and_tables_show_the_simulation() -> None:
     result = made_up()
     files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
@@ -58,7 +58,7 @@ def test_the_figure_and_tables_are_of_the_simulation() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_requests_are_served_in_every_way() -> None:
+def test_every_setting_is_simulated() -> None:
     found = simulation.run(Config(simulated_requests=80)).simulated
     assert (found.recomputed_share[found.preemption != "recompute"] == 0).all()
     assert np.isfinite(found.normalised_s).all()
