@@ -80,8 +80,8 @@ def find_blocks(
     for _ in range(num_tokens + 1):
         guesses = jnp.asarray(found[-1])
         places = jnp.asarray(tokens), jnp.asarray(lengths)
-        made = _iterate(model.params, *places, guesses, params, config=model.config)
-        found.append(np.asarray(made))
+        iterated = _iterate(model.params, *places, guesses, params, config=model.config)
+        found.append(np.asarray(iterated))
         if (found[-1] == found[-2]).all():
             break
     return [_block(np.stack(found)[:, row]) for row in range(len(texts))]

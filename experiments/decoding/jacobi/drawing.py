@@ -52,9 +52,9 @@ def _steps(ax: Any, blocks: Any) -> None:
     """Draws mean iterations by block length, and the theorem's bound."""
     most = 0.0
     for temperature in blocks.distinct("temperature"):
-        here, name = blocks.where(temperature=temperature), _kind(temperature)
-        style.curve(ax, here.length, here.steps, name, name)
-        most = max(most, float(np.max(here.length / here.steps)))
+        selected, name = blocks.where(temperature=temperature), _kind(temperature)
+        style.curve(ax, selected.length, selected.steps, name, name)
+        most = max(most, float(np.max(selected.length / selected.steps)))
     title = "Iterations until the fixed point"
     if len(blocks):
         lengths = blocks.distinct("length")

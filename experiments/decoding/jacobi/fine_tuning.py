@@ -143,15 +143,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     params = jax.tree.map(jnp.asarray, model.params)
     recipe = config.recipe(model)
     start = step.init(recipe.model, recipe.optimizer, jnp.int32(0))
-    made = train.train_in_memory(
+    output = train.train_in_memory(
         recipe,
         learnt,
         start=start._replace(params=params),
         objective=config.objective,
         progress=progress,
     )
-    both = {BEFORE: model, AFTER: model._replace(params=made.params)}
-    if made.status != "done":
+    both = {BEFORE: model, AFTER: model._replace(params=output.params)}
+    if output.status != "done":
         both = {}
     elif config.export:
         _export(config, both[AFTER])
@@ -167,10 +167,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(
         ModelTable.of(models),
         on_text.DecodingRuns.of(runs),
-        np.array([line["step"] for line in made.curve], np.int64),
-        np.array([line["loss"] for line in made.curve]),
+        np.array([line["step"] for line in output.curve], np.int64),
+        np.array([line["loss"] for line in output.curve]),
         len(records) // config.objective.record_tokens,
-        made.curve[-1]["duration_s"] if made.curve else 0.0,
+        output.curve[-1]["duration_s"] if output.curve else 0.0,
         jax.devices()[0].device_kind,
     )
 
@@ -195,8 +195,8 @@ def _records(
     starts = range(0, len(prompts), TOGETHER)
     for first in progress.track(starts, "trajectories", "batches"):
         some = prompts[first : first + TOGETHER]
-        made = _found(model, some, sizes.block_tokens)
-        pairs = zip(some.tolist(), made, strict=True)
+        output = _found(model, some, sizes.block_tokens)
+        pairs = zip(some.tolist(), output, strict=True)
         found += [Trajectory(text, block.guesses) for text, block in pairs]
     return consistency.records(
         found,

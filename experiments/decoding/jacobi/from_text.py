@@ -189,9 +189,9 @@ def drafter_sheet(
     runs: on_text.DecodingRuns, device: str, by: str, *, note: str
 ) -> Sheet:
     """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
-    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
+    columns = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
     title = f"the engine's drafter, one sequence on {device}"
-    return runs.sheet(title, by, "num_drafts", *said, note=note)
+    return runs.sheet(title, by, "num_drafts", *columns, note=note)
 
 
 @BOOK.judges

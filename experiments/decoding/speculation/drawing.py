@@ -15,9 +15,9 @@ MARKS = "o^ds"
 def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
-    alone = runs.where(batch=1)
-    _lengths(axes[0, 0], alone.where(temperature=0.0))
-    ways = alone.where(num_drafts=num_drafts)
+    single = runs.where(batch=1)
+    _lengths(axes[0, 0], single.where(temperature=0.0))
+    ways = single.where(num_drafts=num_drafts)
     names, label = ways.way.tolist(), "speed / plain decoding [ratio]"
     bars(axes[0, 1], ways, names, names, "speed", label)
     if len(ways):
@@ -31,14 +31,14 @@ def _lengths(ax: Any, runs: Any) -> None:
     """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for way in runs.distinct("way"):
-        here = runs.where(way=way)
-        here = here.at(np.argsort(here.num_drafts))
-        if len(here) < 2:
+        selected = runs.where(way=way)
+        selected = selected.at(np.argsort(selected.num_drafts))
+        if len(selected) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        style.curve(ax, here.num_drafts, here.expected, way, **look)
-        style.curve(ax, here.num_drafts, here.tokens_per_step, way, way)
-        most = float(here.tokens_per_step.max())
+        style.curve(ax, selected.num_drafts, selected.expected, way, **look)
+        style.curve(ax, selected.num_drafts, selected.tokens_per_step, way, way)
+        most = float(selected.tokens_per_step.max())
         best = (way, most) if most > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
     title = "Tokens a step by drafts"
@@ -108,13 +108,13 @@ def _coins(ax: Any, coins: Any) -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
-        here, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+        selected, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
         line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
-        found = here.tokens_per_step
-        style.curve(ax, here.acceptance, found, color, f"{num}", **look)
-        exact = theory.expected_tokens(here.acceptance, np.full(len(here), num))
+        found = selected.tokens_per_step
+        style.curve(ax, selected.acceptance, found, color, f"{num}", **look)
+        exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
         off += np.abs(found / exact - 1).tolist()
     title = "Tokens a step by acceptance"
     if len(coins):
@@ -126,7 +126,7 @@ def _coins(ax: Any, coins: Any) -> None:
 
 def draw_priced(axes: Any, priced: Any) -> None:
     """Draws tokens per step and speed by acceptance rate, with theory dashed."""
-    for ax, field, theirs, words, y in (
+    for ax, field, reference, words, y in (
         (
             axes[0],
             "tokens_per_step",
@@ -138,12 +138,12 @@ def draw_priced(axes: Any, priced: Any) -> None:
     ):
         off = [0.0]
         for nth, num in enumerate(priced.distinct("num_drafts")):
-            here, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
-            line, found = getattr(here, theirs), getattr(here, field)
+            selected, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+            line, found = getattr(selected, reference), getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            style.curve(ax, here.acceptance, line, color, **look)
+            style.curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
-            style.curve(ax, here.acceptance, found, color, f"{num}", **look)
+            style.curve(ax, selected.acceptance, found, color, f"{num}", **look)
             off += np.abs(found / line - 1).tolist()
         style.reference(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"

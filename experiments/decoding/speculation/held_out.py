@@ -148,22 +148,22 @@ def decode_in_turns(
         )
 
     words: dict[str, Any] = {"doing": "decoding", "what": "batch and temperature"}
-    for setting, everyone, found in timing.in_turns(
+    for setting, servers, found in timing.in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
-        plain = found[everyone[0].name]
-        for server, way in zip(everyone[1:], ways(setting), strict=True):
-            mine = found[server.name]
+        plain = found[servers[0].name]
+        for server, way in zip(servers[1:], ways(setting), strict=True):
+            subset = found[server.name]
             # Counts differ between rounds only for methods that adapt.
-            counts = [*zip(*(counts for _, counts in mine), strict=True)][:4]
-            answers, theirs = mine[0][0], plain[0][0]
+            counts = [*zip(*(counts for _, counts in subset), strict=True)][:4]
+            answers, reference = subset[0][0], plain[0][0]
             pairs = [
-                zip(a, b, strict=True) for a, b in zip(answers, theirs, strict=True)
+                zip(a, b, strict=True) for a, b in zip(answers, reference, strict=True)
             ]
             yield (
                 *(*way, *setting),
                 *(round(np.mean(each)) for each in counts),
-                *(step_s(mine), step_s(plain)),
+                *(step_s(subset), step_s(plain)),
                 sum(map(len, answers)),
                 sum(a != b for pair in pairs for a, b in pair),
             )

@@ -254,16 +254,16 @@ NOTES = (
 def summary(result: Result) -> list[Part]:
     """Returns tables of methods, draft lengths, batch sizes and synthetic drafts."""
     runs, num = result.runs, result.num_drafts
-    alone = runs.where(batch=1)
-    lengths, batches = alone.where(temperature=0.0), runs.where(temperature=0.0)
+    single = runs.where(batch=1)
+    lengths, batches = single.where(temperature=0.0), runs.where(temperature=0.0)
     lengths = lengths.at(np.lexsort((lengths.num_drafts, lengths.way)))
-    said = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
+    columns = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
     speed, same = ("cost", "speed"), ("num_tokens", "num_other")
-    names = ("way", "temperature", *said, *speed, *same)
-    drafts = ("way", "num_drafts", *said[2:], "expected", *speed)
+    names = ("way", "temperature", *columns, *speed, *same)
+    drafts = ("way", "num_drafts", *columns[2:], "expected", *speed)
     together = ("batch", "tokens_per_step", "step_s", "plain_s", *speed, *same)
     ways, batches = (
-        alone.where(num_drafts=num),
+        single.where(num_drafts=num),
         batches.where(way=LOOKUP, num_drafts=num),
     )
     title = f"ways, one sequence on {result.device}"
@@ -295,13 +295,13 @@ def claims(result: Result) -> Iterator[Ours]:
             for num in by_drafts:
                 words = {"acceptance": chance, "drafts": num}
                 yield ours(id, formula(float(chance), int(num)), **words)
-    alone = runs.where(batch=1, temperature=0.0)
-    if len(alone):
-        best = alone.at([int(np.nanargmax(alone.speed))])
+    single = runs.where(batch=1, temperature=0.0)
+    if len(single):
+        best = single.at([int(np.nanargmax(single.speed))])
         words = {"way": best.way[0], "drafts": best.num_drafts[0]}
         yield ours("speed", best.speed[0], differs=few, **words)
-    alone = alone.where(num_drafts=result.num_drafts)
-    lookup, jacobi = (alone.where(way=way) for way in (LOOKUP, JACOBI))
+    single = single.where(num_drafts=result.num_drafts)
+    lookup, jacobi = (single.where(way=way) for way in (LOOKUP, JACOBI))
     if len(lookup):
         yield ours("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):

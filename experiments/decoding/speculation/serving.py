@@ -150,17 +150,17 @@ def make_server(
       heads: trained heads, for methods that use them.
       draft: draft model, for the method "draft model".
     """
-    its = METHODS[way]
-    if its.is_chain and heads is not None:
+    method = METHODS[way]
+    if method.is_chain and heads is not None:
         first = tuple(depth[:1] for depth in heads.acceptance)
         heads = heads._replace(acceptance=first)
     small = None
-    if draft is not None and its.method == "draft-model":
+    if draft is not None and method.method == "draft-model":
         small = methods.Model(draft.config, draft.params)
     how = None
-    if its.method is not None:
+    if method.method is not None:
         how = SpeculationConfig(
-            its.method, draft_layers=its.layers, adaptive=its.adaptive
+            method.method, draft_layers=method.layers, adaptive=method.adaptive
         )
     served = methods.build_speculative(
         methods.Model(model.config, model.params),
@@ -179,7 +179,7 @@ def make_server(
         speculation=speculation or served.speculation,
         keep_trace=True,
     )
-    if its.adaptive:
+    if method.adaptive:
         engine.tune()
     return Server(engine, f"{way} {config.max_drafts}")
 
@@ -203,8 +203,8 @@ def decode_batches(
 def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
     """Returns the steps of the last batch with that draft length, and their tokens."""
     emitted, fed = server.steps.num_emitted, server.steps.num_drafts
-    here = (fed == num_drafts) & (emitted > 0)
-    return int(here.sum()), int(emitted[here].sum())
+    selected = (fed == num_drafts) & (emitted > 0)
+    return int(selected.sum()), int(emitted[selected].sum())
 
 
 def relative_costs(

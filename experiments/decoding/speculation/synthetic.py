@@ -165,8 +165,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     def measure(num: int, server: Server) -> tuple[int, int, float]:
         """Returns steps with full draft length, their tokens, and seconds per step."""
         turns[server] += 1
-        asked = config.request(turns[server], size, config.output_tokens)
-        _, counts = serving.decode_batches(server, *asked)
+        request = config.request(turns[server], size, config.output_tokens)
+        _, counts = serving.decode_batches(server, *request)
         step_s = counts.call_s / max(counts.call_steps, 1)
         if not server.engine.config.max_drafts:
             return counts.steps, counts.emitted, step_s

@@ -50,10 +50,10 @@ def _kind(way: str) -> str:
 def _costs(ax: Any, runs: Any) -> None:
     """Draws cost of a step by tokens per step; a point above the line loses speed."""
     for kind, name in KINDS.items():
-        here = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
-        if len(here):
+        selected = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
+        if len(selected):
             look = {"linestyle": "", "markersize": 7}
-            style.curve(ax, here.tokens_per_step, here.cost, name, name, **look)
+            style.curve(ax, selected.tokens_per_step, selected.cost, name, name, **look)
     top = max([2.0, *runs.tokens_per_step])
     look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
     ax.plot([1, top], [1, top], label="even: below it pays", **look)
@@ -68,12 +68,12 @@ def _batches(ax: Any, runs: Any) -> None:
     """Draws the speed of adaptive draft lengths by batch size."""
     for way in runs.distinct("way"):
         for temperature in runs.distinct("temperature"):
-            here = runs.where(way=way, temperature=temperature)
-            here = here.at(np.argsort(here.batch))
+            selected = runs.where(way=way, temperature=temperature)
+            selected = selected.at(np.argsort(selected.batch))
             name, line = KINDS[_kind(way)], "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"
-            style.curve(ax, here.batch, here.speed, name, label, linestyle=line)
+            style.curve(ax, selected.batch, selected.speed, name, label, linestyle=line)
     style.reference(ax, 1, "plain decoding")
     title = "A draft length that adapts, by batch"
     if len(runs):

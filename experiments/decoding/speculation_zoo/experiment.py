@@ -79,7 +79,7 @@ class Config(held_out.TextConfig):
         validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
-        adapt = {way for way, its in serving.METHODS.items() if its.adaptive}
+        adapt = {way for way, method in serving.METHODS.items() if method.adaptive}
         for name, known in (
             ("ways", {*serving.METHODS} - adapt - {serving.PLAIN}),
             ("adaptive", adapt),
@@ -161,14 +161,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     }
 
     def serve(way: str, bounds: EngineConfig) -> Server:
-        its = heads.get(serving.METHODS[way].method or "")
-        return serving.make_server(model, way, bounds, heads=its, draft=draft)
+        trained_heads = heads.get(serving.METHODS[way].method or "")
+        return serving.make_server(model, way, bounds, heads=trained_heads, draft=draft)
 
     decode = functools.partial(
         held_out.decode_in_turns, config, model, progress=progress, serve=serve
     )
-    alone = [(1, temperature) for temperature in config.temperatures]
-    ways = on_text.DecodingRuns.of(decode(alone, lambda _: config.ways))
+    single = [(1, temperature) for temperature in config.temperatures]
+    ways = on_text.DecodingRuns.of(decode(single, lambda _: config.ways))
     batches = [(b, t) for b in config.batches for t in config.temperatures]
     rounds = config.adaptive_rounds
     adapting = decode(batches, lambda _: config.adaptive, rounds=rounds)
@@ -188,11 +188,11 @@ NOTES = (
 
 def summary(result: Result) -> list[Part]:
     """Returns tables of methods and of adaptive draft lengths."""
-    said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
+    columns = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
     same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
-    names = ("way", "num_drafts", *said, *same)
+    names = ("way", "num_drafts", *columns, *same)
     greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
-    settings = ("way", "batch", "temperature", said[0], *said[2:], *same)
+    settings = ("way", "batch", "temperature", columns[0], *columns[2:], *same)
     sheets: list[Sheet] = [
         greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
         drawn.sheet(f"{title}, temperature 1", *names),
@@ -229,9 +229,9 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
     for method, way in PUBLISHED.items():
-        here = greedy.where(way=way)
-        if len(here):
-            most = float(here.tokens_per_step.max())
+        selected = greedy.where(way=way)
+        if len(selected):
+            most = float(selected.tokens_per_step.max())
             yield ours("tokens", most, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):

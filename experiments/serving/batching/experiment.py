@@ -211,8 +211,8 @@ def plot(axes: Any, result: Result) -> None:
             style.curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
             look["marker"] = systems.look(name).marker
-            theirs, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
-            style.curve(gain, [longest], theirs, "published", label, **look)
+            reference, label = [BOOK.published(SYSTEMS[i])], f"published, {name}"
+            style.curve(gain, [longest], reference, "published", label, **look)
         style.reference(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
         gain.legend()

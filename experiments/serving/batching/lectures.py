@@ -101,8 +101,8 @@ def grid_rows(found: IterationSpans) -> list[str]:
 
 def count_equal_cells(found: IterationSpans, drawn: tuple[str, ...]) -> int:
     """Counts the cells that equal those of the drawn picture."""
-    ours, theirs = (" ".join(rows).split() for rows in (grid_rows(found), drawn))
-    return sum(x == y for x, y in zip(ours, theirs, strict=True))
+    ours, reference = (" ".join(rows).split() for rows in (grid_rows(found), drawn))
+    return sum(x == y for x, y in zip(ours, reference, strict=True))
 
 
 def batch_names(found: IterationSpans) -> list[str]:

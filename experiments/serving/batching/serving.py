@@ -90,14 +90,14 @@ def _serve(
     engine: Engine, model: checkpoints.Loaded, load: Workload, seed: int
 ) -> tuple[float, int]:
     """Serves a load in one burst; returns seconds and the number of non-empty steps."""
-    asks = [
+    samplings = [
         Sampling(temperature=0.0, max_tokens=most, ignore_eos=True)
         for most in np.asarray(load.output).tolist()
     ]
     rng, sizes = np.random.default_rng(seed), np.asarray(load.prompt).tolist()
-    asked = prompts.held_out(model.tokenizer, [*sizes], asks, rng)
+    requests = prompts.held_out(model.tokenizer, [*sizes], samplings, rng)
     engine.trace.clear()
     start_s = time.perf_counter()
-    engine.generate([x.tokens for x in asked], asks)
+    engine.generate([x.tokens for x in requests], samplings)
     seconds = time.perf_counter() - start_s
     return seconds, sum(int(info.num_rows.any(1).sum()) for info in engine.trace)

@@ -182,8 +182,8 @@ def simulate_sweeps(
         ("paged", limited_loads, paged),
         ("clients", looped, paged),
     ):
-        asked = loads(config) if sweeps else ()
-        groups[name] = [(load, bounds(longest), False) for load, longest in asked]
+        cases = loads(config) if sweeps else ()
+        groups[name] = [(load, bounds(longest), False) for load, longest in cases]
     names = ("pictures", "limits", "deviations")
     static = {name: groups[name] for name in names}
     return (

@@ -67,14 +67,14 @@ def draw_conversations(config: Config) -> Load:
     num = load_curves.enough(config.most, seconds)
     # Number of failures of a geometric law with this mean.
     before = rng.geometric(1 / (1 + config.rounds_before), num) - 1
-    said = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
-    total = said.prompt[num:] + said.output[num:]
+    rounds = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
+    total = rounds.prompt[num:] + rounds.output[num:]
     ends = np.cumsum(before)
     sums = np.concatenate([[0], np.cumsum(total)])
     history = sums[ends] - sums[ends - before]
     tokens = lengths.Lengths(
-        np.minimum(history + said.prompt[:num], HISTORY).astype(np.int32),
-        np.minimum(said.output[:num], HISTORY),
+        np.minimum(history + rounds.prompt[:num], HISTORY).astype(np.int32),
+        np.minimum(rounds.output[:num], HISTORY),
     )
     return Load(arrivals.poisson(rng, rate=1.0, num=num), tokens, seconds)
 
@@ -159,9 +159,9 @@ def summary(result: list[Row]) -> list[Part]:
     if not found:
         return []
     rows = []
-    for name, here in runs.group_rows(result, "system").items():
+    for name, selected in runs.group_rows(result, "system").items():
         rate = found[name].rate
-        end = min(here, key=lambda row: abs(row["rate_per_s"] - rate))
+        end = min(selected, key=lambda row: abs(row["rate_per_s"] - rate))
         times = found["paged"].rate / rate if "paged" in found else None
         rows.append(end | {"sustained": found[name].text, "times": times})
     columns = {

@@ -106,10 +106,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
     four = [(way, config.share) for way in settings.WAYS]
     ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
-    asked = [
+    budget_cases = [
         (settings.chunked_and_mixed(budget), config.share) for budget in config.budgets
     ]
-    budgets = runs.simulate_systems(name, config.data[0], asked, config)
+    budgets = runs.simulate_systems(name, config.data[0], budget_cases, config)
     cases = [
         (each, data, [(system, share) for share in config.shares])
         for each in config.models
@@ -193,11 +193,13 @@ def claims(result: Result) -> Iterator[Ours]:
         for row in found:
             if row["model"] == x.model and x.data in ("", row["data"]):
                 none = {x.system: math.nan, x.rival: math.nan}
-                here = rates.setdefault(row["data"], none)
-                here[row["system"]] = row[f"{x.objective}_per_s"]
+                by_system = rates.setdefault(row["data"], none)
+                by_system[row["system"]] = row[f"{x.objective}_per_s"]
         ratios = {
-            data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
-            for data, here in rates.items()
+            data: by_system[x.system] / by_system[x.rival]
+            if by_system[x.rival] > 0
+            else math.nan
+            for data, by_system in rates.items()
         }
         if ratios:
             data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
@@ -282,10 +284,10 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     """Draws P99 time between tokens by rate for the first model and dataset."""
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:
-        mine = loads.where(model=model, data=data, system=system)
-        style.curve(ax, mine.rate, mine.tbt_p99_s, system, system)
-        if len(mine):
-            ends[system] = float(mine.tbt_p99_s[-1])
+        subset = loads.where(model=model, data=data, system=system)
+        style.curve(ax, subset.rate, subset.tbt_p99_s, system, system)
+        if len(subset):
+            ends[system] = float(subset.tbt_p99_s[-1])
     _draw_limits(ax, model)
     best = min(ends, key=lambda x: ends[x])
     title = f"{model}, {data}: {best} keeps the tail between tokens at "
@@ -302,14 +304,14 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
     width, seen, best = 0.2, set[str](), ("", 0.0)
-    theirs = {
+    reference = {
         (x.model, x.data, x.objective, x.system): x.published
         for x in RATIOS
         if x.rival == "vLLM"
     }
     for i, (model, data, kind) in enumerate(groups):
-        here = [x for x in rows if (x["model"], x["data"]) == (model, data)]
-        rates = {x["system"]: x[f"{kind}_per_s"] for x in here}
+        selected = [x for x in rows if (x["model"], x["data"]) == (model, data)]
+        rates = {x["system"]: x[f"{kind}_per_s"] for x in selected}
         base = max(rates.get("vLLM", 0.0), 1e-9)
         for k, system in enumerate(COLORS):
             gain = rates.get(system, 0.0) / base
@@ -320,7 +322,7 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             ax.bar(place, gain, width * 0.94, **look)
             seen.add(system)
             best = (system, gain) if gain > best[1] else best
-            if ratio := theirs.get((model, data, kind, system)):
+            if ratio := reference.get((model, data, kind, system)):
                 label = "" if "published" in seen else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
                 style.curve(ax, [place], [ratio], "published", label, **look)

@@ -86,20 +86,20 @@ def num_requests(config: Config) -> int:
 
 
 def simulate_systems(
-    name: str, data: str, asked: Sequence[tuple[System, float]], config: Config
+    name: str, data: str, cases: Sequence[tuple[System, float]], config: Config
 ) -> PrefillRuns:
     """Simulates the same requests under each system and rate, vectorised.
 
     Args:
       name: name of the model.
       data: name of the dataset.
-      asked: systems, each with a rate as a share of `prefill_bound_rate`.
+      cases: systems, each with a rate as a share of `prefill_bound_rate`.
       config: duration and seed.
     """
     model, law, seconds = MODELS[name], DATA[data], config.seconds
     full, num = prefill_bound_rate(model, law), num_requests(config)
     members = []
-    for system, share in asked:
+    for system, share in cases:
         rng = np.random.default_rng(config.seed)
         load = arrivals.open_loop(rng, law, rate=share * full, num=num)
         members.append(system.member(model, law, load))
@@ -112,7 +112,7 @@ def simulate_systems(
     )
     median_s = settings.prompt_s(model, float(np.median(members[0].workload.prompt)))
     rows = []
-    for i, (system, share) in enumerate(asked):
+    for i, (system, share) in enumerate(cases):
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
@@ -172,10 +172,12 @@ def sustained_capacities(loads: PrefillRuns) -> Capacities:
     rows = []
     names = zip(loads.model, loads.data, loads.system, strict=True)
     for model, data, system in dict.fromkeys(names):
-        here = loads.where(model=model, data=data, system=system)
-        prompt = metrics.capacity(here.rate, here.delay_s, at_most_s=MAX_DELAY_S)
+        selected = loads.where(model=model, data=data, system=system)
+        prompt = metrics.capacity(
+            selected.rate, selected.delay_s, at_most_s=MAX_DELAY_S
+        )
         steady = [
-            metrics.capacity(here.rate, here.tbt_p99_s, at_most_s=limit_s)
+            metrics.capacity(selected.rate, selected.tbt_p99_s, at_most_s=limit_s)
             for limit_s in MODELS[model].limits_s.values()
         ]
         rows.append((model, data, system, *(min(rate, prompt) for rate in steady)))

@@ -192,7 +192,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             progress.show("calibrating")
             costs = asyncio.run(_calibrated(config, loaded, service))
         replica, most = _replica(config, loaded.config, costs)
-        asked = []
+        offered = []
         for share in config.shares_served:
             # Both placements serve the same requests.
             rate, rng = share * most, np.random.default_rng(config.seed)
@@ -201,8 +201,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
             requests = Requests(arrival_s, lengths.Lengths(*sizes))
-            asked.append(OfferedLoad(rate, requests, tokens))
-        jobs = [(way, load) for way in WAYS for load in asked]
+            offered.append(OfferedLoad(rate, requests, tokens))
+        jobs = [(way, load) for way in WAYS for load in offered]
         found: list[list[RoutedAnswer]] = []
         for way, load in progress.track(jobs, "loads", "serving"):
             other = config.token_budget if way == WAYS[0] else config.decode_budget
@@ -213,14 +213,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows, sent_bytes = [], []
     for (way, load), served in zip(jobs, found, strict=False):
         marks = np.percentile([_times_s(x) for x in served], (50, 90), axis=0)
-        said = _simulated(config, way, load, replica)
+        simulated = _simulated(config, way, load, replica)
         sent = [x.transfer for x in served if x.transfer.num_bytes]
         sent_s = np.median([x.transfer_s for x in sent] or [0.0])
         sent_bytes += [x.num_bytes for x in sent]
-        rows.append((way, load.rate, len(served), *marks.T.ravel(), *said, sent_s))
+        rows.append((way, load.rate, len(served), *marks.T.ravel(), *simulated, sent_s))
     pairs = [
         (a.completion.tokens, b.completion.tokens)
-        for both in zip(found, found[len(asked) :], strict=False)
+        for both in zip(found, found[len(offered) :], strict=False)
         for a, b in zip(*both, strict=True)
     ]
     whole = config.prompt_tokens // config.page_size * config.page_size
@@ -395,8 +395,8 @@ def claims(result: Result) -> Iterator[Ours]:
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
         for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
-            said = row[f"said_{name}"]
-            yield ours(id, row[name], published=said, differs=True, **words)
+            simulated = row[f"said_{name}"]
+            yield ours(id, row[name], published=simulated, differs=True, **words)
 
 
 SYSTEMS = dict(zip(WAYS, ("both phases", "split"), strict=True))
@@ -411,15 +411,15 @@ def plot(axes: Any, result: Result) -> None:
     ):
         last = {}
         for way, system in SYSTEMS.items():
-            mine = result.loads.where(way=way)
+            subset = result.loads.where(way=way)
             found = {
-                f"{way}, median": (unit * getattr(mine, f"{name}_s"), "-"),
-                f"{way}, 90 %": (unit * getattr(mine, f"{name}_p90_s"), "--"),
-                f"{way}, simulated": (unit * getattr(mine, f"said_{name}_s"), ":"),
+                f"{way}, median": (unit * getattr(subset, f"{name}_s"), "-"),
+                f"{way}, 90 %": (unit * getattr(subset, f"{name}_p90_s"), "--"),
+                f"{way}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
             }
             for label, (values, line) in found.items():
-                style.curve(ax, mine.rate, values, system, label, linestyle=line)
-            if len(mine):
+                style.curve(ax, subset.rate, values, system, label, linestyle=line)
+            if len(subset):
                 last[way] = float(found[f"{way}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
         if len(last) == len(WAYS):

@@ -91,19 +91,19 @@ def judge_load(
 
 
 def serve_single_replicas(
-    asked: Sequence[tuple[str, Role, Instance, float]],
+    cases: Sequence[tuple[str, Role, Instance, float]],
     config: Config,
     progress: Progress,
 ) -> PlacementLoads:
     """Simulates loads on single replicas.
 
     Args:
-      asked: application, role and GPUs of the replica, and requests/s.
+      cases: application, role and GPUs of the replica, and requests/s.
       config: duration and seed.
       progress: receives progress.
     """
     jobs, seconds = [], config.seconds
-    for name, role, instance, rate in asked:
+    for name, role, instance, rate in cases:
         requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # a request for one token ends with its prefill
             requests = disaggregated.take(requests, requests.tokens.output > 1)
@@ -114,37 +114,37 @@ def serve_single_replicas(
     counted = [disaggregated.counted(answers, seconds) for answers in served]
     placed: list[Placement] = [
         ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
-        for _, role, (_, num), _ in asked
+        for _, role, (_, num), _ in cases
     ]
-    return _loads([(name, rate) for name, *_, rate in asked], placed, counted)
+    return _loads([(name, rate) for name, *_, rate in cases], placed, counted)
 
 
 def serve_split_replicas(
-    asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
+    cases: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
 ) -> PlacementLoads:
     """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
     served = disaggregated.split(
         [
             (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
-            for name, p, rate in asked
+            for name, p, rate in cases
         ],
         config.seconds,
         max_slots=settings.MAX_SLOTS,
         progress=progress,
     )
     placed: list[Placement] = []
-    for _, p, _ in asked:
+    for _, p, _ in cases:
         ways = p.prefill.num_gpus, p.decode.num_gpus
         placed.append(("split", *ways, p.num_prefill, p.num_decode, p.link))
-    return _loads([(name, rate) for name, _, rate in asked], placed, served)
+    return _loads([(name, rate) for name, _, rate in cases], placed, served)
 
 
 def _loads(
-    asked: list[tuple[str, float]],
+    cases: list[tuple[str, float]],
     placed: list[Placement],
     served: Iterable[Answers],
 ) -> PlacementLoads:
-    rows = zip(asked, placed, served, strict=True)
+    rows = zip(cases, placed, served, strict=True)
     return PlacementLoads.of(
         judge_load(name, answers, KNOWN[name].objectives, placement, rate)
         for (name, rate), placement, answers in rows
@@ -188,20 +188,20 @@ def goodput_per_objective(loads: PlacementLoads) -> float:
     )
 
 
-def application_goodputs(alone: PlacementLoads, split: PlacementLoads) -> Goodputs:
+def application_goodputs(single: PlacementLoads, split: PlacementLoads) -> Goodputs:
     """Returns the goodput of each application, the paper's example first."""
     rows = []
-    for name in alone.distinct("name"):
-        apart = split.where(name=name)
+    for name in single.distinct("name"):
+        split_loads = split.where(name=name)
         of = goodput_per_objective if name == EXAMPLE else goodput_per_gpu
         found, placement = np.nan, "-"
-        if len(apart):
-            found = of(apart)
+        if len(split_loads):
+            found = of(split_loads)
             placement = (
                 "{num_prefill} x {prefill_ways} GPUs that read and "
                 "{num_decode} x {decode_ways} that decode"
-            ).format_map(apart.rows()[0])
-        rows.append((name, of(alone.where(name=name, role="both")), found, placement))
+            ).format_map(split_loads.rows()[0])
+        rows.append((name, of(single.where(name=name, role="both")), found, placement))
     return Goodputs.of(rows)
 
 
@@ -209,11 +209,16 @@ def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
     """Returns the goodput per GPU of each phase."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
     return PhaseGoodputs.of(
-        (name, role, num, goodput_per_gpu(here.where(**{f"{role}_ways": num}), field))
+        (
+            name,
+            role,
+            num,
+            goodput_per_gpu(selected.where(**{f"{role}_ways": num}), field),
+        )
         for name in found.distinct("name")
         for role, field in fields.items()
-        for here in [found.where(name=name, role=role)]
-        for num in here.distinct(f"{role}_ways")
+        for selected in [found.where(name=name, role=role)]
+        for num in selected.distinct(f"{role}_ways")
     )
 
 
@@ -231,11 +236,11 @@ def best_placement(name: str, found: PhaseGoodputs) -> tuple[Split, float]:
     """
     chosen, rates = [], []
     for role in ("prefill", "decode"):
-        here = found.where(name=name, role=role)
-        most = int(np.argmax(here.rate_per_s))
-        ways = int(here.ways[most])
+        selected = found.where(name=name, role=role)
+        most = int(np.argmax(selected.rate_per_s))
+        ways = int(selected.ways[most])
         chosen.append(Instance(KNOWN[name].model, ways).replica)
-        rates.append(float(here.rate_per_s[most]) * ways)
+        rates.append(float(selected.rate_per_s[most]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
     placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
 

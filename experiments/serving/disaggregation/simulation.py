@@ -53,7 +53,7 @@ class Result(Record):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates all parts."""
-    asked: list[tuple[str, Role, Instance, float]] = []
+    cases: list[tuple[str, Role, Instance, float]] = []
     for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
         phases: dict[Role, tuple[int, ...]]
@@ -61,10 +61,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for role, ways in phases.items():
             for instance in [Instance(x.model, num) for num in ways]:
                 most = runs.search_limits(x, instance)[role]
-                asked += [(name, role, instance, part * most) for part in config.shares]
+                cases += [(name, role, instance, part * most) for part in config.shares]
     progress.show("one machine, either phase or both")
-    alone = runs.serve_single_replicas(asked, config, progress)
-    found = runs.phase_goodputs(alone)
+    single = runs.serve_single_replicas(cases, config, progress)
+    found = runs.phase_goodputs(single)
     placements = [
         (name, *runs.best_placement(name, found)) for name in config.applications
     ]
@@ -89,7 +89,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     is_slow = (both.name == EXAMPLE) & (both.link != settings.LINK)
     return Result(
-        alone=alone,
+        alone=single,
         split=both.at(~is_slow),
         links=both.at(is_slow),
         queues=queues.simulate_queues(config, progress),
@@ -109,18 +109,21 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("example", split, what=coupled)
     yield ours("more", split / together if together > 0 else math.nan)
     for row in found.at(slice(1, None)).rows():
-        together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
-        if math.isnan(apart):
+        together, split_rate = (
+            row["together_per_card_per_s"],
+            row["split_per_card_per_s"],
+        )
+        if math.isnan(split_rate):
             continue
         (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
         yield ours(
             "application" if low == high else "span",
-            apart / together if together > 0 else math.nan,
+            split_rate / together if together > 0 else math.nan,
             published=low if low == high else (low, high),
             name=row["name"],
             where=where,
             ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
-            rates=f"{apart:.3g} against {together:.3g} requests/s for each GPU, "
+            rates=f"{split_rate:.3g} against {together:.3g} requests/s for each GPU, "
             f"{row['placement']}",
         )
     size = 512 * settings.kv_bytes("opt-66b") / 2**30
@@ -148,11 +151,11 @@ def summary(result: Result) -> list[Part]:
     links = [
         {
             "GB/s": link / 1e9,
-            each: f"{runs.goodput_per_objective(here):.3g}",
-            "transfer_s": here.transfer_s.min(),
+            each: f"{runs.goodput_per_objective(selected):.3g}",
+            "transfer_s": selected.transfer_s.min(),
         }
         for link in result.links.distinct("link")
-        for here in [result.links.where(link=link)]
+        for selected in [result.links.where(link=link)]
     ]
     waits = zip(result.queues.rows(), result.queues.off.flat, strict=True)
     return [
@@ -196,8 +199,10 @@ RATES = "load [requests/s per GPU]"
 
 def plot(axes: Any, result: Result) -> None:
     """Draws 6 panels."""
-    alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
-    both, prefill, decode = (alone.where(role=x) for x in ("both", "prefill", "decode"))
+    single, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
+    both, prefill, decode = (
+        single.where(role=x) for x in ("both", "prefill", "decode")
+    )
     first_s, gap_s = KNOWN[EXAMPLE].objectives
     lines, label = [both, prefill, split], "first token [s]"
     _draw_tail(axes[0, 0], "ttft_s", lines, first_s, label)
@@ -214,16 +219,16 @@ def plot(axes: Any, result: Result) -> None:
 def _draw_tail(
     ax: Any, field: str, lines: list[PlacementLoads], goal: float, label: str
 ) -> None:
-    borne = {}
+    sustained = {}
     for loads in filter(len, lines):
         values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
         style.curve(ax, loads.rate_per_card, values, name, name)
-        borne[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
+        sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
     style.reference(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
-    if borne:
-        most = max(borne, key=lambda name: borne[name])
+    if sustained:
+        most = max(sustained, key=lambda name: sustained[name])
         title += f": {most} has most load within the objective"
     style.titled(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
@@ -313,8 +318,8 @@ def _draw_queues(ax: Any, found: QueueTimes) -> None:
         style.curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
         style.curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
-        theirs = np.array([queues.formula_s(machine, rate) for rate in found.rate])
-        off += np.abs(found.simulated_s[i] / theirs - 1).tolist()
+        reference = np.array([queues.formula_s(machine, rate) for rate in found.rate])
+        off += np.abs(found.simulated_s[i] / reference - 1).tolist()
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"

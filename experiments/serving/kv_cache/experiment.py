@@ -178,8 +178,8 @@ def claims(result: Result) -> Iterator[Ours]:
     without, cached = counting.growth_exponents(both, timed.length)
     yield ours("time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached)
     if RASCHKA_TOKENS in timed.length:
-        (here,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
-        without, cached = timed.totals_s()[:, here]
+        (index,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
+        without, cached = timed.totals_s()[:, index]
         words = {"tokens": RASCHKA_TOKENS, "device": result.device}
         yield ours("raschka", without / cached, **words)
 

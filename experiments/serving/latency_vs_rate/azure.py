@@ -79,11 +79,11 @@ class Config:
         """Validates the fields."""
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
-        for name, num in self.asked:
+        for name, num in self.cases:
             check_fits(name, self.device, num)
 
     @property
-    def asked(self) -> list[tuple[str, int]]:
+    def cases(self) -> list[tuple[str, int]]:
         """Every model on every number of GPUs."""
         return [*itertools.product(self.models, self.num_devices)]
 
@@ -124,7 +124,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
                 fcfs.fcfs(),
                 named_costs.find(f"roofline:{name}:{config.device}:{num}").cost,
             )
-            for name, num in config.asked
+            for name, num in config.cases
         ]
         served = driver.simulate(
             driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
@@ -134,7 +134,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         rows += [
             {"panel": trace, "trace": trace, "model": name, "num_devices": num}
             | _row(served, i, recording)
-            for i, (name, num) in enumerate(config.asked)
+            for i, (name, num) in enumerate(config.cases)
         ]
     return rows
 
@@ -148,9 +148,9 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
     each_s = latency.time_per_output_token_s(first_s, finish_s, output)
     answered = ~np.isnan(finish_s)
     # Latencies leave out rejected requests, which are counted separately.
-    asked = ~served.rejected[index]
-    several = asked & (output > 1)
-    came_s = np.where(asked, arrival_s, np.nan)
+    accepted = ~served.rejected[index]
+    several = accepted & (output > 1)
+    came_s = np.where(accepted, arrival_s, np.nan)
     did = served.numbers(index)
     return did | {
         "num_requests": int(arrival_s.size),
@@ -159,8 +159,8 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
         "normalised_s": float(latency.normalised_latency_s(came_s, finish_s, output)),
-        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=asked)),
-        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=asked)),
+        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=accepted)),
+        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=accepted)),
         "each_p50_s": float(latency.percentile(each_s, 50, is_asked=several)),
         "each_p99_s": float(latency.percentile(each_s, 99, is_asked=several)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),

@@ -113,12 +113,12 @@ def summary(result: list[Row]) -> list[Part]:
             "took_s": rows[0]["took_s"],
             "processor_s": rows[0]["processor_s"],
         }
-        for panel, here in runs.group_rows(result, "panel").items()
-        for turn, rows in runs.group_rows(here, "turn").items()
+        for panel, selected in runs.group_rows(result, "panel").items()
+        for turn, rows in runs.group_rows(selected, "turn").items()
     ]
     capacities = []
-    for name, here in runs.group_rows(result, "panel").items():
-        curves, found = runs.latency_curves(here), runs.sustained_loads(here)
+    for name, selected in runs.group_rows(result, "panel").items():
+        curves, found = runs.latency_curves(selected), runs.sustained_loads(selected)
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
@@ -174,21 +174,21 @@ def plot(axes: Any, result: list[Row]) -> None:
         ax.legend()
     last = runs.group_rows(axis_end_rows(result), "panel")
     for name, printed in published.BATCHES.items():
-        if here := [x for x in last.get(name, ()) if x["system"] in printed]:
-            _batches(next(free), name, here)
+        if selected := [x for x in last.get(name, ()) if x["system"] in printed]:
+            _batches(next(free), name, selected)
     for ax in free:
         ax.remove()
 
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
-    theirs, drawn = published.BATCHES[name], [row["system"] for row in rows]
+    reference, drawn = published.BATCHES[name], [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
         for dx, height, look in (
             (-0.2, row["batch"], systems.look(system).bar),
-            (0.2, theirs[system], systems.look("published").bar | printed),
+            (0.2, reference[system], systems.look("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in drawn]

@@ -135,19 +135,21 @@ def draw_workload(config: Config) -> Workload:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Replays the recording under each policy."""
     load = draw_workload(config)
-    asked: Any = load.attributes
+    drawn_attributes: Any = load.attributes
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
     cost = named_costs.find(cost_name).cost
     capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)
-    has_deadline = np.asarray(asked.deadline_ms) < attributes.NO_DEADLINE
-    is_light = np.asarray(asked.session) > 0
-    is_urgent = np.asarray(asked.priority) < 0
+    has_deadline = np.asarray(drawn_attributes.deadline_ms) < attributes.NO_DEADLINE
+    is_light = np.asarray(drawn_attributes.session) > 0
+    is_urgent = np.asarray(drawn_attributes.priority) < 0
     rows = []
     for name, policy in progress.track(POLICIES.items(), "policies", "policies"):
         seen = load
         if name.endswith("oracle"):
             truth = load.prompt + load.output
-            seen = load._replace(attributes=asked._replace(predicted_length=truth))
+            seen = load._replace(
+                attributes=drawn_attributes._replace(predicted_length=truth)
+            )
         served = driver.simulate(
             driver.stack([Members(seen, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
@@ -161,7 +163,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         wait_s = metrics.time_to_first_token_s(arrival_s, first_s)
         took_ms = 1e3 * (finish_s - arrival_s)
-        is_late = (took_ms > np.asarray(asked.deadline_ms))[has_deadline]
+        is_late = (took_ms > np.asarray(drawn_attributes.deadline_ms))[has_deadline]
         answered = ~np.isnan(finish_s)
         rows.append(
             {

@@ -41,12 +41,12 @@ class Panel(NamedTuple):
     @property
     def title(self) -> str:
         """Model, data and decoding."""
-        asked = {
+        decoding = {
             "plain": "",
             "samples": f", {self.width} samples",
             "beams": f", beam width {self.width}",
         }[self.kind]
-        return f"OPT-{self.server}, {self.data}{asked}"
+        return f"OPT-{self.server}, {self.data}{decoding}"
 
     @property
     def hours(self) -> float:
@@ -83,12 +83,12 @@ def beam_pool_factor(width: int) -> float:
     with np.load(path) as found:
 
         def held(table: str) -> float:
-            here = found[f"{table}.lengths"] == "short"
-            here &= found[f"{table}.num_sequences"] == width
-            if not here.any():
+            selected = found[f"{table}.lengths"] == "short"
+            selected &= found[f"{table}.num_sequences"] == width
+            if not selected.any():
                 raise ValueError(f"{path}: has no requests of {width} sequences")
-            pages = found[f"{table}.distinct_pages"][here].sum()
-            return float(pages / found[f"{table}.logical_pages"][here].sum())
+            pages = found[f"{table}.distinct_pages"][selected].sum()
+            return float(pages / found[f"{table}.logical_pages"][selected].sum())
 
         return held("samples") / held("beams")
 
@@ -131,7 +131,7 @@ def claims(rows: list[Row]) -> Iterator[Ours]:
     for name, server in settings.SERVERS.items():
         yield ours("weights", server.weight_bytes / 1e9, server=name)
     panels = runs.group_rows(rows, "panel")
-    curves = {name: runs.latency_curves(here) for name, here in panels.items()}
+    curves = {name: runs.latency_curves(selected) for name, selected in panels.items()}
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
     yield from _figure_12(whole)
     for row in axis_end_rows(rows):

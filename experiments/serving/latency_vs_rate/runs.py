@@ -81,14 +81,14 @@ def serve_at_rates(
     rows = []
     cost = settings.step_time(setting.server)
     for kind in ("FasterTransformer",), settings.ORCAS, ("paged",):
-        asked = [(system, rate) for system in kind for rate in rates.get(system, ())]
-        if not asked or progress.stopped:
+        cases = [(system, rate) for system in kind for rate in rates.get(system, ())]
+        if not cases or progress.stopped:
             continue
         groups = setting.samples if kind == ("paged",) else 1
-        slots = max(setting.slots(system) for system, _ in asked)
+        slots = max(setting.slots(system) for system, _ in cases)
         served = driver.simulate(
             driver.stack(
-                [make_member(setting, requests, *x, cost, groups) for x in asked]
+                [make_member(setting, requests, *x, cost, groups) for x in cases]
             ),
             max_slots=slots,
             max_samples=groups,
@@ -101,7 +101,7 @@ def serve_at_rates(
             rows += [
                 {"system": system, "rate_per_s": float(rate)}
                 | _row(served, i, requests.at(rate), setting.samples, groups)
-                for i, (system, rate) in enumerate(asked)
+                for i, (system, rate) in enumerate(cases)
             ]
     return rows
 
@@ -133,15 +133,15 @@ def make_member(
     )
     if system == "paged":
         return plain._replace(capacity=pool_capacity(int(pages * setting.pool_factor)))
-    alone = plain._replace(workload=requests.repeated(rate, setting.samples))
+    single = plain._replace(workload=requests.repeated(rate, setting.samples))
     if system == "FasterTransformer":
-        return alone._replace(policy=static_batching.static())
+        return single._replace(policy=static_batching.static())
     reservation = contiguous.reservation(
         _RULES[system],
         num_leaves=pages,
         leaves_per_region=settings.MAX_LENGTH // settings.PAGE_SIZE,
     )
-    return alone._replace(reservation=reservation)
+    return single._replace(reservation=reservation)
 
 
 _RULES: Mapping[System, contiguous.Rule] = {
@@ -250,8 +250,8 @@ def group_rows(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
 def latency_curves(rows: list[Row]) -> dict[System, Curve]:
     """Returns latency against rate for each system."""
     found = {}
-    for system, here in group_rows(rows, "system").items():
-        pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
+    for system, selected in group_rows(rows, "system").items():
+        pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in selected)
         found[system] = Curve(*np.array(pairs, float).T)
     return found
 

@@ -85,7 +85,7 @@ def step_time(server: Machine) -> cost_models.Linear:
     if server.name == "13B":
         return cost_models.figure_12().cost
     prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
-    there, here = devices.find("a100-80gb"), devices.find(server.device)
+    fit_device, device = devices.find("a100-80gb"), devices.find(server.device)
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
     ratio = each / other
     heavier = [
@@ -95,5 +95,5 @@ def step_time(server: Machine) -> cost_models.Linear:
         # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,
-        scale=1e-3 * there.bandwidth / here.bandwidth,
+        scale=1e-3 * fit_device.bandwidth / device.bandwidth,
     )

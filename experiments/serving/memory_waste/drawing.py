@@ -66,10 +66,12 @@ def plot(axes: Any, result: Any) -> None:
 def _draw_uses(ax: Any, result: Any) -> None:
     """Draws simulated shares left and published shares right in each pair of bars."""
     names, printed = result.system.tolist(), BOOK.published("uses")
-    theirs = [[printed[name].get(use, 0.0) for use in USES.values()] for name in names]
+    reference = [
+        [printed[name].get(use, 0.0) for use in USES.values()] for name in names
+    ]
     ours = 100 * result.waste.uses.mean(axis=1)
     places = np.arange(len(names))
-    for shares, shift, alpha in ((ours, -0.21, 1.0), (np.array(theirs), 0.21, 0.5)):
+    for shares, shift, alpha in ((ours, -0.21, 1.0), (np.array(reference), 0.21, 0.5)):
         bottom = np.zeros(len(names))
         rows = zip(shares.T, USES.values(), USE_LOOKS, strict=True)
         for values, use, (color, hatch) in rows:

@@ -148,7 +148,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _serve(
     config: Config,
     setting: runs.Setting,
-    asked: Sequence[tuple[settings.System, runs.Load, Cost]],
+    cases: Sequence[tuple[settings.System, runs.Load, Cost]],
     progress: Progress,
 ) -> Waste:
     """Simulates loads; rows are systems or cost models, columns are seeds."""
@@ -156,10 +156,10 @@ def _serve(
         driver.stack(
             [
                 runs.make_member(setting, load, system, config.rate, cost, 1)
-                for system, load, cost in asked
+                for system, load, cost in cases
             ]
         ),
-        max_slots=max(setting.slots(system) for system, *_ in asked),
+        max_slots=max(setting.slots(system) for system, *_ in cases),
         head=runs.HEAD,
         since_s=config.warm_up_s,
         until_s=3600 * config.hours,

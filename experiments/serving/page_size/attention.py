@@ -191,9 +191,9 @@ def _measure(problem: Problem, names: tuple[str, str], config: Config) -> Cell:
 
 def _prepare(problem: Problem, name: str) -> Run | None:
     """Prepares an implementation; None if it refuses the problem."""
-    everyone = {x.name: x for x in runs.of_attention()}
+    implementations = {x.name: x for x in runs.of_attention()}
     try:
-        return everyone[name].prepare(problem)
+        return implementations[name].prepare(problem)
     except ValueError:  # unsupported page size, or no GPU
         return None
 
@@ -234,13 +234,13 @@ def claims(result: Result) -> Iterator[Ours]:
     low, high = (known.min(), known.max()) if known.size else (math.nan, math.nan)
     spread = f"Ours: {low:.2f} to {high:.2f} over all shapes"
     if known.size and np.isfinite(found.ratio[:, -1]).all():
-        alone = float(np.nanmedian(ratios / found.ratio[:, -1]))
+        relative = float(np.nanmedian(ratios / found.ratio[:, -1]))
         whole = int(result.page_size[-1])
-        spread += f"; {alone:.2f} times, in the middle, what pages of {whole} take"
-    here, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
+        spread += f"; {relative:.2f} times, in the middle, what pages of {whole} take"
+    on_cpu, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
     words: dict[str, Any] = {
         "size": int(result.page_size[column]),
-        "peers": on_gpu if result.paged == "mosaic_gpu" else here,
+        "peers": on_gpu if result.paged == "mosaic_gpu" else on_cpu,
         "device": result.device,
         "spread": spread,
     }
@@ -264,24 +264,23 @@ def plot(axes: Any, result: Result) -> None:
         label = f"{batch} x {context}"
         style.curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
-        mine = found.where(batch=batch)
-        paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
+        subset = found.where(batch=batch)
+        paged, contiguous = subset.paged_s[:, column], subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
         style.curve(
-            times, mine.context, 1e3 * paged, color, f"{label}, pages", marker=mark
+            times, subset.context, 1e3 * paged, color, f"{label}, pages", marker=mark
         )
         look = {"linestyle": ":", "marker": mark}
         label = f"{label}, contiguous"
-        style.curve(times, mine.context, 1e3 * contiguous, color, label, **look)
+        style.curve(times, subset.context, 1e3 * contiguous, color, label, **look)
     style.reference(ratios, 1, "contiguous")
     style.powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
-        here = found.ratio[:, column]
+        at_size = found.ratio[:, column]
         size = result.page_size[column]
-        title = (
-            f"Pages of {size} take {here.min():.2f} to {here.max():.2f} times as long "
-        )
+        least, most_ratio = at_size.min(), at_size.max()
+        title = f"Pages of {size} take {least:.2f} to {most_ratio:.2f} times as long "
         title += "as contiguous attention"
         most = 1e3 * found.paged_s[:, column].max()
         times_title = f"Pages of {size}: at most {most:.3g} ms a step"

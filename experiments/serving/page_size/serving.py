@@ -85,7 +85,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             break
         progress.show(f"{data}, pages of every size")
         load = runs.load(law, FULL[data], seconds, seed)
-        asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
+        cases = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
         places, cost = server.num_places, settings.step_time(server)
         members = [
             Members(
@@ -94,7 +94,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 fcfs.fcfs(),
                 cost,
             )
-            for rate, size in asked
+            for rate, size in cases
         ]
         served = driver.simulate(
             driver.stack(members),
@@ -104,7 +104,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             until_s=seconds,
             progress=progress,
         )
-        for i, (rate, size) in enumerate(asked):
+        for i, (rate, size) in enumerate(cases):
             w, means = load.at(rate), served.means
             num = w.prompt.shape[0]
             finish_s = served.finish_s[i][:num]
@@ -130,9 +130,9 @@ def claims(result: Result) -> Iterator[Ours]:
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
         found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
         words: dict[str, Any] = {"data": data, "low": low, "high": high}
-        for id, here in found.items():
-            if here.any():
-                slowest = float(latency[here].max() / latency.min())
+        for id, selected in found.items():
+            if selected.any():
+                slowest = float(latency[selected].max() / latency.min())
                 yield ours(id, slowest, rate=LOADED[data], **words)
         rows = result.serving.where(data=data, rate=FULL[data])
         # Both sources count before the tokens of a step are written, the simulator
@@ -163,11 +163,16 @@ def plot(axes: Any, result: Result) -> None:
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
         rows = result.serving.where(data=data, rate=FULL[data])
-        theirs = BOOK.published("tokens")[data]
+        reference = BOOK.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
         style.curve(
-            memory, [*map(int, theirs)], [*theirs.values()], "published", label, **look
+            memory,
+            [*map(int, reference)],
+            [*reference.values()],
+            "published",
+            label,
+            **look,
         )
         style.curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < least[2]:

@@ -105,6 +105,6 @@ def _draw_pool(
         if count:
             boxes.badge(ax, middle, y + 0.32, before, count)
         else:
-            said = f"{before}→0" if before else "free"
+            change = f"{before}→0" if before else "free"
             color = boxes.COPY if before else boxes.GHOST
-            boxes.text(ax, middle, y + 0.32, said, 5.4, color=color, ha="center")
+            boxes.text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")

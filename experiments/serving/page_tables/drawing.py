@@ -99,13 +99,13 @@ def _draw_slot(
 ) -> float:
     """Draws a sequence's logical pages and table rows; returns the lower edge."""
     color, size, table_x = boxes.colors(slot), frames.held.shape[2], x + _PAGE + 0.11
-    length, told = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
+    length, texts = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
         boxes.text(ax, x, y + 0.075, name, 6.5, color=color, **look)
-        if told[length]:
+        if texts[length]:
             look = {"style": "italic", "color": boxes.GREY, "ha": "right"}
-            where = (x + _PAGE, y + 0.075, f"next: {told[length]}", boxes.SMALL)
+            where = (x + _PAGE, y + 0.075, f"next: {texts[length]}", boxes.SMALL)
             boxes.text(ax, *where, va="center", **look)
     y += 0.15
     before = int(frames.length[i - 1, slot]) if i else 0
@@ -114,7 +114,7 @@ def _draw_slot(
         box = Box(x, y, _PAGE, _ROW - 0.03)
         boxes.rectangle(ax, box, facecolor=boxes.pale(color), edgecolor=color)
         old = min(max(before - start, 0), size)
-        words = told[start : start + filled]
+        words = texts[start : start + filled]
         boxes.words(ax, box, words, bold=range(old, filled) if i else ())
         middle = y + box.height / 2
         boxes.text(ax, table_x + 0.04, middle, str(page), 6.6, ha="center")
@@ -122,8 +122,8 @@ def _draw_slot(
         boxes.text(ax, table_x + 0.3, middle, grew, 6, ha="center")
         end = pool[page]
         # Lines to a shared page end at different heights.
-        apart = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
-        end_y = end.y + end.height / 2 + apart
+        offset = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
+        end_y = end.y + end.height / 2 + offset
         boxes.arrow(ax, (table_x + 0.46, middle), (end.x - 0.14, end_y), color)
         y += _ROW
     return y + 0.02

@@ -136,9 +136,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         order=(7, 1, 3),
     )
     progress.show("beams")
-    told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
+    stories = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
     beams = FrameRecorder(
-        Language(told, MAX_LENGTH),
+        Language(stories, MAX_LENGTH),
         num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
         max_slots=WIDTH,
@@ -223,8 +223,8 @@ def claims(result: Result) -> Iterator[Ours]:
     for id, published in PUBLISHED.items():
         # Equal entries of page and number, if the pages are in the same order.
         equal = sum(
-            len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
-            for theirs, mine in zip(published, found[id], strict=True)
+            len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
+            for reference, subset in zip(published, found[id], strict=True)
         )
         yield ours(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]

@@ -234,15 +234,17 @@ def claims(result: Result) -> Iterator[Ours]:
         yield ours("held", sum(x.num_overtaken.sum() for x in held))
     none, plain = result.spaces.where(swap_pages=0), ways.where(name="recompute")
     if len(none) and len(plain):
-        lost, theirs = none.num_recomputed[0], float(plain.num_recomputed[0])
-        yield ours("left_end", lost, published=theirs)
+        lost, reference = none.num_recomputed[0], float(plain.num_recomputed[0])
+        yield ours("left_end", lost, published=reference)
     for share, published in WATERMARKS.items():
         marks = result.watermarks
-        here = marks.at(marks.watermark == [round(share * x) for x in marks.pool_pages])
-        if len(here):
-            found, theirs = 100 * here.recomputed_share[0], 100 * published
+        selected = marks.at(
+            marks.watermark == [round(share * x) for x in marks.pool_pages]
+        )
+        if len(selected):
+            found, reference = 100 * selected.recomputed_share[0], 100 * published
             words: dict[str, Any] = {"share": 100 * share}
-            yield ours("watermark", found, published=theirs, differs=True, **words)
+            yield ours("watermark", found, published=reference, differs=True, **words)
     again = result.pools.where(preemption="recompute")
     if len(again):
         most = 100 * again.recomputed_share.max()
@@ -349,10 +351,10 @@ AGAIN = "computed again [% of tokens]"
 def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     """Draws the recomputed share by pages kept free, and the best victim rule."""
     title = "Pages kept free at admission"
-    theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
+    reference = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
-    style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
+    style.curve(ax, *zip(*reference, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share

@@ -116,7 +116,7 @@ def _time_reading(
     drain = jax.jit(requests.drain, donate_argnames="state")
     found = []
     for _ in range(repeats + 1):
-        asked = request_batch.make_requests(
+        batch = request_batch.make_requests(
             [request.tokens],
             [ask],
             config=config,
@@ -124,7 +124,7 @@ def _time_reading(
             eos_ids=model.eos_ids,
             width=config.submit_width,
         )
-        state, _ = programs.LOCAL.submit(state, asked, config=config)
+        state, _ = programs.LOCAL.submit(state, batch, config=config)
         read = functools.partial(
             programs.LOCAL.run_steps, config=config, forward=forward, policy=policy
         )

@@ -135,7 +135,7 @@ type PreemptionSettings = list[tuple[PreemptionSetting, EngineConfig]]
 def serve_settings(
     model: checkpoints.Loaded,
     requests: list[Request],
-    asked: Iterable[tuple[str, str, int, PreemptionSettings]],
+    cases: Iterable[tuple[str, str, int, PreemptionSettings]],
     progress: Progress,
 ) -> dict[str, Servings]:
     """Serves all requests under each setting; the first has no preemption.
@@ -143,7 +143,7 @@ def serve_settings(
     Args:
       model: served model.
       requests: requests, the same for all settings.
-      asked: name of a table, label of its progress bar, servings of each setting, and
+      cases: name of a table, label of its progress bar, servings of each setting, and
         the settings. Rounds start at different settings.
       progress: receives progress; may stop.
 
@@ -152,7 +152,7 @@ def serve_settings(
     """
     tables, expected, compiled = {}, list[list[int]](), set[EngineConfig]()
     warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
-    for name, label, repeats, ways in asked:
+    for name, label, repeats, ways in cases:
         found: list[list[ServedRun]] = [[] for _ in ways]
         num = len(ways)
         turns = [(k + turn) % num for turn in range(repeats) for k in range(num)]
@@ -238,21 +238,21 @@ def count_preemptions(
     preempted = returned = moved = lost = overtaken = 0
     written: dict[int, int] = {}  # tokens with K and V, by request
     running: set[int] = set()
-    away: set[int] = set()
-    owed: set[int] = set()  # preempted, not completed
+    absent: set[int] = set()
+    incomplete: set[int] = set()  # preempted, not completed
     for ids, rows_fed, ends in zip(request_id, num_rows, ended, strict=True):
         slots = np.flatnonzero(ids >= 0)
-        here = dict(zip(ids[slots].tolist(), slots, strict=True))
-        gone = running - here.keys()
-        preempted += len(gone)
-        away |= gone
-        owed |= gone
-        for name, slot in here.items():
+        slots_by_request = dict(zip(ids[slots].tolist(), slots, strict=True))
+        newly_preempted = running - slots_by_request.keys()
+        preempted += len(newly_preempted)
+        absent |= newly_preempted
+        incomplete |= newly_preempted
+        for name, slot in slots_by_request.items():
             rows = int(rows_fed[slot])
             if name not in written:
-                overtaken += bool(owed)
-            elif name in away:
-                away.remove(name)
+                overtaken += bool(incomplete)
+            elif name in absent:
+                absent.remove(name)
                 if rows == 0:
                     returned += 1
                     moved += 2 * -(-written[name] // page_size)
@@ -260,9 +260,9 @@ def count_preemptions(
                     lost += written[name]
                     written[name] = 0
             written[name] = written.get(name, 0) + rows
-        done = {name for name, slot in here.items() if ends[slot]}
-        running = here.keys() - done
-        owed -= done
+        done = {name for name, slot in slots_by_request.items() if ends[slot]}
+        running = slots_by_request.keys() - done
+        incomplete -= done
     return {
         "num_preempted": preempted,
         "num_returned": returned,

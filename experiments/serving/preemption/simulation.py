@@ -165,19 +165,19 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates every setting."""
     law, num = settings.DATA["ShareGPT"], config.simulated_requests
-    asked = list_settings(config.seed)
+    cases = list_settings(config.seed)
     loads = [
         arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
-        for way in asked
+        for way in cases
     ]
     served = driver.simulate(
-        driver.stack([*map(_member, loads, asked)]),
+        driver.stack([*map(_member, loads, cases)]),
         max_slots=MAX_SLOTS,
         head=runs.HEAD,
         progress=progress,
     )
     totals, rows = served.totals, []
-    for i, way in enumerate(asked):
+    for i, way in enumerate(cases):
         fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
         again = served.recomputed[i].sum() / fed
@@ -213,14 +213,14 @@ def claims(result: Result) -> Iterator[Ours]:
     found = result.simulated
     latest = found.where(study="victims", victim="latest")
     for mark in latest.distinct("watermark"):
-        here = latest.where(watermark=mark)
-        shares = 100 * here.recomputed_share
-        for id, values in (("kept_free", shares), ("latency", here.normalised_s)):
+        selected = latest.where(watermark=mark)
+        shares = 100 * selected.recomputed_share
+        for id, values in (("kept_free", shares), ("latency", selected.normalised_s)):
             low, mean, high = values.min(), values.mean(), values.max()
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
             most = max(high - mean, mean - low)
-            yield ours(id, mean, tolerance=most, num=len(here), **words)
+            yield ours(id, mean, tolerance=most, num=len(selected), **words)
     rules = _first(found.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares, best = rules.recomputed_share, rules.recomputed_share.argmin()
@@ -229,10 +229,10 @@ def claims(result: Result) -> Iterator[Ours]:
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
         saved = 1 - shares[best] / max(latest, 1e-9)
         yield ours("simulated_victims", saved, **words)
-    alone = result.bring_back
-    pages_of_1, pages_of_256 = alone.swap_s[[0, -1]]
+    single = result.bring_back
+    pages_of_1, pages_of_256 = single.swap_s[[0, -1]]
     yield ours("pages_of_1", pages_of_1 / pages_of_256)
-    yield ours("simulated_fifth", (alone.recompute_s / alone.swap_s).max())
+    yield ours("simulated_fifth", (single.recompute_s / single.swap_s).max())
     again = found.where(preemption="recompute", study="pages")
     for name in PREEMPTIONS[1:] if len(again) else ():
         ratio = again.normalised_s / found.where(preemption=name).normalised_s
@@ -264,11 +264,11 @@ def summary(result: Result) -> list[Part]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws rules and watermarks above, page sizes below."""
-    found, alone = result.simulated, result.bring_back
+    found, single = result.simulated, result.bring_back
     _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
     ax, size = axes[1, 0], "page size [tokens]"
-    again, swap = 1000 * alone.recompute_s, 1000 * alone.swap_s
+    again, swap = 1000 * single.recompute_s, 1000 * single.swap_s
     style.curve(ax, PAGE_SIZES, again, "recompute", "recompute")
     style.curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
@@ -294,11 +294,11 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     """Draws a metric of every rule for victims by pages kept free."""
-    theirs = {int(x): y for x, y in BOOK.published(id).items()}
+    reference = {int(x): y for x, y in BOOK.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}
     # The published shares are percentages.
-    values = [(1000 if name == "normalised_s" else 1) * y for y in theirs.values()]
-    style.curve(ax, [*theirs], values, "published", "earlier simulation", **look)
+    values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
+    style.curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in RULES:
         rows, text = (
             _first(found.where(study="victims", victim=rule)),

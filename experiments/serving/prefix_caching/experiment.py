@@ -221,8 +221,8 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     runs = rated.where(workload=load["name"])
     kinds = {ORDERS[x]: runs.where(order=x) for x in ("depth_first", "cached_first")}
     for eviction in runs.distinct("eviction"):
-        here = runs.where(order="fcfs", eviction=eviction)
-        kinds[f"{ORDERS['fcfs']}, {eviction}"] = here
+        selected = runs.where(order="fcfs", eviction=eviction)
+        kinds[f"{ORDERS['fcfs']}, {eviction}"] = selected
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())

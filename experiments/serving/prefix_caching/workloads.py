@@ -98,11 +98,11 @@ def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
     """
     rng, fresh = np.random.default_rng(seed), itertools.count()
     common = [_take(fresh, INSTRUCTION) for _ in range(2)]
-    said = [common[user % 2] for user in range(num_users)]
+    histories = [common[user % 2] for user in range(num_users)]
     prompts = []
     for user in rng.permutation(np.repeat(np.arange(num_users), num_turns)):
-        said[user] = said[user] + _take(fresh, rng.integers(2, 41))
-        prompts.append(said[user])
+        histories[user] = histories[user] + _take(fresh, rng.integers(2, 41))
+        prompts.append(histories[user])
     return PromptPages("chats", prompts, PAGE_SIZE)
 
 

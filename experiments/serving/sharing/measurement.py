@@ -217,9 +217,9 @@ summary = table.sheets
 def lengths_claims(savings: Any, **words: Any) -> Iterator[Ours]:
     """Compares measured savings of samples with those by lengths."""
     for name in savings.distinct("lengths"):
-        here = savings.where(lengths=name)
-        apart = abs(here.saved_share - here.expected_share).max()
-        yield ours("lengths", 100 * apart, lengths=name, **words)
+        selected = savings.where(lengths=name)
+        difference = abs(selected.saved_share - selected.expected_share).max()
+        yield ours("lengths", 100 * difference, lengths=name, **words)
 
 
 @BOOK.judges
@@ -279,21 +279,22 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
     """Draws measured savings as points, expected as lines, published in grey."""
     most = 0.0
     for name in ("long", "short"):
-        theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
+        reference = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        style.curve(ax, *zip(*theirs, strict=True), "published", label, **look)
-        here, system = savings.where(lengths=name), LENGTHS[name]
-        if not len(here):
+        style.curve(ax, *zip(*reference, strict=True), "published", label, **look)
+        selected, system = savings.where(lengths=name), LENGTHS[name]
+        if not len(selected):
             continue
-        ours, expected = 100 * here.saved_share, 100 * here.expected_share
+        ours, expected = 100 * selected.saved_share, 100 * selected.expected_share
         is_known = np.isfinite(expected).all()
-        tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f} tokens"
+        mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
+        tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        style.curve(ax, here.num_sequences, ours, system, tokens, **look)
+        style.curve(ax, selected.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            style.curve(ax, here.num_sequences, expected, system, **look)
+            style.curve(ax, selected.num_sequences, expected, system, **look)
         most = max(most, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {most:.0f} % of the pages"

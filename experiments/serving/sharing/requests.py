@@ -370,7 +370,7 @@ def serve_prefixes(
         runs: dict[bool, list[ServedPages]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
-            asked = [
+            prefixed = [
                 x._replace(
                     tokens=first.tokens + x.tokens,
                     sampling=dataclasses.replace(x.sampling, prefix_cache=uses),
@@ -379,7 +379,7 @@ def serve_prefixes(
             ]
             client.engine.clear()
             client.serve([first])
-            served = client.serve(asked)
+            served = client.serve(prefixed)
             if served is None:
                 return PrefixSavings.of(rows)
             runs[uses].append(served)

@@ -233,8 +233,8 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
         saved = workloads.metrics.saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
             expected = length_distributions.saving(tokens, n, settings.PAGE_SIZE)
-            asked = name, n, SEQUENCES_PER_S[name] / n, size
-            rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
+            setting = name, n, SEQUENCES_PER_S[name] / n, size
+            rows.append((*setting, means.batch[i], saved[i], expected, preempted[i]))
     return SimulatedSavings.of(rows)
 
 

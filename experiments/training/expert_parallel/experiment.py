@@ -254,16 +254,16 @@ def _dropped(
 ) -> tuple[float, list[tuple[Any, ...]]]:
     """Returns the loss without drops, and drops and loss of each capacity factor."""
     model, p = config.model(balancing), max(config.devices)
-    asked = jnp.asarray(windows)
+    held_out = jnp.asarray(windows)
     whole = parallelism.parse(f"ep={p},gather")
-    rows, base = [], _loss(model, whole, params, asked)
+    rows, base = [], _loss(model, whole, params, held_out)
 
     @jax.jit
     def read(params: Params, tokens: Array) -> list[moe.Routing]:
         return transformer.read(transformer.merge(model, params), tokens).routings
 
     # Routing of all tokens in each layer without drops.
-    routings = read(params, asked[:, :-1])
+    routings = read(params, held_out[:, :-1])
     for capacity in config.capacities:
         layout = parallelism.parse(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
@@ -272,13 +272,13 @@ def _dropped(
         for routing in routings:
             for begin in range(0, p * own, own):
                 part = operator.itemgetter(slice(begin, begin + own))
-                mine = jax.tree.map(part, routing)
-                lost.append(experts.dropped(mine, capacity=limit))
+                local_routing = jax.tree.map(part, routing)
+                lost.append(experts.dropped(local_routing, capacity=limit))
         sent = divided_steps.sent(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         to_experts = sum(x.forward for x in sent if x.scheme == "expert")
-        loss = _loss(model, layout, params, asked)
+        loss = _loss(model, layout, params, held_out)
         rows.append((balancing, capacity, float(np.mean(lost)), loss, to_experts))
     return base, rows
 
@@ -295,15 +295,15 @@ def _divide(
 ) -> list[tuple[Any, ...]]:
     """Compiles every layout; compares its traffic and gradient, and times it."""
     model = config.model("with")
-    asked = jnp.asarray(windows[: config.batch_size])
+    held_out = jnp.asarray(windows[: config.batch_size])
     one = jax.jit(parallel.gradient(model, StepConfig()))
-    wanted = one(params, asked)[1]
+    wanted = one(params, held_out)[1]
     rows, steps = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse(words)
         mesh = meshes.make_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        placed = jax.device_put(asked, everywhere)
+        placed = jax.device_put(held_out, everywhere)
         given = meshes.place(model, layout, params), placed
         gradient = parallel.gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
@@ -366,10 +366,10 @@ def claims(result: Result) -> Iterator[Ours]:
             yield ours("gradient", row["error"], **words)
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
-        mine = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
-        if len(mine) == len(BALANCING) and mine["without"]:
+        dropped = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
+        if len(dropped) == len(BALANCING) and dropped["without"]:
             words: dict[str, Any] = {"capacity": f"{capacity:g}"}
-            yield ours("drops", mine["with"], published=mine["without"], **words)
+            yield ours("drops", dropped["with"], published=dropped["without"], **words)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -381,11 +381,11 @@ def plot(axes: Any, result: Result) -> None:
     kinds = [words.partition(",")[2] or "tensor parallel" for words in ways.layout]
     last = {}
     for kind in dict.fromkeys(kinds):
-        here = np.array([each == kind for each in kinds])
+        selected = np.array([each == kind for each in kinds])
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
-        sent = ways.layers_bytes[here] / 1e6
+        sent = ways.layers_bytes[selected] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
-        style.curve(left, ways.devices[here], sent, system, label)
+        style.curve(left, ways.devices[selected], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -399,9 +399,11 @@ def plot(axes: Any, result: Result) -> None:
     left.legend()
     dropped = {}
     for name in BALANCING:
-        mine, label = result.drops.where(balancing=name), f"{name} balancing"
-        style.curve(right, mine.capacity, 100 * mine.dropped, label, f"{label} loss")
-        pairs = zip(mine.capacity, mine.dropped, strict=True)
+        subset, label = result.drops.where(balancing=name), f"{name} balancing"
+        style.curve(
+            right, subset.capacity, 100 * subset.dropped, label, f"{label} loss"
+        )
+        pairs = zip(subset.capacity, subset.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
     title = "Dropped choices by capacity factor"

@@ -204,8 +204,8 @@ def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
         law = published.find("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
         curves, fits = np.full((2, 50, 3), np.nan), []
-        for i, mine in enumerate(used.where(kind=kind) for kind in PAIR):
-            data = {"flops": mine.flops, "loss": mine.loss}
+        for i, subset in enumerate(used.where(kind=kind) for kind in PAIR):
+            data = {"flops": subset.flops, "loss": subset.loss}
             one = fit.fit(law, data, loss="mse", bootstrap=num_resamples)
             curves[i] = np.stack(fit.predict(one, {"flops": grid}, "confidence"), 1)
             low, high = one.intervals["b"]
@@ -301,10 +301,10 @@ def _rates(found: PairRuns) -> Sheet:
     rows = []
     for kind in PAIR:
         for width in sorted(found.distinct("width")):
-            mine = found.where(kind=kind, width=width, seed=0)
-            if len(mine) > 1:
-                taken = mine.where(is_fitted=True).learning_rate[0]
-                cells = sweep_tables.tried(mine.learning_rate, mine.loss, taken)
+            subset = found.where(kind=kind, width=width, seed=0)
+            if len(subset) > 1:
+                taken = subset.where(is_fitted=True).learning_rate[0]
+                cells = sweep_tables.tried(subset.learning_rate, subset.loss, taken)
                 rows.append((kind, str(width), *cells))
     return Sheet(
         "learning rates tried",
@@ -321,12 +321,12 @@ def plot(axes: Any, result: Result) -> None:
 
     left, right = axes
     for i, kind in enumerate(PAIR):
-        mine = result.runs.where(kind=kind)
+        subset = result.runs.where(kind=kind)
         look: dict[str, Any] = {"linestyle": ""}
-        fitted, others = (mine.where(is_fitted=x) for x in (True, False))
+        fitted, other_rates = (subset.where(is_fitted=x) for x in (True, False))
         style.curve(left, fitted.flops, fitted.loss, kind, kind, **look)
         look |= {"marker": "x", "alpha": 0.5}
-        style.curve(left, others.flops, others.loss, kind, **look)
+        style.curve(left, other_rates.flops, other_rates.loss, kind, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
             style.curve(left, result.curve_flops, at, kind, marker="")

@@ -161,14 +161,14 @@ def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
     """Returns the jobs after tuning, at each kind's best rate."""
     rates = best_rates(config, found)
     by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
-    asked: list[tuple[Kind, int, int]] = [
+    remaining: list[tuple[Kind, int, int]] = [
         (kind, width, seed)
         for seed, widths in enumerate(by_seed)
         for width in widths
         for kind in PAIR
     ]
-    asked.append(("unbalanced", config.shown, 0))
-    return [(k, width, config.scaled(rates[k], width), x) for k, width, x in asked]
+    remaining.append(("unbalanced", config.shown, 0))
+    return [(k, width, config.scaled(rates[k], width), x) for k, width, x in remaining]
 
 
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:

@@ -43,9 +43,9 @@ def _draw_curves(ax: Any, result: Result) -> None:
     curves = result.curves
     shade = shades(np.log(curves.num_params))
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
-        mine = curves.where(run=run)
-        mine = mine.at(np.argsort(mine.flops))
-        ax.plot(mine.flops, mine.loss, color=shade[first], linewidth=0.6, alpha=0.8)
+        subset = curves.where(run=run)
+        subset = subset.at(np.argsort(subset.flops))
+        ax.plot(subset.flops, subset.loss, color=shade[first], linewidth=0.6, alpha=0.8)
     for at, words in (
         (curves.num_params.argmin(), "smallest model"),
         (curves.num_params.argmax(), "largest model"),
@@ -148,10 +148,10 @@ def _draw_rates(ax: Any, result: Result) -> None:
     widths = np.unique(rates.width)
     looks = zip(shades(np.log(widths)), itertools.cycle("os^dvP"), widths)
     for color, mark, width in looks:
-        mine = rates.where(width=width)
-        mine = mine.at(np.argsort(mine.num_tokens))
+        subset = rates.where(width=width)
+        subset = subset.at(np.argsort(subset.num_tokens))
         look = {"color": color, "marker": mark, "label": f"width {width:.0f}"}
-        ax.plot(mine.num_tokens, mine.learning_rate, **look)
+        ax.plot(subset.num_tokens, subset.learning_rate, **look)
     _star(ax, predicted["num_tokens"], predicted["learning_rate"])
     title = "Best learning rates by tokens and width"
     if len(widths):

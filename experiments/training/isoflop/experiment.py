@@ -244,10 +244,12 @@ def _predict(
       ValueError: another prediction exists, and its held-out run was trained.
     """
     path = log.source / PREDICTION
-    made = prediction.predict_held_out(config, log, rows, document, errors)
+    prediction_document = prediction.predict_held_out(
+        config, log, rows, document, errors
+    )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(config_json.dumps({**made, "made_at": ""}))
+        undated = json.loads(config_json.dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.FILE).exists():
@@ -255,7 +257,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"
             )
-    write_aside(path, config_json.dumps(made))
+    write_aside(path, config_json.dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 

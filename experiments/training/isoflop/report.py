@@ -132,13 +132,13 @@ def _budgets(result: Result) -> Sheet:
         optima.num_params[at], optima.num_tokens[at], optima.loss[at], strict=True
     )
     for i, (n, d, loss) in enumerate(minima):
-        mine = result.fit.group == i
+        subset = result.fit.group == i
         cells = ["none", "", "", ""]
         if np.isfinite(n):
             cells = [units.cell(float(n)), units.cell(float(d))]
             cells += [f"{d / n:.3g}", f"{loss:.4f}"]
-        num_sizes = len(np.unique(result.fit.num_params[mine]))
-        lowest = result.fit.loss[mine].min()
+        num_sizes = len(np.unique(result.fit.num_params[subset]))
+        lowest = result.fit.loss[subset].min()
         flops = f"{optima.flops[i]:.3g}"
         rows.append((flops, str(num_sizes), *cells, f"{lowest:.4f}"))
     heads = ("C", "sizes", "N*", "D*", "D*/N*", "L*", "best run")

@@ -110,7 +110,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     known = language.optima(config.language)
     counts = score_counting(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
-    alone = train_language(config.source, config.widths[:1], longest, config, progress)
+    smallest = train_language(
+        config.source, config.widths[:1], longest, config, progress
+    )
     runs = train_language(
         config.language, config.widths, config.lengths, config, progress
     )
@@ -121,8 +123,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         floor_se=known.floor_se,
         fit=fit_runs(runs, late, config.num_resamples),
         fit_all=fit_runs(runs, np.ones_like(late), config.num_resamples),
-        source_loss=float(alone.loss[0]) if len(alone) else np.nan,
-        source_excess=float(alone.excess[0]) if len(alone) else np.nan,
+        source_loss=float(smallest.loss[0]) if len(smallest) else np.nan,
+        source_excess=float(smallest.excess[0]) if len(smallest) else np.nan,
         counts=counts,
     )
 
@@ -178,11 +180,13 @@ def fit_runs(
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
         ends += [found.coefficients[name], *found.intervals[name]]
-    said = any(warning.startswith(("E=", "E ")) for warning in found.warnings)
+    has_floor_warning = any(
+        warning.startswith(("E=", "E ")) for warning in found.warnings
+    )
     free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
     return ChinchillaFit(
         *ends,
-        identified=not (said or free),
+        identified=not (has_floor_warning or free),
         warnings="; ".join(found.warnings),
         num_points=found.num_points,
     )
@@ -201,10 +205,10 @@ def plot(axes: Any, result: Result) -> None:
     widths = runs.distinct("width")
     marks = zip(widths, style.shades(np.arange(len(widths))), strict=True)
     for i, (width, color) in enumerate(marks):
-        mine = runs.where(width=width)
+        subset = runs.where(width=width)
         look = {"color": color, "marker": "os^dvP"[i % 6]}
-        label = f"{mine.num_params[0]:,} parameters"
-        left.plot(mine.num_tokens, mine.loss, label=label, **look)
+        label = f"{subset.num_params[0]:,} parameters"
+        left.plot(subset.num_tokens, subset.loss, label=label, **look)
     title = "Loss of models, and the entropy below it"
     if np.isfinite(runs.loss).any() and len(result.optima):
         title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
@@ -238,8 +242,8 @@ def claims(result: Result) -> Iterator[Ours]:
     yield ours("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
-        said = "identified" if law.identified else "not identified"
-        yield ours("fitted", honest, which=which, fit=law, truth=floor, said=said)
+        status = "identified" if law.identified else "not identified"
+        yield ours("fitted", honest, which=which, fit=law, truth=floor, status=status)
 
 
 def metrics(result: Result) -> dict[str, Any]:

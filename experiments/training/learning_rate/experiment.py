@@ -164,11 +164,11 @@ def plot(axes: Any, result: Result) -> None:
     shades = style.shades(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
-            mine = runs.where(width=width, num_tokens=number)
-            mine = mine.at(np.argsort(mine.learning_rate))
+            subset = runs.where(width=width, num_tokens=number)
+            subset = subset.at(np.argsort(subset.learning_rate))
             label = f"width {width:.0f}" if line == "-" else None
             look = {"color": color, "marker": "os^dvP"[i % 6], "linestyle": line}
-            left.plot(mine.learning_rate, mine.loss, label=label, **look)
+            left.plot(subset.learning_rate, subset.loss, label=label, **look)
     title = "Held-out loss by learning rate"
     if len(runs):
         best = [runs.where(width=x, num_tokens=tokens[-1]) for x in widths]
@@ -186,10 +186,10 @@ def plot(axes: Any, result: Result) -> None:
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
     for number, (color, mark) in looks:
-        mine = result.best.where(num_tokens=number)
+        subset = result.best.where(num_tokens=number)
         look = {"marker": mark, "linestyle": "", "markersize": 6}
         style.curve(
-            right, mine.width, mine.rate, color, f"{number:,.0f} tokens", **look
+            right, subset.width, subset.rate, color, f"{number:,.0f} tokens", **look
         )
         if is_known:
             x = np.geomspace(*widths[[0, -1]])

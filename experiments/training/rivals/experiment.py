@@ -36,9 +36,9 @@ PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 run = runs.run
 
 
-def published_direction(low: float, high: float, said: Published) -> str:
+def published_direction(low: float, high: float, published: Published) -> str:
     """Returns the verdict on a published direction, which needs the whole interval."""
-    if said.claim == "more":
+    if published.claim == "more":
         return sweep_tables.direction(low, high)
     if low > 1 or high < 1:
         return f"does not show: {'more' if low > 1 else 'less'} is needed"
@@ -105,9 +105,17 @@ def read_ratios(result: Result) -> ComputeRatios:
                 continue
             at = (bounded if bounded.size else known)[-1]
             first, last = known[0], known[-1]
-            here = (ratio[at], low[at], high[at], loss[at])
+            selected = (ratio[at], low[at], high[at], loss[at])
             rows.append(
-                (side, compute, *here, ratio[first], ratio[last], loss[last], reason)
+                (
+                    side,
+                    compute,
+                    *selected,
+                    ratio[first],
+                    ratio[last],
+                    loss[last],
+                    reason,
+                )
             )
     return ComputeRatios.of(rows)
 
@@ -115,14 +123,14 @@ def read_ratios(result: Result) -> ComputeRatios:
 @beside(__file__).judges
 def claims(result: Result) -> Iterator[Ours]:
     """Compares each published direction with the ratios of `ComputeRatios`."""
-    told = read_ratios(result).where(compute="exact")
+    ratios = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
-    for row in told.at(np.isfinite(told.ratio)).rows(*names):
+    for row in ratios.at(np.isfinite(ratios.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
-        said, row["direction"] = PAIRS[name], sweep_tables.verdict(shown)
-        words: dict[str, Any] = row | {"name": name, "source": said.source}
+        published, row["direction"] = PAIRS[name], sweep_tables.verdict(shown)
+        words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
-        yield ours(said.claim, row["ratio"], **words)
+        yield ours(published.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
@@ -164,9 +172,9 @@ def _differences(result: Result) -> Differences:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns ratios, differences, and gains at the end of the window."""
-    told = read_ratios(result)
+    ratios = read_ratios(result)
     return {
-        "ratios": told.at(np.isfinite(told.ratio)).rows(),
+        "ratios": ratios.at(np.isfinite(ratios.ratio)).rows(),
         "differences": _differences(result).rows(),
         "late_gain": _gains(result).rows(),
     }
@@ -179,15 +187,15 @@ def summary(result: Result) -> list[Part]:
     # Residual of each curve from the runs on its frontier.
     curves, rates = [], []
     for i, name in enumerate(result.sides):
-        mine, residual = result.runs.where(side=i), result.curves.residual[i]
-        best = best_runs.find(mine.flops, mine.loss)
+        subset, residual = result.runs.where(side=i), result.curves.residual[i]
+        best = best_runs.find(subset.flops, subset.loss)
         shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
-        curves.append((str(name), str(len(mine)), str(len(best)), shown))
+        curves.append((str(name), str(len(subset)), str(len(best)), shown))
     trials = result.trials
     for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
-        mine = trials.where(side=side, size=size)
-        best = mine.learning_rate[np.argmin(np.nan_to_num(mine.loss, nan=np.inf))]
-        cells = sweep_tables.tried(mine.learning_rate, mine.loss, best)
+        subset = trials.where(side=side, size=size)
+        best = subset.learning_rate[np.argmin(np.nan_to_num(subset.loss, nan=np.inf))]
+        cells = sweep_tables.tried(subset.learning_rate, subset.loss, best)
         rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
         read_ratios(result).sheet(
@@ -236,8 +244,8 @@ def _draw_curves(ax: Any, result: Result) -> None:
     """Draws the runs of each side's frontier, and the curve through them."""
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
-        mine = result.runs.where(side=i)
-        best = mine.at(best_runs.find(mine.flops, mine.loss))
+        subset = result.runs.where(side=i)
+        best = subset.at(best_runs.find(subset.flops, subset.loss))
         style.curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
         style.curve(ax, *curve, name, marker="")
@@ -273,10 +281,10 @@ def _draw_places(ax: Any, result: Result) -> None:
 
 def _draw_ratios(ax: Any, result: Result) -> None:
     """Draws the ratio of each side with its interval, a line per side."""
-    told = read_ratios(result).where(compute="exact")
-    told = told.at(np.isfinite(told.ratio))
-    names = told.side.tolist()
-    rows = zip(names, told.ratio, told.low, told.high, strict=True)
+    ratios = read_ratios(result).where(compute="exact")
+    ratios = ratios.at(np.isfinite(ratios.ratio))
+    names = ratios.side.tolist()
+    rows = zip(names, ratios.ratio, ratios.low, ratios.high, strict=True)
     for i, (name, ratio, low, high) in enumerate(rows):
         color = systems.look(name).color
         ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
@@ -285,8 +293,8 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     style.reference(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
-        most = int(np.nanargmax(told.ratio))
-        title = f"For equal loss {names[most]} needs {told.ratio[most]:.1f} times "
+        most = int(np.nanargmax(ratios.ratio))
+        title = f"For equal loss {names[most]} needs {ratios.ratio[most]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
     style.titled(ax, title, "compute / transformer's [ratio]", "", xscale="log")
@@ -301,14 +309,14 @@ def _draw_differences(ax: Any, result: Result) -> None:
     worst = ("", 0.0)
     names = result.sides.tolist()
     for i, name in enumerate(names[1:], 1):
-        mine = result.differences.where(side=i)
-        if len(mine):
+        subset = result.differences.where(side=i)
+        if len(subset):
             # Points of equal size are shifted, so that they do not overlap.
-            sizes = mine.size * 1.04 ** (i - len(names) / 2)
-            style.curve(ax, sizes, mine.difference, name, name)
-            ends = mine.by_seed.min(1), mine.by_seed.max(1)
+            sizes = subset.size * 1.04 ** (i - len(names) / 2)
+            style.curve(ax, sizes, subset.difference, name, name)
+            ends = subset.by_seed.min(1), subset.by_seed.max(1)
             ax.vlines(sizes, *ends, color=systems.look(name).color, linewidth=1)
-            last = float(mine.difference[-1])
+            last = float(subset.difference[-1])
             worst = (name, last) if last > worst[1] else worst
     style.reference(ax, 0, "the transformer")
     title = "Loss at equal parameters and tokens"

@@ -172,7 +172,7 @@ def train_side(
     model = architectures.sized(base, num_params)
     name = f"{side.name}, {num_params:,}"
 
-    def asked(num_steps: int, rate: float, seed: int) -> TrainConfig:
+    def train_config(num_steps: int, rate: float, seed: int) -> TrainConfig:
         return TrainConfig(
             model=model,
             corpus=config.corpus,
@@ -195,7 +195,7 @@ def train_side(
     for count in range(NUM_TRIALS):
         if count == len(rates):
             rates.append(learning_rates.next_rate(trials))
-        trial = asked(config.trial_steps, rates[count], config.seeds[0])
+        trial = train_config(config.trial_steps, rates[count], config.seeds[0])
         [end] = workers.train([trial], shown)
         trials.append((rates[count], end.loss))
     rate = min(trials, key=lambda trial: np.nan_to_num(trial[1], nan=np.inf))[0]
@@ -206,7 +206,7 @@ def train_side(
     rows, longest = [], []
     for seed in config.seeds:
         losses = diverged
-        runs = [asked(horizon, rate, seed) for horizon in config.horizons]
+        runs = [train_config(horizon, rate, seed) for horizon in config.horizons]
         for end in workers.train(runs, shown):
             losses = diverged if end.score is None else end.score.losses
             rows.append({"size": num_params} | _row(end, losses))
@@ -251,18 +251,18 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
     for compute, found in fits.items():
         for i in range(len(names)):
-            mine = runs.where(side=i)
-            points = getattr(mine, compute), mine.loss
-            trunks = np.stack([mine.size, mine.seed], 1)
+            subset = runs.where(side=i)
+            points = getattr(subset, compute), subset.loss
+            trunks = np.stack([subset.size, subset.seed], 1)
             drawn = best_runs.resampled(
                 *points, trunks, count=config.num_resamples, seed=i
             )
             found.append((best_runs.fit(*points), drawn))
-    apart = []
+    difference_rows = []
     for (i, size), each in trained.items():
         if i and (0, size) in trained:
             less = (each.losses - trained[0, size].losses).mean(2)
-            apart.append((i, size, *_mean(less.mean(0)), less.mean(1)))
+            difference_rows.append((i, size, *_mean(less.mean(0)), less.mean(1)))
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
@@ -276,7 +276,7 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
         sides=np.array(names),
         runs=runs,
         trials=Trials.of(trials),
-        differences=Differences.of(apart),
+        differences=Differences.of(difference_rows),
         places=_places(trained, len(names), config.seq_len),
         curves=_stacked(best_runs.curve(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
