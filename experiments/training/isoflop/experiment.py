@@ -179,7 +179,7 @@ def _train(
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
-            "same command resumes them"
+            "same command goes on"
             if config.folder
             else "interrupted before a fit"
         )
