@@ -198,8 +198,8 @@ def application_goodputs(single: PlacementLoads, split: PlacementLoads) -> Goodp
         if len(split_loads):
             found = of(split_loads)
             placement = (
-                "{num_prefill} x {prefill_ways} GPUs that read and "
-                "{num_decode} x {decode_ways} that decode"
+                "{num_prefill} x {prefill_ways} GPUs for prefill and "
+                "{num_decode} x {decode_ways} for decode"
             ).format_map(split_loads.rows()[0])
         rows.append((name, of(single.where(name=name, role="both")), found, placement))
     return Goodputs.of(rows)

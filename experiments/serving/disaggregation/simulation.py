@@ -102,11 +102,11 @@ def claims(result: Result) -> Iterator[Ours]:
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
     reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
-    yield ours("example", together, what="both phases on one GPU")
-    yield ours("example", reads, what="prompts alone")
-    yield ours("example", decodes, what="decoding alone")
+    yield ours("example", together, quantity="both phases on one GPU")
+    yield ours("example", reads, quantity="prefill on one GPU")
+    yield ours("example", decodes, quantity="decode on one GPU")
     coupled = "two GPUs that read and one that decodes, for each GPU"
-    yield ours("example", split, what=coupled)
+    yield ours("example", split, quantity=coupled)
     yield ours("more", split / together if together > 0 else math.nan)
     for row in found.at(slice(1, None)).rows():
         together, split_rate = (

@@ -218,14 +218,14 @@ def _figure_14(curves: Panels) -> Iterator[Ours]:
                 bound=BOUND,
                 beams=BEAMS if panel == "14f" else "",
             )
-    for letters, what in (("abc", "samples"), ("def", "beams")):
+    for letters, kind in (("abc", "samples"), ("def", "beams")):
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
             found = [_ratio(curves[x]) for x in names]
             yield ours(
                 "wider",
                 min(b - a for a, b in itertools.pairwise(found)),
-                what=what,
+                kind=kind,
                 found=", ".join(f"{x:.2f}" for x in found),
-                beams=BEAMS if what == "beams" else "",
+                beams=BEAMS if kind == "beams" else "",
             )

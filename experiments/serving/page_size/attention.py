@@ -236,7 +236,7 @@ def claims(result: Result) -> Iterator[Ours]:
     if known.size and np.isfinite(found.ratio[:, -1]).all():
         relative = float(np.nanmedian(ratios / found.ratio[:, -1]))
         whole = int(result.page_size[-1])
-        spread += f"; {relative:.2f} times, in the middle, what pages of {whole} take"
+        spread += f"; {relative:.2f} times that of pages of {whole}, in the median"
     on_cpu, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
     words: dict[str, Any] = {
         "size": int(result.page_size[column]),

@@ -78,9 +78,9 @@ def test_metrics_follow_from_counts_and_times() -> None:
     np.testing.assert_allclose(runs.cost, 2.5)
     np.testing.assert_allclose(runs.speed, [1.0, 0.8])
     claims = smoke.ours(on_text.claims(found))
-    assert claims["speculation changes no token of 450, greedy or drawn"] == 3
-    best = "the best way decodes code at least 1.7 times as fast"
-    assert claims[f"{best}, one sequence alone, greedily"] == pytest.approx(1.0)
+    assert claims["speculation changes no token of 450, greedy or sampled"] == 3
+    best = "the best method decodes code at least 1.7 times as fast"
+    assert claims[f"{best}, a single sequence, greedily"] == pytest.approx(1.0)
     [verdict] = [x.verdict for x in on_text.claims(found) if "furthest" in x.claim]
     assert verdict == "holds"
     assert len(on_text.summary(found)) == 4

@@ -44,7 +44,7 @@ def test_claims_on_counts_and_times() -> None:
         [value] = [value for claim, value in ours.items() if words in claim]
         return value
 
-    assert said("no way changes a token of 54") == 0
+    assert said("no method changes a token of 54") == 0
     assert said("geometric mean") == pytest.approx(1.0)
     assert said("worst case") == pytest.approx(0.5)
     assert said("more than 75 %") == pytest.approx(1.2)

@@ -126,8 +126,8 @@ def test_claims_follow_from_the_result(result: Result) -> None:
         """Returns the overhead of further steps of a prompt of 8,192 tokens in %."""
         return 100 * (-(-8192 // chunk) - 1) * settings.OVERHEAD_S / whole_s
 
-    small = said["chunks of 512 cost at most so much more than the whole prompt"]
-    large = said["chunks of 2,048 cost next to nothing"]
+    small = said["chunks of 512 cost at most 25 % more than the whole prompt"]
+    large = said["chunks of 2,048 cost hardly more than the whole prompt"]
     assert (small, large) == pytest.approx((extra(512), extra(2048)), rel=1e-4)
     odd = said["chunks of 257 cost more than chunks of 256"]
     assert odd == pytest.approx(0, abs=1e-3)  # equal steps: a roofline has no tiles

@@ -33,9 +33,9 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]
-    predicted = "the law predicts a larger run's loss, as a share of what it gains"
+    predicted = "error of the predicted loss of a larger run, as a share of its gain"
     assert said[predicted] == pytest.approx(abs(missed / gain))
-    inside = "the truth lies in the 90 % interval that was told before"
+    inside = "the truth is in the 90 % interval that was predicted"
     assert said[inside] == (found["low"] <= found["truth"] <= found["high"])
     assert run.metrics["cosine_runs"] == 9
     assert found["interior_minima"] == interior_minima(run.result.runs)

@@ -211,15 +211,17 @@ def test_times_of_a_restore(whole: Result) -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result(whole: Result) -> None:
     said = smoke.ours(measurement.claims(whole))
-    assert said["no answer depends on who is preempted, or how"] == 0
-    assert said["with swap space as large as the pool nothing is computed again"] == 0
-    assert said["nobody new is let in until all who were preempted have completed"] == 0
+    assert said["no answer depends on which requests are preempted, or how"] == 0
+    assert said["with swap space as large as the pool no token is computed again"] == 0
+    assert (
+        said["no new request is admitted until all preempted ones have completed"] == 0
+    )
     again = rows(whole.ways, name="recompute")
     left = "swapping without swap space is recomputation"
     assert said[left] == again.num_recomputed[0]
     pools = rows(whole.pools, preemption="recompute")
     share = 100 * max(pools.num_recomputed / pools.num_fed)
-    most = "most of all compute is computing again when the pool is small enough"
+    most = "most compute is recomputation when the pool is small enough"
     assert said[most] == pytest.approx(share)
     rules = rows(whole.victims, preemption="recompute")
     spared = 1 - min(rules.num_recomputed / rules.num_fed) / again.recomputed_share[0]
@@ -240,7 +242,7 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
     said = smoke.ours(measurement.claims(result))
-    assert not said.get("no answer depends on who is preempted, or how")
+    assert not said.get("no answer depends on which requests are preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.tell(result)) >= 1
     assert smoke.draw(STUDY, result)
