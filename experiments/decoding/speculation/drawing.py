@@ -24,7 +24,7 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
         best, most = names[int(np.nanargmax(ways.speed))], np.nanmax(ways.speed)
         axes[0, 1].set_title(f"{num_drafts} drafts: {best} is {most:.2f} times as fast")
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
-    _coins(axes[1, 1], coins)
+    _synthetic(axes[1, 1], coins)
 
 
 def _lengths(ax: Any, runs: Any) -> None:
@@ -104,7 +104,7 @@ def _batches(ax: Any, runs: Any) -> None:
     ax.legend()
 
 
-def _coins(ax: Any, coins: Any) -> None:
+def _synthetic(ax: Any, coins: Any) -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):

@@ -156,7 +156,7 @@ class DecodingRuns(Table):
     @property
     @shown(heading="first accepted")
     def first_share(self) -> np.ndarray:
-        """Share of steps that accepted the first draft token; misses count as not."""
+        """Share of steps that accepted the first draft token; misses count as 0."""
         return self.first / self.steps
 
     @property

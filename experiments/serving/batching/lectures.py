@@ -62,7 +62,7 @@ def lecture_sequences() -> arrivals.Workload:
 
 
 def lecture_requests() -> arrivals.Workload:
-    """Returns R1 to R5."""
+    """Returns the five requests of the lecture, R1 to R5."""
     return arrivals.make(*map(np.array, zip(*_TURNS, strict=True)))
 
 

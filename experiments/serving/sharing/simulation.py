@@ -126,7 +126,7 @@ class TranslationRates(Table):
     @property
     @shown()
     def oracle_per_s(self) -> np.ndarray:
-        """Rate that Orca (Oracle) sustains."""
+        """Highest rate that Orca (Oracle) sustains, requests/s."""
         return self.at_most.reshape(-1, 2)[:, 0]
 
     @property

@@ -77,7 +77,7 @@ PAIRS = {
 
 
 def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
-    """Returns a side.
+    """Returns the side of a name, with its head dimension and vocabulary.
 
     Args:
       name: `transformer` or a key of `PAIRS`. The transformer has 2 layers, SwiGLU, RMS
@@ -89,7 +89,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
       head_dim: head dimension of a transformer.
 
     Raises:
-      ValueError: there is no such side.
+      ValueError: `name` is not a side.
     """
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_positions": seq_len}
     if name in RECURRENT:
