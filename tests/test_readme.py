@@ -259,7 +259,7 @@ def numbers() -> dict[str, list[str]]:
 
     xeon = "bench_decode_xeon"
     said = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
-    gain = claimed("isoflop", "the law predicts a larger run's loss")[0]
+    gain = claimed("isoflop", "error of the predicted loss of a larger run")[0]
     came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
     span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
     adapts, worst, eagle = claimed("speculation_zoo", *SPECULATION)
@@ -311,7 +311,7 @@ def numbers() -> dict[str, list[str]]:
     }
 
 
-ADAPTS = "a length that adapts against plain decoding"
+ADAPTS = "an adaptive draft length against plain decoding"
 SPECULATION = [
     f"{ADAPTS}, over batches",
     f"{ADAPTS}: the worst",
@@ -348,7 +348,7 @@ JUDGED = {
     "Sarathi-Serve:": {"chunked_prefill": "openchat"},
     "DistServe:": {"disaggregation": "OPT-13B|so each GPU"},
     "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
-    "Chinchilla's loss": {"isoflop": "the law predicts"},
+    "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
     "LSTM against": {"rivals": "lstm, to equal loss"},
 }

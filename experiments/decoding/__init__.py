@@ -1,1 +1,1 @@
-"""Experiments on how the next tokens are found."""
+"""Experiments on decoding methods."""

@@ -1,1 +1,1 @@
-"""Experiments that serve."""
+"""Experiments on serving: measured with the engine, or simulated."""

@@ -58,7 +58,7 @@ def test_a_smoke_run_writes_a_complete_folder(
     assert report.startswith(f"# {experiment.question}\n")
     for claim in kept.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
-        # A smoke run has no verdict on a paper about GPUs.
+        # A smoke run run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
     assert config_json.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
@@ -81,7 +81,7 @@ RECORDED = sorted(path.parent.name for path in RECORDS.glob("*/claims.json"))
 
 
 def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns a record's experiment, and its shipped claims."""
+    """Returns a the experiment of its shipped claims."""
     env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
     claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
     return env["experiment"], claims

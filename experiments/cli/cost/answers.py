@@ -59,8 +59,6 @@ def _pipeline(case: CostCase) -> str:
         stages = next((p for p in (8, 4, 2, 3, 5) if layers % p == 0), layers)
     step = case.evaluate(flops.training_step_flops)
     once = step.forward / stages / case.device.bfloat16
-        case.evaluate(flops.training_step_flops).forward / stages / case.device.bfloat16
-    )
     link = sent / case.device.link
     return (
         "One activation of b s h numbers forward and its gradient backward at each of "

@@ -1,8 +1,8 @@
-"""Blocks of tokens found by Jacobi iteration, all at once instead of one by one.
+"""Blocks of tokens found by Jacobi iteration, in parallel instead of one by one.
 
-Token i of a block is what the model says behind the text before the block and the
-block's tokens before i. All of these equations are evaluated at the last guesses; what
-comes out are the next guesses.
+Token i of a block is the model's next token after the text and the block's tokens
+before i. An iteration evaluates these equations for all tokens at the current guesses,
+which yields the next guesses.
 
 Source: Santilli et al. 2023, arXiv:2305.10427, algorithm 1.
 """
@@ -19,12 +19,12 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.sampling import Params, Sampling, make_params, random_keys, sampler
 
 
-class Block(NamedTuple):
-    """A block, and how it was found.
+class JacobiBlock(NamedTuple):
+    """A block and its iterations.
 
     Attributes:
-      guesses: of every iteration, the first ones before any; the last two are equal.
-      steps: iterations after which nothing changed any more.
+      guesses: initial guesses and those of each iteration; the last two are equal.
+      steps: number of iterations until the guesses stopped changing.
     """
 
     guesses: Int[np.ndarray, "iterations tokens"]
@@ -32,66 +32,66 @@ class Block(NamedTuple):
 
     @property
     def tokens(self) -> Int[np.ndarray, " tokens"]:
-        """The fixed point."""
+        """Fixed point of the iteration."""
         return self.guesses[-1]
 
     @property
     def fixed(self) -> Int[np.ndarray, " iterations"]:
-        """Tokens from the first on that were right, by iteration."""
+        """Length of the correct prefix in each iteration."""
         wrong = self.guesses != self.tokens[None, :]
         ends = np.concatenate([wrong, np.ones((len(wrong), 1), bool)], axis=1)
         return ends.argmax(axis=1)
 
 
-def params_like_engine(asks: list[Sampling]) -> Params:
-    """Parameters of requests, drawn by the noise that an engine would draw by."""
+def sampling_params(asks: list[Sampling]) -> Params:
+    """Returns sampling parameters with the same noise as in an engine."""
     keys = [random_keys.request_key(ask.seed, 0, 0) for ask in asks]
     return make_params(asks, keys, [0] * len(asks))
 
 
-def find(
+def find_blocks(
     model: checkpoints.LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],
     num_tokens: int,
     *,
     first: Int[np.ndarray, " texts"] | None = None,
-) -> list[Block]:
-    """Finds the block behind each text.
+) -> list[JacobiBlock]:
+    """Finds the block after each text.
 
     Args:
-      model: who writes.
-      texts: what stands before the blocks.
-      asks: how each block's tokens are drawn.
-      num_tokens: of a block.
-      first: token of each text's first guesses; None means token 0.
+      model: the model.
+      texts: tokens before the blocks.
+      asks: sampling of each block.
+      num_tokens: tokens of a block.
+      first: token of all initial guesses of each text; None means token 0.
     """
     lengths = np.array([len(text) for text in texts], np.int32)
-    # One program for all lengths near each other: a causal model sees no padding.
+    # Lengths are rounded up to share a program: a causal model sees no padding.
     width = -(-(int(lengths.max()) + num_tokens) // 64) * 64
     tokens = np.zeros((len(texts), width), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    params = jax.tree.map(jnp.asarray, params_like_engine(asks))
+    params = jax.tree.map(jnp.asarray, sampling_params(asks))
     found = [np.zeros((len(texts), num_tokens), np.int32)]
     if first is not None:
         found[0] += first.astype(np.int32)[:, None]
-    # One more iteration than there are tokens shows that nothing changes.
+    # One iteration more than there are tokens confirms the fixed point.
     for _ in range(num_tokens + 1):
         guesses = jnp.asarray(found[-1])
         places = jnp.asarray(tokens), jnp.asarray(lengths)
-        made = _iterate(model.params, *places, guesses, params, config=model.config)
-        found.append(np.asarray(made))
+        iterated = _iterate(model.params, *places, guesses, params, config=model.config)
+        found.append(np.asarray(iterated))
         if (found[-1] == found[-2]).all():
             break
     return [_block(np.stack(found)[:, row]) for row in range(len(texts))]
 
 
-def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> Block:
-    """Iterations up to the first that changed nothing."""
+def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> JacobiBlock:
+    """Truncates the iterations after the first that changed no token."""
     same = (guesses[1:] == guesses[:-1]).all(axis=1)
     steps = int(np.argmax(same)) if same.any() else len(guesses) - 1
-    return Block(guesses[: steps + 2], steps)
+    return JacobiBlock(guesses[: steps + 2], steps)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -103,13 +103,13 @@ def _iterate(
     asks: Params,
     config: transformer.ModelConfig,
 ) -> Int32[Array, "texts tokens"]:
-    """Evaluates the equations of all places at the guesses."""
+    """Evaluates the equations of all tokens at the guesses."""
     (num, size), place = guesses.shape, jnp.arange(guesses.shape[1], dtype=jnp.int32)
     row = jnp.arange(num, dtype=jnp.int32)[:, None]
     at = lengths[:, None] + place[None, :]
     logits = transformer.logits(params, tokens.at[row, at].set(guesses), config=config)
     each = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
-    nobody: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
-    said = logits[row, at - 1].reshape(num * size, -1)
-    drawn = sampler.sample(said, each, at.reshape(-1), scored=nobody)
+    unscored: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
+    block_logits = logits[row, at - 1].reshape(num * size, -1)
+    drawn = sampler.sample(block_logits, each, at.reshape(-1), scored=unscored)
     return drawn.token.reshape(num, size)

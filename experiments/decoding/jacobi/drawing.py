@@ -1,4 +1,4 @@
-"""Draws a block as it is found, and what iterating gains."""
+"""Draws the iterations of a block, and the speed-up of Jacobi decoding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from experiments.plotting import style, systems
 
 MOST_SHOWN = 40
-"""Places of a block that are drawn."""
+"""Largest number of drawn tokens of a block."""
 
 
-def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
-    """Draws the block above, over both panels; below steps, and speeds."""
+def draw_jacobi(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
+    """Draws a block over both panels above; iterations and speeds below."""
     grid = axes[0, 0].get_subplotspec().get_gridspec()
     figure = axes[0, 0].figure
     for ax in axes[0]:
@@ -20,11 +20,11 @@ def draw(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
     _block(figure.add_subplot(grid[0, :]), picture)
     _steps(axes[1, 0], blocks)
     temperatures = runs.distinct("temperature")
-    speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
+    draw_speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
 
 
 def _block(ax: Any, picture: Any) -> None:
-    """Guesses by iteration; from the first on, coloured where they are right."""
+    """Draws the guesses of each iteration, coloured if correct."""
     title = "One greedy block: guesses that are right, by iteration"
     x, y = "place in the block [tokens]", "iteration [1]"
     if not len(picture):
@@ -49,13 +49,13 @@ def _block(ax: Any, picture: Any) -> None:
 
 
 def _steps(ax: Any, blocks: Any) -> None:
-    """Steps until a block is found, under the theorem's bound."""
+    """Draws mean iterations by block length, and the theorem's bound."""
     most = 0.0
     for temperature in blocks.distinct("temperature"):
-        here, name = blocks.where(temperature=temperature), _kind(temperature)
-        style.draw_curve(ax, here.length, here.steps, name, name)
-        most = max(most, float(np.max(here.length / here.steps)))
-    title = "Iterations until nothing changes"
+        selected, name = blocks.where(temperature=temperature), _kind(temperature)
+        style.draw_curve(ax, selected.length, selected.steps, name, name)
+        most = max(most, float(np.max(selected.length / selected.steps)))
+    title = "Iterations until the fixed point"
     if len(blocks):
         lengths = blocks.distinct("length")
         look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
@@ -70,8 +70,8 @@ def _kind(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def speeds(ax: Any, found: Mapping[str, Any]) -> None:
-    """Draws the engine's tokens a step and speeds, by drafts, of runs by their name."""
+def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
+    """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
     for nth, (name, runs) in enumerate(found.items()):
         system = name if name in systems.SYSTEMS else (5, 6)[nth % 2]

@@ -1,6 +1,6 @@
-"""Can autoregression be overcome? In how many iterations is a block of tokens found?
+"""Measures Jacobi decoding: iterations per block and speed of the engine's drafter.
 
-One study asks the bundled model as it is, the other trains it for it (CLLM).
+One study uses the bundled model as it is, the other fine-tunes it (CLLM).
 """
 
 from experiments.decoding.jacobi import fine_tuning, from_text

@@ -1,10 +1,10 @@
-"""Can a model be trained for Jacobi decoding? Consistency, as CLLM has it.
+"""Fine-tunes a model for Jacobi decoding with the consistency loss of CLLM.
 
-The bundled model finds blocks behind pieces of the text that it learnt; what it guessed
-on the way there is what it is trained on: to say behind those guesses what it says
-behind the block (`scaling/training/consistency.py`), and the text itself, to keep what
-it knows. Before and after: in how many steps blocks of held-out text are found, what
-that text costs in bits per byte, and what the engine's own drafter makes of it.
+The bundled model finds blocks after pieces of its training text. It is trained to
+predict, from intermediate guesses, the same tokens as from the final block
+(`scaling/training/consistency.py`), and on the text itself, to keep its quality. Before
+and after training, the study measures the iterations per block on held-out text, bits
+per byte, and the speed of the engine's Jacobi drafter.
 
 Source: Kou et al. 2024, arXiv:2403.00835.
 """
@@ -48,51 +48,51 @@ from scaling.training.consistency import Consistency, Trajectory
 CLAIMS = claims_file(__file__)
 BEFORE, AFTER = "as it was", "fine-tuned"
 TOGETHER = 32
-"""Blocks that are found at once."""
+"""Blocks that are found in one batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """What is learnt from, how a model of bytes is trained, and what is asked of it."""
+    """Training data, training of a byte-level model, and its evaluation."""
 
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
-    """The text that it learnt."""
+    """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
-    """Sizes of prompts, blocks and texts."""
+    """Lengths of prompts, blocks and texts."""
     num_texts: int = 640
-    """Pieces of training text behind which blocks are found."""
+    """Pieces of training text after which blocks are found."""
     guesses: int = 8
-    """Of each on its way that are learnt from."""
+    """Intermediate guesses of each block that are trained on."""
     num_steps: int = 400
-    """Of training."""
+    """Training steps."""
     batch_size: int = 8
-    """Guesses of a step, each with a text beside it."""
+    """Guesses per step, each paired with a piece of text."""
     learning_rate: float = 7e-4
-    """Its peak; it falls to zero over the last half."""
+    """Peak learning rate; it decays to 0 over the second half."""
     num_held_out: int = 64
-    """Pieces of held-out text behind which blocks are found before and after."""
+    """Pieces of held-out text after which blocks are found before and after."""
     scored_windows: int = 256
-    """Of held-out text, 512 tokens each, whose bits per byte are compared."""
+    """Held-out windows of 512 tokens for bits per byte."""
     num_prompts: int = 4
-    """Texts that the engine goes on from, one at a time."""
+    """Texts that the engine continues, one at a time."""
     num_drafts: tuple[int, ...] = (3, 7, 15)
-    """Tokens that the engine's drafter guesses in a step."""
+    """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
     export: str = ""
     """Folder for the trained model in bfloat16; empty: not written."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to learn or to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
         validation.at_least(self, "num_held_out", "scored_windows")
         validation.above(self, "learning_rate", finite=True)
         validation.ascending(self, "num_drafts", low=1)
-        self.refuse_short_answers(self.num_drafts[-1])
+        self.check_answer_length(self.num_drafts[-1])
 
     def recipe(self, model: LoadedModel) -> TrainConfig:
-        """How the model is trained."""
+        """Returns the training config."""
         return TrainConfig(
             model=model.config,
             corpus=self.corpus,
@@ -112,42 +112,42 @@ CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 PANELS = (2, 2)
 
 
-class Models(ResultTable):
-    """The model before and after, a row each."""
+class ModelTable(ResultTable):
+    """Quality and iterations of the model before and after training."""
 
     model: Texts = column("before or after")
-    bits_per_byte: Floats = column("of held-out text", form="{:.4f}")
-    num_blocks: Ints = column("of held-out text", heading="blocks")
+    bits_per_byte: Floats = column("on held-out text", form="{:.4f}")
+    num_blocks: Ints = column("blocks of held-out text", heading="blocks")
     length: Ints = column("tokens of a block", heading="tokens")
-    steps: Floats = column("until a block is found, mean", form="{:.2f}")
+    steps: Floats = column("mean iterations per block", form="{:.2f}")
 
     @property
     @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Of a block, one iteration fixes so many tokens on the average."""
+        """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
 class Result(ResultRecord):
-    """What was trained, and what came of it."""
+    """Training curve, and both models' measurements."""
 
-    models: Models = column("the model before and after")
-    runs: on_text.Runs = column("the engine's drafter")
-    trained: Ints = column("steps of training before each report", is_reported=False)
+    models: ModelTable = column("before and after")
+    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
+    trained: Ints = column("training step of each report", is_reported=False)
     loss: Floats = column(
-        "nats of consistency per token of a block, since the report before",
+        "consistency loss in nats per block token, mean since the last report",
         is_reported=False,
     )
-    num_records: int = column("guesses that were learnt from", heading="guesses")
-    train_s: float = column("time spent in training, on the clock")
-    device: str = column("kind of it")
+    num_records: int = column("trained guesses", heading="guesses")
+    train_s: float = column("wall-clock time of training")
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Finds blocks, trains, and asks both models; ended early, what is done.
+    """Finds blocks, trains, and evaluates both models, unless stopped before.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     corpus = corpora.open_corpus(config.corpus)
@@ -156,15 +156,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     params = jax.tree.map(jnp.asarray, model.params)
     recipe = config.recipe(model)
     start = step.init_train_state(recipe.model, recipe.optimizer, jnp.int32(0))
-    made = train.train_in_memory(
+    output = train.train_in_memory(
         recipe,
         learnt,
         start=start._replace(params=params),
         objective=config.objective,
         progress=progress,
     )
-    both = {BEFORE: model, AFTER: model._replace(params=made.params)}
-    if made.status != "done":
+    both = {BEFORE: model, AFTER: model._replace(params=output.params)}
+    if output.status != "done":
         both = {}
     elif config.export:
         _export(config, both[AFTER])
@@ -173,33 +173,36 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     runs = [
         (name, *row[1:])
         for name, each in both.items()
-        for row in held_out.decode(config, each, [(1, 0.0)], lambda _: ways, progress)
+        for row in held_out.decode_in_turns(
+            config, each, [(1, 0.0)], lambda _: ways, progress
+        )
     ]
     return Result(
-        Models.of(models),
-        on_text.Runs.of(runs),
-        np.array([line["step"] for line in made.curve], np.int64),
-        np.array([line["loss"] for line in made.curve]),
+        ModelTable.of(models),
+        on_text.DecodingRuns.of(runs),
+        np.array([line["step"] for line in output.curve], np.int64),
+        np.array([line["loss"] for line in output.curve]),
         len(records) // config.objective.record_tokens,
-        made.curve[-1]["duration_s"] if made.curve else 0.0,
+        output.curve[-1]["duration_s"] if output.curve else 0.0,
         jax.devices()[0].device_kind,
     )
 
 
-def _found(model: LoadedModel, prompts: np.ndarray, num: int) -> list[blocks.Block]:
-    """The block behind each prompt, greedily.
+def _found(
+    model: LoadedModel, prompts: np.ndarray, num: int
+) -> list[blocks.JacobiBlock]:
+    """Finds the block after each prompt greedily.
 
-    What nobody has guessed yet is the token before it, as in the engine: what stands
-    there in training is what a model learns to take no notice of.
+    Initial guesses repeat the last token of the prompt, as in the engine.
     """
     asks = [Sampling.greedy(max_tokens=num)] * len(prompts)
-    return blocks.find(model, prompts.tolist(), asks, num, first=prompts[:, -1])
+    return blocks.find_blocks(model, prompts.tolist(), asks, num, first=prompts[:, -1])
 
 
 def _records(
     config: Config, model: LoadedModel, corpus: streams.Corpus, progress: Progress
 ) -> np.ndarray:
-    """Trajectories behind pieces of the training text, as records."""
+    """Returns training records from trajectories after pieces of the training text."""
     sizes, found = config.objective, []
     prompts = objectives.stream_windows(
         corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
@@ -207,8 +210,8 @@ def _records(
     starts = range(0, len(prompts), TOGETHER)
     for first in progress.track(starts, "trajectories", "batches"):
         some = prompts[first : first + TOGETHER]
-        made = _found(model, some, sizes.block_tokens)
-        pairs = zip(some.tolist(), made, strict=True)
+        output = _found(model, some, sizes.block_tokens)
+        pairs = zip(some.tolist(), output, strict=True)
         found += [Trajectory(text, block.guesses) for text, block in pairs]
     return consistency.make_records(
         found,
@@ -222,7 +225,7 @@ def _records(
 def _asked(
     config: Config, model: LoadedModel, corpus: streams.Corpus
 ) -> tuple[float, int, int, float]:
-    """A row of `Models` behind its name."""
+    """Returns a row of `ModelTable` without the name."""
     sizes = config.objective
     prompts = objectives.stream_windows(
         corpus.held_out,
@@ -251,7 +254,7 @@ def _asked(
 
 
 def _export(config: Config, model: LoadedModel) -> None:
-    """Writes the model, to be served."""
+    """Saves the model for serving."""
     params: Params = model.params
     card = (
         f"# A model of `{config.model}`'s shape, trained for Jacobi decoding\n\n"
@@ -272,11 +275,11 @@ def _export(config: Config, model: LoadedModel) -> None:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists models and runs, a row each, and what training took."""
+    """Returns models, runs, and the training loss and time."""
     return {
         "device": result.device,
         "models": result.models.rows(),
-        # Where other studies have a way, the rows here have the model.
+        # The key "way" of other studies is "model" here.
         "runs": [{"model": x.pop("way")} | x for x in result.runs.rows()],
         "num_records": result.num_records,
         "train_s": result.train_s,
@@ -285,16 +288,16 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 NOTES = (
-    "Blocks of held-out text, from guesses of the token before. Bits per byte: of "
-    "held-out text, by which the fine-tuned model must be judged, too: one that writes "
-    "the same everywhere is found in a step.",
-    "The same prompts, greedily, each model beside its own plain decoding in turns. "
-    "Two models write two answers, so that what is gained is not of the same text.",
+    "Blocks of held-out text; initial guesses repeat the token before. Bits per byte "
+    "on held-out text show the quality of the fine-tuned model: a model that repeats "
+    "one token finds every block in one step.",
+    "The same prompts, greedily, each model alternating with its own plain decoding. "
+    "The two models generate different texts.",
 )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: the model before and after, and the engine with each."""
+    """Returns tables of both models, and of the engine with each."""
     sheets = [
         result.models.sheet("before and after", note=NOTES[0]),
         from_text.drafter_sheet(result.runs, result.device, "way", note=NOTES[1]),
@@ -304,7 +307,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds tokens against plain decoding, and what is gained against CLLM's."""
+    """Compares tokens with plain decoding, and the speed-up with CLLM's."""
     runs = result.runs
     if len(runs):
         num = int(runs.num_tokens.sum())
@@ -314,7 +317,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the loss, blocks' tokens a step, and the engine's."""
+    """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
     style.draw_curve(loss, result.trained, result.loss, 5, marker="")
@@ -332,4 +335,4 @@ def plot(axes: Any, result: Result) -> None:
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
     style.set_labels(blocks, title, "", "found [tokens/step]")
     found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
-    drawing.speeds(engine, found)
+    drawing.draw_speeds(engine, found)

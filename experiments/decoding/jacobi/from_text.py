@@ -1,10 +1,9 @@
-"""Can autoregression be overcome? Jacobi decoding of whole blocks.
+"""Jacobi decoding of whole blocks with the bundled model.
 
-The bundled model continues held-out code, block after block behind its own answer. In
-how many iterations is a block of m tokens found, greedily and with fixed noise, and is
-it what plain decoding writes? At most m, says the theorem, and every iteration gets
-another token right for good. How many fewer, decides what there is to gain; the
-engine's own drafter of that name shows what comes of it.
+The model continues held-out code, block after block. The study counts the iterations of
+blocks of m tokens, greedily and with fixed noise, and compares their tokens with plain
+decoding. By the theorem a block takes at most m iterations, and every iteration fixes
+another token. The engine's own Jacobi drafter shows the resulting speed.
 """
 
 import dataclasses
@@ -44,27 +43,27 @@ WAY = "Jacobi"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the blocks, and how many tokens."""
+    """Text, blocks and lengths."""
 
     lengths: tuple[int, ...] = (4, 8, 16, 32)
     """Tokens of a block."""
     picture_tokens: int = 32
-    """Of the block that is drawn, the first of the first text."""
+    """Tokens of the drawn block, the first of the first text."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     num_drafts: tuple[int, ...] = (3, 7, 15, 31)
-    """Tokens that the engine's drafter guesses in a step."""
+    """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "picture_tokens")
         validation.ascending(self, "lengths", "num_drafts", low=1)
         validation.within(self, "temperatures", low=0, high=2)
         longest = max(*self.lengths, self.picture_tokens)
-        self.refuse_short_answers(self.num_drafts[-1], longest)
+        self.check_answer_length(self.num_drafts[-1], longest)
 
 
 PANELS = (2, 2)
@@ -85,16 +84,16 @@ CONFIGS = {
 }
 
 
-class Blocks(ResultTable):
-    """Blocks of one length."""
+class BlockTable(ResultTable):
+    """Iterations of blocks by length and temperature."""
 
     length: Ints = column("tokens of a block", heading="tokens")
     temperature: Floats = column("0 is greedy")
-    num_blocks: Ints = column("found", heading="blocks")
-    steps: Floats = column("iterations, mean over blocks", form="{:.2f}")
-    most_steps: Ints = column("of any block", heading="most steps")
-    num_late: Ints = column("that took more steps than tokens", heading="late")
-    num_stuck: Ints = column("steps that got no token right", heading="stuck")
+    num_blocks: Ints = column("blocks", heading="blocks")
+    steps: Floats = column("mean iterations", form="{:.2f}")
+    most_steps: Ints = column("most iterations of a block", heading="most steps")
+    num_late: Ints = column("blocks with more iterations than tokens", heading="late")
+    num_stuck: Ints = column("iterations that fixed no token", heading="stuck")
     num_other: Ints = column(
         "tokens that differ from plain decoding's", heading="other tokens"
     )
@@ -102,32 +101,32 @@ class Blocks(ResultTable):
     @property
     @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Of a block, one iteration fixes so many tokens on the average."""
+        """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Picture(ResultTable):
-    """How one block is found."""
+class BlockTrace(ResultTable):
+    """Iterations of one block."""
 
-    tokens: Int[np.ndarray, "rows places"] = column("guesses of an iteration")
-    fixed: Ints = column("tokens from the first on that are right")
+    tokens: Int[np.ndarray, "rows places"] = column("guesses")
+    fixed: Ints = column("length of the correct prefix")
 
 
 class Result(ResultRecord):
-    """What was measured."""
+    """Iterations of blocks, and runs of the engine."""
 
-    blocks: Blocks = column("blocks, by length")
-    picture: Picture = column("one block")
-    runs: on_text.Runs = column("the engine's drafter")
-    output_tokens: int = column("of each answer", is_reported=False)
-    device: str = column("kind of it")
+    blocks: BlockTable = column("by length and temperature")
+    picture: BlockTrace = column("one block")
+    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
+    output_tokens: int = column("tokens of each answer", is_reported=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Finds blocks, then decodes with the engine; ended early, what is done.
+    """Finds blocks, then decodes with the engine; if stopped, keeps finished parts.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     cases = [(t, m) for t in config.temperatures for m in config.lengths]
@@ -136,20 +135,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for temperature, length in progress.track(cases, "blocks of", "lengths"):
         texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
-            bounds = serving.bounds(1, 0, config.max_length, config.steps_per_call)
-            server = serving.make(model, serving.PLAIN, bounds)
-            answers[temperature], _ = serving.decode(server, texts, asks)
+            bounds = serving.drafting_engine_config(
+                1, 0, config.max_length, config.steps_per_call
+            )
+            server = serving.make_server(model, serving.PLAIN, bounds)
+            answers[temperature], _ = serving.decode_batches(server, texts, asks)
         found.append(_found(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]
     ways = [(WAY, num) for num in config.num_drafts]
-    runs = held_out.decode(config, model, settings, lambda _: ways, progress)
-    runs = on_text.Runs.of(runs)
+    runs = held_out.decode_in_turns(config, model, settings, lambda _: ways, progress)
+    runs = on_text.DecodingRuns.of(runs)
     kind = jax.devices()[0].device_kind
-    # The picture is of the first block of the first text, greedily.
+    # The drawn block is the first of the first text, greedily.
     texts, asks = config.requests(model.tokenizer, (1, 0.0))
-    [block] = blocks.find(model, texts[:1], asks[:1], config.picture_tokens)
-    picture = Picture.of(zip(block.guesses, block.fixed, strict=True))
-    return Result(Blocks.of(found), picture, runs, config.output_tokens, kind)
+    [block] = blocks.find_blocks(model, texts[:1], asks[:1], config.picture_tokens)
+    picture = BlockTrace.of(zip(block.guesses, block.fixed, strict=True))
+    return Result(BlockTable.of(found), picture, runs, config.output_tokens, kind)
 
 
 def _found(
@@ -159,14 +160,14 @@ def _found(
     answers: list[list[int]],
     length: int,
 ) -> tuple[Any, ...]:
-    """A row of `Blocks`: every whole block of all answers."""
+    """Returns a row of `BlockTable` from the whole blocks of all answers."""
     known, wanted, each = [], [], []
     for text, ask, answer in zip(texts, asks, answers, strict=True):
         for start in range(0, len(answer) - length + 1, length):
             known.append(text + answer[:start])
             wanted.append(answer[start : start + length])
             each.append(ask)
-    found = blocks.find(model, known, each, length)
+    found = blocks.find_blocks(model, known, each, length)
     steps = np.array([block.steps for block in found])
     stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in found)
     other = sum(
@@ -179,17 +180,17 @@ def _found(
 
 
 NOTES = (
-    "Each block starts from guesses of token 0 behind what plain decoding wrote. "
-    "Steps: until nothing changes any more. A model that was not trained for it seldom "
-    "gets a token right whose neighbour before it is wrong, so blocks take nearly as "
-    "many steps as they have tokens.",
-    "The engine's window moves on with the text, and keeps guesses that may yet be "
-    "right. Times as fast as plain decoding: tokens a step over what a step costs.",
+    "A block starts from guesses of token 0 after the text of plain decoding. Steps: "
+    "iterations until the guesses stop changing. A model without fine-tuning seldom "
+    "predicts a token correctly after a wrong one, so blocks take nearly as many steps "
+    "as they have tokens.",
+    "The engine's window moves with the text and keeps later guesses. Times as fast as "
+    "plain decoding: tokens a step / relative cost of a step.",
 )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: blocks, and the engine."""
+    """Returns tables of blocks and of the engine."""
     sheets = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
         drafter_sheet(result.runs, result.device, "temperature", note=NOTES[1]),
@@ -197,16 +198,18 @@ def summary(result: Result) -> list[ReportPart]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def drafter_sheet(runs: on_text.Runs, device: str, by: str, *, note: str) -> Sheet:
-    """What the engine makes of Jacobi's drafts, by their number and another column."""
-    said = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
+def drafter_sheet(
+    runs: on_text.DecodingRuns, device: str, by: str, *, note: str
+) -> Sheet:
+    """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
+    columns = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
     title = f"the engine's drafter, one sequence on {device}"
-    return runs.sheet(title, by, "num_drafts", *said, note=note)
+    return runs.sheet(title, by, "num_drafts", *columns, note=note)
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds steps and tokens against the theorem, and speeds against others'."""
+    """Compares iterations with the theorem, and speeds with published ones."""
     found, runs = result.blocks, result.runs
     if len(found):
         num = int(found.num_blocks.sum())
@@ -222,5 +225,5 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws one block as it is found, steps by length, and the engine's speeds."""
-    drawing.draw(axes, result.picture, result.blocks, result.runs)
+    """Draws the iterations of one block, iterations by length, and speeds."""
+    drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)

@@ -1,4 +1,4 @@
-"""Draws what speculation gains, and what it costs."""
+"""Draws the speed-up of speculation and its cost."""
 
 from typing import Any
 
@@ -8,37 +8,37 @@ from experiments.decoding.speculation import theory
 from experiments.plotting import style, systems
 
 DRAFT_COLORS = (systems.BLUE, systems.GREEN, systems.ORANGE, systems.RED)
-"""Of numbers of drafts, in ascending order; markers follow."""
+"""Colours by draft length, ascending; markers follow."""
 MARKS = "o^ds"
 
 
-def draw(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
-    """Draws four panels: drafts and ways above, batches and coins below."""
+def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
+    """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
-    alone = runs.where(batch=1)
-    _lengths(axes[0, 0], alone.where(temperature=0.0))
-    ways = alone.where(num_drafts=num_drafts)
+    single = runs.where(batch=1)
+    _lengths(axes[0, 0], single.where(temperature=0.0))
+    ways = single.where(num_drafts=num_drafts)
     names, label = ways.way.tolist(), "speed / plain decoding [ratio]"
     bars(axes[0, 1], ways, names, names, "speed", label)
     if len(ways):
         best, most = names[int(np.nanargmax(ways.speed))], np.nanmax(ways.speed)
         axes[0, 1].set_title(f"{num_drafts} drafts: {best} is {most:.2f} times as fast")
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
-    _coins(axes[1, 1], coins)
+    _synthetic(axes[1, 1], coins)
 
 
 def _lengths(ax: Any, runs: Any) -> None:
-    """Tokens a step against drafts, and the formula as a broken line."""
+    """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for way in runs.distinct("way"):
-        here = runs.where(way=way)
-        here = here.at(np.argsort(here.num_drafts))
-        if len(here) < 2:
+        selected = runs.where(way=way)
+        selected = selected.at(np.argsort(selected.num_drafts))
+        if len(selected) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        style.draw_curve(ax, here.num_drafts, here.expected, way, **look)
-        style.draw_curve(ax, here.num_drafts, here.tokens_per_step, way, way)
-        most = float(here.tokens_per_step.max())
+        style.draw_curve(ax, selected.num_drafts, selected.expected, way, **look)
+        style.draw_curve(ax, selected.num_drafts, selected.tokens_per_step, way, way)
+        most = float(selected.tokens_per_step.max())
         best = (way, most) if most > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
     title = "Tokens a step by drafts"
@@ -52,15 +52,15 @@ def _lengths(ax: Any, runs: Any) -> None:
 def bars(
     ax: Any, runs: Any, names: list[str], kinds: list[str], field: str, label: str
 ) -> None:
-    """Draws a number of every run, greedy above and drawn at temperature 1 below.
+    """Draws a metric of every run: greedy above, temperature 1 below.
 
     Args:
-      ax: where to.
-      runs: with temperatures.
-      names: of the runs; those with the same name share a line.
-      kinds: the systems whose colours they have.
-      field: of the number.
-      label: of the axis.
+      ax: axes.
+      runs: runs with temperatures.
+      names: names of the runs; equal names share a line.
+      kinds: systems whose colours the runs have.
+      field: name of the metric.
+      label: label of the axis.
     """
     order, height, values = [*dict.fromkeys(names)], 0.44, getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
@@ -85,7 +85,7 @@ def bars(
 
 
 def _batches(ax: Any, runs: Any) -> None:
-    """Speeds and costs of a step against the sequences decoded together."""
+    """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
         (runs.tokens_per_step, systems.GREEN, "^", "tokens a step"),
@@ -104,29 +104,29 @@ def _batches(ax: Any, runs: Any) -> None:
     ax.legend()
 
 
-def _coins(ax: Any, coins: Any) -> None:
-    """Tokens a step by coins, on the lines of the formula."""
+def _synthetic(ax: Any, coins: Any) -> None:
+    """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances, off = np.linspace(0, 1, 101), [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
-        here, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
-        line = theory.tokens_of(chances, np.full(chances.size, num))
+        selected, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+        line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
-        found = here.tokens_per_step
-        style.draw_curve(ax, here.acceptance, found, color, f"{num}", **look)
-        exact = theory.tokens_of(here.acceptance, np.full(len(here), num))
+        found = selected.tokens_per_step
+        style.draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
+        exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
         off += np.abs(found / exact - 1).tolist()
     title = "Tokens a step by acceptance"
     if len(coins):
         ax.legend(title="drafts a step (line: formula)")
-        title = f"Drafts accepted by coins meet the formula to {100 * max(off):.1f} %"
+        title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
     x, y = "acceptance of a draft [share]", "found [tokens/step]"
     style.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
-    """Draws tokens a step, and speeds, by chance; theory as broken lines."""
-    for ax, field, theirs, words, y in (
+    """Draws tokens per step and speed by acceptance rate, with theory dashed."""
+    for ax, field, reference, words, y in (
         (
             axes[0],
             "tokens_per_step",
@@ -138,12 +138,12 @@ def draw_priced(axes: Any, priced: Any) -> None:
     ):
         off = [0.0]
         for nth, num in enumerate(priced.distinct("num_drafts")):
-            here, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
-            line, found = getattr(here, theirs), getattr(here, field)
+            selected, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+            line, found = getattr(selected, reference), getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            style.draw_curve(ax, here.acceptance, line, color, **look)
+            style.draw_curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
-            style.draw_curve(ax, here.acceptance, found, color, f"{num}", **look)
+            style.draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
             off += np.abs(found / line - 1).tolist()
         style.draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"

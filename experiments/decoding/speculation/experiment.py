@@ -1,10 +1,10 @@
-"""What does speculative decoding buy, and when does it not pay?
+"""Measures the speed-up of speculative decoding.
 
-One study has a real model continue real text. The other gives drafts a chance of being
-accepted, on a shape that is large enough for a step to cost what its weights cost, and
-holds speeds against the formula and the measured cost of verifying.
+One study continues real text with a real model. The other sets the acceptance rate of
+drafts, on a shape that is large enough for weights to dominate the cost of a step, and
+compares speeds with the formula and the measured cost of verification.
 """
 
-from experiments.decoding.speculation import by_chance, on_text
+from experiments.decoding.speculation import on_text, synthetic
 
-STUDIES = (on_text, by_chance)
+STUDIES = (on_text, synthetic)

@@ -1,4 +1,4 @@
-"""Held-out code that a model goes on from, by many ways to decode in turns."""
+"""Decodes held-out code with several methods in alternating rounds."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.serving import PLAIN, WAYS
+from experiments.decoding.speculation.serving import METHODS, PLAIN
 from experiments.harness import prompts, timing
 from experiments.harness.serving import Server
 from jaxkv import validation
@@ -21,45 +21,48 @@ from jaxkv.sampling import Sampling
 from jaxkv.speculation import methods
 
 type Setting = tuple[int, float]
-"""Sequences decoded together, and the temperature."""
+"""Batch size and temperature."""
 type Requests = tuple[list[list[int]], list[Sampling]]
-"""Prompts, and how each is to be continued."""
+"""Prompts and their sampling."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """Held-out code that a model goes on from, and the turns of all ways to decode."""
+    """Held-out code to continue, and rounds of all methods."""
 
     model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
+    """Model folder or bundled model."""
     num_prompts: int = 8
     """Texts that are continued one at a time."""
     prompt_tokens: int = 128
-    """Of each."""
+    """Tokens of each prompt."""
     output_tokens: int = 320
-    """Of each answer, which does not end before."""
+    """Tokens of each answer; end tokens are ignored."""
     rounds: int = 3
-    """Turns of each way."""
+    """Rounds of each method."""
     steps_per_call: int = 8
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
     seed: int = 0
-    """Of prompts and draws."""
+    """Seed of prompts and sampling."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
         validation.at_least(self, "steps_per_call")
         validation.at_least(self, "seed", low=0)
 
     @property
     def max_length(self) -> int:
-        """Tokens of a prompt with its answer."""
+        """Tokens of a prompt and its answer."""
         return self.prompt_tokens + self.output_tokens
 
-    def refuse_short_answers(self, most_drafts: int, least: int = 0) -> None:
-        """Refuses answers whose speed nobody sees.
+    def check_answer_length(self, most_drafts: int, least: int = 0) -> None:
+        """Checks that answers are long enough to time.
 
-        A call reads the prompt, and one behind it must not end the answer.
+        A call prefills the prompt, and another one must not end the answer.
+
+        Raises:
+          ValueError: `output_tokens` is too small.
         """
         least = max(least, 2 * self.steps_per_call * (1 + most_drafts))
         if self.output_tokens <= least:
@@ -68,14 +71,14 @@ class TextConfig:
             )
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
-        """The engine's, of a way to decode."""
-        num_lengths = methods.NUM_LENGTHS if WAYS[way].adaptive else 1
-        return serving.bounds(
+        """Returns the engine config of a method."""
+        num_lengths = methods.NUM_LENGTHS if METHODS[way].adaptive else 1
+        return serving.drafting_engine_config(
             batch, num_drafts, self.max_length, self.steps_per_call, num_lengths
         )
 
     def requests(self, tokenizer: Any, setting: Setting) -> Requests:
-        """Whole batches: as many texts as there are alone, or one batch of more."""
+        """Returns the requests of whole batches: `num_prompts`, or one larger batch."""
         batch, temperature = setting
         num = batch * -(-self.num_prompts // batch)
         return self.cut(tokenizer, num, temperature, self.output_tokens)
@@ -83,7 +86,7 @@ class TextConfig:
     def cut(
         self, tokenizer: Any, num: int, temperature: float, max_tokens: int
     ) -> Requests:
-        """Cuts prompts; answers go on to their last token."""
+        """Cuts prompts; end tokens of answers are ignored."""
         ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
         rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
@@ -91,7 +94,7 @@ class TextConfig:
         return [request.tokens for request in found], asks
 
 
-def decode(
+def decode_in_turns(
     config: TextConfig,
     model: checkpoints.LoadedModel,
     settings: Iterable[Setting],
@@ -101,28 +104,28 @@ def decode(
     rounds: int | None = None,
     serve: Callable[[str, EngineConfig], Server] | None = None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Serves the same requests in turns, plainly and by every way.
+    """Serves the same requests in turns, plainly and with every method.
 
     Args:
       config: the requests.
-      model: that answers them.
-      settings: batches and temperatures.
-      ways: of a setting, with their drafts.
-      progress: is told of every turn.
-      rounds: turns of each way; None means the config's.
-      serve: makes the server of a way; None means one of the model alone.
+      model: served model.
+      settings: batch sizes and temperatures.
+      ways: returns methods and draft lengths of a setting.
+      progress: receives progress.
+      rounds: rounds of each method; None means `config.rounds`.
+      serve: builds the server of a method; None means from the model only.
 
     Yields:
-      A row of `Runs` for each setting and way.
+      A row of `DecodingRuns` for each setting and method.
     """
     batches = []
-    make = serve or functools.partial(serving.make, model)
+    make = serve or functools.partial(serving.make_server, model)
 
     def requests(setting: Setting) -> Requests:
         return config.requests(model.tokenizer, setting)
 
     def begin(setting: Setting) -> list[Server]:
-        # Many programs at once are more mappings of memory than a process may have.
+        # Too many programs at once exceed the limit of memory mappings of a process.
         if batches and batches[-1] != setting[0]:
             jax.clear_caches()
         batches.append(setting[0])
@@ -131,13 +134,13 @@ def decode(
         for way, num_drafts in ((PLAIN, 0), *ways(setting)):
             server = make(way, config.bounds(way, setting[0], num_drafts))
             # An adaptive draft length is measured after it has adapted.
-            num = len(texts) if WAYS[way].adaptive else setting[0]
-            serving.decode(server, texts[:num], asks[:num])  # compiles
+            num = len(texts) if METHODS[way].adaptive else setting[0]
+            serving.decode_batches(server, texts[:num], asks[:num])  # compiles
             found.append(server)
         return found
 
     def measure(setting: Setting, server: Server) -> Any:
-        return serving.decode(server, *requests(setting))
+        return serving.decode_batches(server, *requests(setting))
 
     def step_s(rounds: list[Any]) -> np.ndarray:
         return np.array(
@@ -148,22 +151,22 @@ def decode(
         "bar_label": "decoding",
         "case_name": "batch and temperature",
     }
-    for setting, everyone, found in timing.measure_in_turns(
+    for setting, servers, found in timing.measure_in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
-        plain = found[everyone[0].name]
-        for server, way in zip(everyone[1:], ways(setting), strict=True):
-            mine = found[server.name]
-            # Counts differ between rounds only for ways that learn meanwhile.
-            counts = [*zip(*(counts for _, counts in mine), strict=True)][:4]
-            answers, theirs = mine[0][0], plain[0][0]
+        plain = found[servers[0].name]
+        for server, way in zip(servers[1:], ways(setting), strict=True):
+            subset = found[server.name]
+            # Counts differ between rounds only for methods that adapt.
+            counts = [*zip(*(counts for _, counts in subset), strict=True)][:4]
+            answers, reference = subset[0][0], plain[0][0]
             pairs = [
-                zip(a, b, strict=True) for a, b in zip(answers, theirs, strict=True)
+                zip(a, b, strict=True) for a, b in zip(answers, reference, strict=True)
             ]
             yield (
                 *(*way, *setting),
                 *(round(np.mean(each)) for each in counts),
-                *(step_s(mine), step_s(plain)),
+                *(step_s(subset), step_s(plain)),
                 sum(map(len, answers)),
                 sum(a != b for pair in pairs for a, b in pair),
             )

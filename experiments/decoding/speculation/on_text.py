@@ -1,15 +1,15 @@
-"""What does speculative decoding buy, and when does it not pay?
+"""Measures the speed-up of speculative decoding on held-out code.
 
-The bundled model continues held-out code. Who guesses: the text itself (n-gram), the
-model at places beyond (Jacobi), its own first layers (early exit). All drafts are
-judged by `Coupled`, which keeps every token, and tokens are compared one by one with
+The bundled model continues held-out code. Drafts come from the text itself (n-gram),
+from the model at later positions (Jacobi), or from its first layers (early exit).
+`Coupled` verifies all drafts and keeps every token; tokens are compared one by one with
 those of plain decoding.
 
-Speed is decoded tokens a second against plain decoding of the same batch in the same
-round: tokens a step, over what a step costs. The ways take turns, and the median of the
-rounds counts. Programs are compiled before. Where drafts are accepted by tossed coins
-(`Synthetic`) the formula must hold; on text it need not, because a draft that is
-accepted makes the next one likelier.
+Speed is tokens/s relative to plain decoding of the same batch in the same round: tokens
+per step over the relative cost of a step. Methods alternate, and the median over rounds
+counts. Programs are compiled before. With synthetic acceptance (`Synthetic`) the
+formula must hold. On text it need not, because acceptance of a draft token raises the
+chance of the next one.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
-from experiments.decoding.speculation.theory import Tossed
+from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
@@ -45,7 +45,8 @@ from jaxkv.speculation import Speculation, Synthetic
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
-"""Below, nothing is said of speeds, or of chances."""
+"""Output tokens below which speeds have no verdict, and steps below which counts have
+none."""
 LOOKUP, JACOBI = "n-gram", "Jacobi"
 EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
@@ -53,38 +54,38 @@ TEMPERATURES = (0.0, 1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the ways to guess, and how many tokens."""
+    """Text, methods and lengths."""
 
     ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
-    """Who guesses."""
+    """Compared drafters."""
     num_drafts: int = 3
-    """Tokens guessed in a step where ways and batches are compared."""
+    """Draft length of the comparison of methods and batch sizes."""
     lengths: tuple[int, ...] = (1, 2, 3, 7, 15)
-    """Tokens guessed in a step where that is what differs."""
+    """Draft lengths of the sweep."""
     lengthened: tuple[str, ...] = (LOOKUP, "early exit, 1 layer")
-    """Ways of which that is asked."""
+    """Drafters of the sweep over draft lengths."""
     batches: tuple[int, ...] = (2, 4, 8, 16)
-    """Sequences decoded together, by n-grams; one alone is measured in any case."""
+    """Batch sizes with n-gram drafts; batch 1 is always measured."""
     acceptances: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9)
-    """Chances of a draft that is judged by a coin."""
+    """Acceptance rates of synthetic drafts."""
     coin_drafts: tuple[int, ...] = (1, 2, 4, 8)
-    """Drafts that are."""
+    """Draft lengths of synthetic drafts."""
     num_coins: int = 16
-    """Sequences that toss coins at once, a share of them for each number of drafts."""
+    """Sequences with synthetic drafts in a batch, divided over the draft lengths."""
     coin_tokens: int = 768
-    """Of each."""
+    """Tokens of each of these sequences."""
     coin_batches: int = 6
-    """Batches of as many."""
+    """Batches of these sequences."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "num_drafts", "coin_tokens", "coin_batches")
         validation.ascending(self, "lengths", "coin_drafts", low=1)
         validation.ascending(self, "batches", low=2)
         validation.within(self, "acceptances", low=0, high=1)
         validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
-        self.refuse_short_answers(max(self.num_drafts, *self.lengths))
+        self.check_answer_length(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(
                 f"num_coins={self.num_coins!r} must be at least "
@@ -92,7 +93,7 @@ class Config(held_out.TextConfig):
             )
 
     def cases(self, setting: held_out.Setting) -> list[tuple[str, int]]:
-        """Ways beside plain decoding, and their drafts."""
+        """Returns methods with draft lengths, without plain decoding."""
         batch, temperature = setting
         if batch > 1:
             return [(LOOKUP, self.num_drafts)]
@@ -126,124 +127,126 @@ CONFIGS = {
 }
 
 
-class Runs(ResultTable):
-    """Ways to decode, a row for each, and plain decoding of the same batch beside."""
+class DecodingRuns(ResultTable):
+    """Counts and times of each method, with plain decoding of the same batch."""
 
-    way: Texts = column("of `serving.WAYS`")
-    num_drafts: Ints = column("guessed in a step at most", heading="drafts")
-    batch: Ints = column("sequences decoded together")
+    way: Texts = column("key of `serving.METHODS`")
+    num_drafts: Ints = column("draft length", heading="drafts")
+    batch: Ints = column("batch size")
     temperature: Floats = column("0 is greedy")
-    steps: Ints = column("of all sequences, each by itself", is_reported=False)
-    emitted: Ints = column("tokens that they gave", is_reported=False)
-    drafted: Ints = column("drafts that were fed", is_reported=False)
-    first: Ints = column("steps whose first draft was accepted", is_reported=False)
+    steps: Ints = column("steps, summed over sequences", is_reported=False)
+    emitted: Ints = column("tokens of these steps", is_reported=False)
+    drafted: Ints = column("verified draft tokens", is_reported=False)
+    first: Ints = column("steps that accepted the first draft token", is_reported=False)
     step_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a step of the batch takes", heading="a step", of=np.median
+        "time of a step of the batch", heading="a step", of=np.median
     )
     plain_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a plain one takes", heading="a plain step", of=np.median
+        "time of a plain step", heading="a plain step", of=np.median
     )
-    num_tokens: Ints = column("of all answers", heading="tokens")
+    num_tokens: Ints = column("tokens of all answers", heading="tokens")
     num_other: Ints = column(
-        "of these, that differ from plain decoding's", heading="other tokens"
+        "tokens that differ from plain decoding's", heading="other tokens"
     )
 
     @property
     @computed_column(heading="drafts a step", form="{:.2f}")
     def drafts_per_step(self) -> np.ndarray:
-        """Drafts that were fed, misses of the n-grams counted as none."""
+        """Mean verified draft tokens per step; n-gram misses count as 0."""
         return self.drafted / self.steps
 
     @property
     @computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
-        """Tokens that a sequence gains in a step."""
+        """Mean tokens per step of a sequence."""
         return self.emitted / self.steps
 
     @property
     @computed_column(heading="accepted")
     def accepted_share(self) -> np.ndarray:
-        """Of all drafts that were fed."""
+        """Acceptance rate over all verified draft tokens."""
         return (self.emitted - self.steps) / np.maximum(self.drafted, 1)
 
     @property
     @computed_column(heading="first accepted")
     def first_share(self) -> np.ndarray:
-        """Steps whose first draft was accepted; it was not where there was none."""
+        """Share of steps that accepted the first draft token; misses count as 0."""
         return self.first / self.steps
 
     @property
     @computed_column(heading="by formula", form="{:.2f}")
     def expected(self) -> np.ndarray:
-        """Tokens a step if each draft were accepted like the first, independently."""
-        return theory.tokens_of(self.first_share, self.num_drafts)
+        """Tokens per step if each draft token were accepted like the first one."""
+        return theory.expected_tokens(self.first_share, self.num_drafts)
 
     @property
     @computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
-        """What a step costs, in plain ones; the median of rounds."""
-        return serving.costs(self.step_s, self.plain_s)
+        """Cost of a step / plain step, median over rounds."""
+        return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
     @computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
-        """Tokens a second over those of plain decoding."""
+        """Tokens/s over those of plain decoding."""
         return self.tokens_per_step / self.cost
 
 
-class Coins(Tossed):
-    """Drafts accepted by tossing coins."""
+class SyntheticDrafts(IndependentDrafts):
+    """Steps with synthetic acceptance, against the formula."""
 
     @property
     @computed_column(heading="off", form="{:+.2%}")
     def off(self) -> np.ndarray:
-        """How far, as a share."""
+        """Deviation from the formula, as a share."""
         return self.tokens_per_step / self.expected - 1
 
     @property
     @computed_column(heading="standard error", form="{:.2%}")
     def error(self) -> np.ndarray:
-        """Of tokens a step, as a share of what they should be, by the formula."""
+        """Standard error of tokens per step by formula, as a share."""
         return self.chance_error / self.expected
 
 
 class Result(ResultRecord):
-    """What was measured."""
+    """Measured methods and synthetic drafts."""
 
-    runs: Runs = column("ways to decode")
-    coins: Coins = column("drafts judged by coins")
-    output_tokens: int = column("of each answer", is_reported=False)
-    num_drafts: int = column("where ways are compared", is_reported=False)
-    device: str = column("kind of it")
+    runs: DecodingRuns = column("by method")
+    coins: SyntheticDrafts = column("by acceptance rate and draft length")
+    output_tokens: int = column("tokens of each answer", is_reported=False)
+    num_drafts: int = column("draft length of the comparison", is_reported=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Decodes every way in turns, then tosses coins; ended early, what is done.
+    """Runs every method, then synthetic drafts; if stopped, keeps finished parts.
 
     Raises:
-      ValueError: the model cannot be served, or has no room for so many tokens.
+      ValueError: the model cannot be served, or its context is too short.
     """
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
     model = model_shapes.load_text_model(config.model, max_length=longest)
     settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
-    rows = held_out.decode(config, model, settings, config.cases, progress)
-    runs, coins = Runs.of(rows), []
+    rows = held_out.decode_in_turns(config, model, settings, config.cases, progress)
+    runs, coins = DecodingRuns.of(rows), []
     num, drafts = config.num_coins, config.coin_drafts
     longest = config.prompt_tokens + config.coin_tokens
-    bounds = serving.bounds(num, drafts[-1], longest, config.steps_per_call)
+    bounds = serving.drafting_engine_config(
+        num, drafts[-1], longest, config.steps_per_call
+    )
     total = num * config.coin_batches
     texts, asks = config.cut(model.tokenizer, total, 1.0, config.coin_tokens)
     for chance in progress.track(config.acceptances, "tossing coins", "chances"):
-        judged = Speculation(serving.Uneven(drafts), Synthetic(chance))
-        server = serving.make(model, "Jacobi", bounds, judged)
+        judged = Speculation(serving.MixedDraftLengths(drafts), Synthetic(chance))
+        server = serving.make_server(model, "Jacobi", bounds, judged)
         counts = np.zeros((len(drafts), 2), int)
         for start in range(0, total, num):
             server.serve(texts[start : start + num], asks[start : start + num])
-            counts += [serving.given(server, each) for each in drafts]
+            counts += [serving.steps_with_drafts(server, each) for each in drafts]
         coins += [(chance, *x) for x in zip(drafts, *counts.T.tolist(), strict=True)]
     return Result(
         runs,
-        Coins.of(coins),
+        SyntheticDrafts.of(coins),
         config.output_tokens,
         config.num_drafts,
         jax.devices()[0].device_kind,
@@ -252,30 +255,29 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 NOTES = (
     "Times as fast as plain decoding of the same batch: tokens a step over step / "
-    "plain step, the median of rounds in turns. First accepted: of all steps; where an "
-    "n-gram finds nothing there is no first draft, and the step feeds one row, as "
-    "plain ones do.",
-    "By formula: if each draft were accepted like the first, independently. Text is "
-    "not so: where n-grams are right they go on being right, so that more is accepted "
-    "than the formula says; a cut model's guesses are near it.",
-    "N-grams. The texts are the same whatever the batch, but for one that is larger "
-    "than their number; it is the step that costs more.",
+    "plain step, the median of alternating rounds. First accepted: share of all steps; "
+    "without an n-gram match a step has no draft and feeds one row, like a plain step.",
+    "By formula: if each draft token were accepted like the first, independently. On "
+    "text, correct n-grams continue to be correct, so that more is accepted than by "
+    "the formula; early exit is close to it.",
+    "N-gram drafts. Texts are the same for every batch size up to their number; the "
+    "cost of a step rises.",
 )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: ways, drafts, batches, and coins."""
+    """Returns tables of methods, draft lengths, batch sizes and synthetic drafts."""
     runs, num = result.runs, result.num_drafts
-    alone = runs.where(batch=1)
-    lengths, batches = alone.where(temperature=0.0), runs.where(temperature=0.0)
+    single = runs.where(batch=1)
+    lengths, batches = single.where(temperature=0.0), runs.where(temperature=0.0)
     lengths = lengths.at(np.lexsort((lengths.num_drafts, lengths.way)))
-    said = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
+    columns = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
     speed, same = ("cost", "speed"), ("num_tokens", "num_other")
-    names = ("way", "temperature", *said, *speed, *same)
-    drafts = ("way", "num_drafts", *said[2:], "expected", *speed)
+    names = ("way", "temperature", *columns, *speed, *same)
+    drafts = ("way", "num_drafts", *columns[2:], "expected", *speed)
     together = ("batch", "tokens_per_step", "step_s", "plain_s", *speed, *same)
     ways, batches = (
-        alone.where(num_drafts=num),
+        single.where(num_drafts=num),
         batches.where(way=LOOKUP, num_drafts=num),
     )
     title = f"ways, one sequence on {result.device}"
@@ -283,14 +285,14 @@ def summary(result: Result) -> list[ReportPart]:
         ways.sheet(title, *names, note=NOTES[0]),
         lengths.sheet("drafts a step, greedy", *drafts, note=NOTES[1]),
         batches.sheet("sequences at once, greedy", *together, note=NOTES[2]),
-        result.coins.sheet("drafts accepted by coins, against the formula"),
+        result.coins.sheet("synthetic drafts, against the formula"),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds tokens, formulas and speeds against what was said of them."""
+    """Compares tokens, formulas and speeds with published or expected values."""
     runs, coins = result.runs, result.coins
     few = result.output_tokens < FEW_TOKENS
     if len(runs):
@@ -301,19 +303,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("law", np.abs(coins.off).max(), **words)
     for id, formula in (
         ("tokens", theory.tokens_per_step),
-        ("operations", theory.operations),
+        ("operations", theory.operations_per_token),
     ):
         for chance, by_drafts in CLAIMS.published(id).items():
             for num in by_drafts:
                 words = {"acceptance": chance, "drafts": num}
                 yield measured(id, formula(float(chance), int(num)), **words)
-    alone = runs.where(batch=1, temperature=0.0)
-    if len(alone):
-        best = alone.at([int(np.nanargmax(alone.speed))])
+    single = runs.where(batch=1, temperature=0.0)
+    if len(single):
+        best = single.at([int(np.nanargmax(single.speed))])
         words = {"way": best.way[0], "drafts": best.num_drafts[0]}
         yield measured("speed", best.speed[0], differs=few, **words)
-    alone = alone.where(num_drafts=result.num_drafts)
-    lookup, jacobi = (alone.where(way=way) for way in (LOOKUP, JACOBI))
+    single = single.where(num_drafts=result.num_drafts)
+    lookup, jacobi = (single.where(way=way) for way in (LOOKUP, JACOBI))
     if len(lookup):
         yield measured("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):
@@ -326,5 +328,5 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws tokens a step, speeds by way and by batch, and the formula."""
-    drawing.draw(axes, result.runs, result.coins, result.num_drafts)
+    """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
+    drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)

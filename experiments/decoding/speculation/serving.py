@@ -1,4 +1,4 @@
-"""The engine with and without drafts: what it drew, and what its steps cost."""
+"""Builds engines with and without speculation, and counts tokens and step times."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -25,14 +25,14 @@ from jaxkv.speculation import (
 PLAIN = "plain"
 
 
-class Way(NamedTuple):
-    """A way to decode.
+class DecodingMethod(NamedTuple):
+    """A decoding method.
 
     Attributes:
-      method: the engine's, None to decode plainly.
-      layers: that draft by early exit, or how many of the first.
-      is_chain: whether heads draft a chain, where they could draft a tree.
-      adaptive: whether no more is drafted than pays.
+      method: drafter of the engine; None for plain decoding.
+      layers: layers of an early-exit drafter, or the number of first layers.
+      is_chain: True if heads draft a chain instead of a tree.
+      adaptive: True if the draft length adapts to acceptance and cost.
     """
 
     method: methods.Method | None = None
@@ -41,33 +41,33 @@ class Way(NamedTuple):
     adaptive: bool = False
 
 
-WAYS = {
-    PLAIN: Way(),
-    "n-gram": Way("ngram"),
-    "Jacobi": Way("jacobi"),
-    "draft model": Way("draft-model"),
-    "early exit, 1 layer": Way("early-exit", 1),
-    "early exit, 2 layers": Way("early-exit", 2),
-    "lookahead": Way("lookahead"),
-    "Medusa, chain": Way("medusa", is_chain=True),
-    "Medusa, tree": Way("medusa"),
-    "EAGLE, chain": Way("eagle", is_chain=True),
-    "EAGLE, tree": Way("eagle"),
-    "n-gram, adaptive": Way("ngram", adaptive=True),
-    "EAGLE, adaptive": Way("eagle", is_chain=True, adaptive=True),
+METHODS = {
+    PLAIN: DecodingMethod(),
+    "n-gram": DecodingMethod("ngram"),
+    "Jacobi": DecodingMethod("jacobi"),
+    "draft model": DecodingMethod("draft-model"),
+    "early exit, 1 layer": DecodingMethod("early-exit", 1),
+    "early exit, 2 layers": DecodingMethod("early-exit", 2),
+    "lookahead": DecodingMethod("lookahead"),
+    "Medusa, chain": DecodingMethod("medusa", is_chain=True),
+    "Medusa, tree": DecodingMethod("medusa"),
+    "EAGLE, chain": DecodingMethod("eagle", is_chain=True),
+    "EAGLE, tree": DecodingMethod("eagle"),
+    "n-gram, adaptive": DecodingMethod("ngram", adaptive=True),
+    "EAGLE, adaptive": DecodingMethod("eagle", is_chain=True, adaptive=True),
 }
 
 
-class Counts(NamedTuple):
-    """Of steps in which a sequence decodes; the one that reads its prompt is none.
+class DecodeCounts(NamedTuple):
+    """Counts of decoding steps; the step that ends prefill is excluded.
 
     Attributes:
-      steps: of all sequences, each counted by itself.
-      emitted: tokens that they gave.
-      drafted: drafts that were fed.
-      first: steps whose first draft was accepted.
+      steps: steps, summed over sequences.
+      emitted: tokens of these steps.
+      drafted: verified draft tokens.
+      first: steps that accepted the first draft token.
       call_s: seconds of calls in which every sequence decoded in every step.
-      call_steps: steps of these calls, counted once for the whole batch.
+      call_steps: steps of these calls, counted once per batch.
     """
 
     steps: int = 0
@@ -77,20 +77,22 @@ class Counts(NamedTuple):
     call_s: float = 0.0
     call_steps: int = 0
 
-    def plus(self, other: "Counts") -> "Counts":
-        """The sums of both."""
-        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
+        """Returns the sums of both."""
+        return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
-    """Counts a batch that was served from its prompts to its ends, a slot for each.
+def count_decoding(
+    info: StepInfo, times: list[CallTimes], num_slots: int
+) -> DecodeCounts:
+    """Counts the decoding steps of one batch with a slot per sequence.
 
-    Steps are timed by the calls that they are in, each from the end of the one before:
-    so neither reading prompts counts, nor what an engine idles behind the last token.
+    A step is timed by its call, from the end of the previous call. So neither prefill
+    nor idle steps after the last token count.
 
     Args:
-      info: of all steps, in order.
-      times: of the calls that they were made in.
+      info: all steps in order.
+      times: their calls.
       num_slots: sequences of the batch.
     """
     emitted = np.asarray(info.num_emitted)
@@ -101,7 +103,7 @@ def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
     by_call = decodes.reshape(len(times), -1, num_slots)
     ready_s = np.array([call.ready_s for call in times])
     whole = by_call.all(axis=(1, 2))[1:]
-    return Counts(
+    return DecodeCounts(
         steps=int(decodes.sum()),
         emitted=int(emitted[decodes].sum()),
         drafted=int(drafts[decodes].sum()),
@@ -111,14 +113,14 @@ def count(info: StepInfo, times: list[CallTimes], num_slots: int) -> Counts:
     )
 
 
-def bounds(
+def drafting_engine_config(
     batch: int,
     num_drafts: int,
     max_length: int,
     steps_per_call: int,
     num_lengths: int = 1,
 ) -> EngineConfig:
-    """An engine's, in which nobody lacks a page, nor rows for his drafts."""
+    """Returns an engine config with enough pages and rows for all drafts."""
     return model_shapes.make_engine_config(
         batch,
         max_length,
@@ -130,7 +132,7 @@ def bounds(
     )
 
 
-def make(
+def make_server(
     model: checkpoints.LoadedModel,
     way: str,
     config: EngineConfig,
@@ -138,27 +140,27 @@ def make(
     heads: head_folders.LoadedHeads | None = None,
     draft: checkpoints.LoadedModel | None = None,
 ) -> Server:
-    """Makes a server that decodes one way.
+    """Builds a server of a decoding method.
 
     Args:
-      model: what to serve.
-      way: one of `WAYS`.
-      config: the engine's bounds.
-      speculation: instead of the way's own.
-      heads: that draft for the model, for ways that have some.
-      draft: the model that drafts, for the way that has one.
+      model: target model.
+      way: key of `METHODS`.
+      config: engine config.
+      speculation: replaces the method's own drafter and verifier.
+      heads: trained heads, for methods that use them.
+      draft: draft model, for the method "draft model".
     """
-    its = WAYS[way]
-    if its.is_chain and heads is not None:
+    method = METHODS[way]
+    if method.is_chain and heads is not None:
         first = tuple(depth[:1] for depth in heads.acceptance)
         heads = heads._replace(acceptance=first)
     small = None
-    if draft is not None and its.method == "draft-model":
+    if draft is not None and method.method == "draft-model":
         small = methods.ModelWeights(draft.config, draft.params)
     how = None
-    if its.method is not None:
+    if method.method is not None:
         how = SpeculationConfig(
-            its.method, draft_layers=its.layers, adaptive=its.adaptive
+            method.method, draft_layers=method.layers, adaptive=method.adaptive
         )
     served = methods.build_speculative(
         methods.ModelWeights(model.config, model.params),
@@ -177,52 +179,52 @@ def make(
         speculation=speculation or served.speculation,
         keep_trace=True,
     )
-    if its.adaptive:
+    if method.adaptive:
         engine.tune()
     return Server(engine, f"{way} {config.max_drafts}")
 
 
-def decode(
+def decode_batches(
     server: Server, prompts: list[list[int]], asks: list[Sampling]
-) -> tuple[list[list[int]], Counts]:
-    """Answers prompts in batches of as many as there are slots; the first compiles.
+) -> tuple[list[list[int]], DecodeCounts]:
+    """Answers prompts in batches of `max_slots`; the first batch compiles.
 
     Returns:
       The answers' tokens, and the counts of all batches.
     """
-    answers, counts, batch = [], Counts(), server.engine.config.max_slots
+    answers, counts, batch = [], DecodeCounts(), server.engine.config.max_slots
     for start in range(0, len(prompts), batch):
         end = start + batch
         answers += server.serve(prompts[start:end], asks[start:end])
-        counts = counts.plus(count(server.steps, server.times, batch))
+        counts = counts.plus(count_decoding(server.steps, server.times, batch))
     return answers, counts
 
 
-def given(server: Server, num_drafts: int) -> tuple[int, int]:
-    """Steps of the last batch that fed so many drafts, and the tokens they gave."""
+def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
+    """Returns the steps of the last batch with that draft length, and their tokens."""
     emitted, fed = server.steps.num_emitted, server.steps.num_drafts
-    here = (fed == num_drafts) & (emitted > 0)
-    return int(here.sum()), int(emitted[here].sum())
+    selected = (fed == num_drafts) & (emitted > 0)
+    return int(selected.sum()), int(emitted[selected].sum())
 
 
-def costs(
+def relative_costs(
     step_s: Float[np.ndarray, "rows rounds"], plain_s: Float[np.ndarray, "rows rounds"]
 ) -> Float[np.ndarray, " rows"]:
-    """What steps cost in plain ones of the same round; the median of rounds."""
+    """Returns the cost of steps / plain steps of the same round, median over rounds."""
     pairs = zip(step_s, plain_s, strict=True)
     return np.array([np.median(ours / plain) for ours, plain in pairs])
 
 
 @dataclasses.dataclass(frozen=True)
-class Uneven(Jacobi):
-    """Guesses of which not all slots want as many."""
+class MixedDraftLengths(Jacobi):
+    """A Jacobi drafter whose slots have different draft lengths."""
 
     wanted: tuple[int, ...] = (1,)
-    """Drafts of the first slots; for those behind them it begins again."""
+    """Draft lengths of the first slots, repeated for the following ones."""
 
     def wishes(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """As many as are wanted."""
+        """Returns the draft length of each slot."""
         wanted = jnp.asarray(self.wanted, jnp.int32)
         return jnp.resize(wanted, state.slots.sequence.shape)

@@ -1,6 +1,6 @@
-"""What speculation gains by formula, where drafts are accepted independently.
+"""Theoretical speed-up of speculation with independent acceptance.
 
-`Tossed` holds the counts of such drafts, with the formula.
+`IndependentDrafts` holds counts of such drafts with the formula.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 """
@@ -13,41 +13,44 @@ from experiments.framework.table import computed_column
 
 
 def tokens_per_step(acceptance: float, num_drafts: int) -> float:
-    """Tokens that a step gives: (1 - a^(g + 1)) / (1 - a), which is 1 + a + ... + a^g.
+    """Returns tokens per step: (1 - a^(g + 1)) / (1 - a) = 1 + a + ... + a^g.
 
-    0.8 and 5 drafts give 3.69. Acceptance is in [0, 1].
+    Acceptance rate 0.8 with 5 drafts gives 3.69. `acceptance` is in [0, 1].
     """
     return float(sum(acceptance**k for k in range(num_drafts + 1)))
 
 
-def operations(acceptance: float, num_drafts: int, cost: float = 0.0) -> float:
-    """Operations of a token over those of plain decoding.
+def operations_per_token(
+    acceptance: float, num_drafts: int, cost: float = 0.0
+) -> float:
+    """Returns operations per token over those of plain decoding.
 
-    0.8 and 5 drafts that cost nothing take 1.63 times as many.
+    Acceptance rate 0.8 with 5 drafts at no cost gives 1.63.
 
     Args:
-      acceptance: of a draft, in [0, 1].
-      num_drafts: in a step.
-      cost: operations of a draft over those of a token of the model.
+      acceptance: acceptance rate of a draft token, in [0, 1].
+      num_drafts: draft length.
+      cost: operations of a draft token over those of a token of the model.
     """
     fed = num_drafts * cost + num_drafts + 1
     return fed / tokens_per_step(acceptance, num_drafts)
 
 
-def tokens_of(
+def expected_tokens(
     acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
 ) -> Float[np.ndarray, " rows"]:
-    """Tokens of a step for every row of a table."""
+    """Returns tokens per step for every row of a table."""
     pairs = zip(acceptance.tolist(), num_drafts.tolist(), strict=True)
     return np.array([tokens_per_step(*pair) for pair in pairs])
 
 
-def spread_of(
+def token_deviation(
     acceptance: Float[np.ndarray, " rows"], num_drafts: np.ndarray
 ) -> Float[np.ndarray, " rows"]:
-    """The standard deviation of a step's tokens for every row of a table.
+    """Returns the standard deviation of tokens per step for every row of a table.
 
-    k drafts pass with a^k, so that squares sum to 1 + 3 a + 5 a^2 + ...
+    k draft tokens are accepted with probability a^k, so that the second moment is
+    1 + 3 a + 5 a^2 + ...
     """
     found = []
     for a, num in zip(acceptance.tolist(), num_drafts.tolist(), strict=True):
@@ -56,28 +59,28 @@ def spread_of(
     return np.array(found)
 
 
-class Tossed(ResultTable):
-    """Steps whose drafts were accepted with one chance, each by itself."""
+class IndependentDrafts(ResultTable):
+    """Counts of steps with independent acceptance of draft tokens."""
 
-    acceptance: Floats = column("chance of each draft")
-    num_drafts: Ints = column("in a step", heading="drafts")
-    steps: Ints = column("that fed as many, of all sequences")
-    emitted: Ints = column("tokens that they gave", is_reported=False)
+    acceptance: Floats = column("acceptance rate of a draft token")
+    num_drafts: Ints = column("draft length", heading="drafts")
+    steps: Ints = column("steps with that draft length")
+    emitted: Ints = column("tokens of these steps", is_reported=False)
 
     @property
     @computed_column(heading="tokens a step", form="{:.3f}")
     def tokens_per_step(self) -> np.ndarray:
-        """As measured."""
+        """Measured tokens per step."""
         return self.emitted / np.maximum(self.steps, 1)
 
     @property
     @computed_column(heading="by formula", form="{:.3f}")
     def expected(self) -> np.ndarray:
-        """As they should be: (1 - a^(g + 1)) / (1 - a)."""
-        return tokens_of(self.acceptance, self.num_drafts)
+        """Expected tokens per step: (1 - a^(g + 1)) / (1 - a)."""
+        return expected_tokens(self.acceptance, self.num_drafts)
 
     @property
     def chance_error(self) -> np.ndarray:
-        """Standard error of as many steps' tokens, by the formula."""
-        spread = spread_of(self.acceptance, self.num_drafts)
+        """Standard error of the mean tokens per step, by formula."""
+        spread = token_deviation(self.acceptance, self.num_drafts)
         return spread / np.sqrt(np.maximum(self.steps, 1))

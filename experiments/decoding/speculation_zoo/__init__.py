@@ -1,1 +1,1 @@
-"""Speculative decoding."""
+"""Comparison of speculative decoding methods."""

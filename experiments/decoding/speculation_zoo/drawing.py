@@ -1,4 +1,4 @@
-"""Draws all ways on the same axes, and lengths that adapt by batch."""
+"""Draws all methods on the same axes, and adaptive draft lengths by batch size."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ KINDS = {
     "EAGLE": "EAGLE",
     "draft": "draft model",
 }
-"""By how the name of a way starts, the system whose colour it has."""
+"""System whose colour a method has, by the start of its name."""
 
 
-def draw(axes: Any, ways: Any, adaptive: Any) -> None:
-    """Draws four panels: tokens and speeds of ways, their costs, and batches."""
+def draw_methods(axes: Any, ways: Any, adaptive: Any) -> None:
+    """Draws 4 panels: tokens, speeds and costs of methods, and batch sizes."""
     _bars(axes[0, 0], ways, "tokens_per_step", "found [tokens/step]")
     _bars(axes[0, 1], ways, "speed", "speed / plain decoding [ratio]")
     _costs(axes[1, 0], ways.where(temperature=0.0))
@@ -28,7 +28,7 @@ def draw(axes: Any, ways: Any, adaptive: Any) -> None:
 
 
 def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
-    """A number of every way with its drafts."""
+    """Draws a metric of every method and draft length."""
     ways, values = runs.way.tolist(), getattr(runs, field)
     names = [f"{way}, {num}" for way, num in zip(ways, runs.num_drafts, strict=True)]
     bars(ax, runs, names, [KINDS[_kind(way)] for way in ways], field, label)
@@ -48,12 +48,14 @@ def _kind(way: str) -> str:
 
 
 def _costs(ax: Any, runs: Any) -> None:
-    """What a step costs against what it gives; above the line it loses."""
+    """Draws cost of a step by tokens per step; a point above the line loses speed."""
     for kind, name in KINDS.items():
-        here = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
-        if len(here):
+        selected = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
+        if len(selected):
             look = {"linestyle": "", "markersize": 7}
-            style.draw_curve(ax, here.tokens_per_step, here.cost, name, name, **look)
+            style.draw_curve(
+                ax, selected.tokens_per_step, selected.cost, name, name, **look
+            )
     top = max([2.0, *runs.tokens_per_step])
     look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
     ax.plot([1, top], [1, top], label="even: below it pays", **look)
@@ -65,15 +67,17 @@ def _costs(ax: Any, runs: Any) -> None:
 
 
 def _batches(ax: Any, runs: Any) -> None:
-    """Speeds of lengths that adapt against the sequences decoded together."""
+    """Draws the speed of adaptive draft lengths by batch size."""
     for way in runs.distinct("way"):
         for temperature in runs.distinct("temperature"):
-            here = runs.where(way=way, temperature=temperature)
-            here = here.at(np.argsort(here.batch))
+            selected = runs.where(way=way, temperature=temperature)
+            selected = selected.at(np.argsort(selected.batch))
             name, line = KINDS[_kind(way)], "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"
-            style.draw_curve(ax, here.batch, here.speed, name, label, linestyle=line)
+            style.draw_curve(
+                ax, selected.batch, selected.speed, name, label, linestyle=line
+            )
     style.draw_reference_line(ax, 1, "plain decoding")
     title = "A draft length that adapts, by batch"
     if len(runs):

@@ -1,14 +1,14 @@
-"""Which way to speculate, does it always pay, and what do several candidates gain?
+"""Compares methods of speculative decoding, and adaptive draft lengths.
 
-Every method continues the same held-out code with the same model, one sequence alone,
-greedily and at temperature 1, in the same rounds as plain decoding; drafts are judged
-by `Coupled`, and every token is compared with plain decoding's. Tokens a step are a
-property of method, model and text. Speeds are this machine's: what a step costs stands
-beside them.
+Every method continues the same held-out code with the same model, a single sequence,
+greedily and at temperature 1, in the same rounds as plain decoding. `Coupled` verifies
+the drafts, and every token is compared with plain decoding's. Tokens per step depend on
+method, model and text. Speeds depend on this machine; the cost of a step is listed with
+them.
 
-Then the length that adapts: batches of 1 to many sequences, again beside plain
-decoding, in more rounds. Nobody can promise that drafts pay; not to draft where they do
-not can be promised, and what the promise costs is measured.
+Then adaptive draft lengths are compared with plain decoding for batches of 1 to many
+sequences, in more rounds. An adaptive method drafts only if it is expected to pay, and
+the overhead of this rule is measured.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from jaxkv.speculation import head_folders
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
-"""Below, nothing is said of speeds."""
+"""Output tokens below which speeds have no verdict."""
 PUBLISHED = {
     "prompt lookup": "n-gram",
     "lookahead": "lookahead",
@@ -47,15 +47,15 @@ PUBLISHED = {
     "EAGLE": "EAGLE, chain",
     "EAGLE-2": "EAGLE, tree",
 }
-"""Methods as they are published, and which way is nearest."""
+"""Published methods, with the nearest method here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
-    """The text, the ways, and how many tokens."""
+    """Text, methods and lengths."""
 
     draft: str = ""
-    """Another model, which drafts where a way says so; empty: no way does."""
+    """Draft model for the method "draft model"; empty without that method."""
     ways: tuple[tuple[str, int], ...] = (
         ("n-gram", 3),
         ("n-gram", 15),
@@ -70,26 +70,26 @@ class Config(held_out.TextConfig):
         ("EAGLE, tree", 7),
         ("EAGLE, tree", 15),
     )
-    """Ways, with the drafts of a step: with the token before them 4, 8 or 16 rows, as
-    many as CPUs multiply at once."""
+    """Methods with draft lengths. With the token before them a step has 4, 8 or 16
+    rows, the tile sizes of CPU matrix products."""
     adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 7),)
-    """Ways that adapt, with the most drafts of a step: to 8 rows, to 4 or to one."""
+    """Adaptive methods with the largest draft length; a step has 8, 4 or 1 rows."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Sequences decoded together by these."""
+    """Batch sizes of the adaptive methods."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     adaptive_rounds: int = 9
-    """Turns of those that adapt."""
+    """Rounds of the adaptive methods."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
-        adapt = {way for way, its in serving.WAYS.items() if its.adaptive}
+        adapt = {way for way, method in serving.METHODS.items() if method.adaptive}
         for name, known in (
-            ("ways", {*serving.WAYS} - adapt - {serving.PLAIN}),
+            ("ways", {*serving.METHODS} - adapt - {serving.PLAIN}),
             ("adaptive", adapt),
         ):
             for way, num in getattr(self, name):
@@ -99,14 +99,14 @@ class Config(held_out.TextConfig):
         if drafting != bool(self.draft):
             raise ValueError(f"draft={self.draft!r} goes with the way 'draft model'")
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
-        self.refuse_short_answers(max(drafts, default=1))
+        self.check_answer_length(max(drafts, default=1))
 
 
 PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),
-    # The target is what `jaxkv run bundled_model deep` trains, in an hour and more.
+    # `jaxkv run bundled_model deep` trains the target in more than an hour.
     "deep": Config(
         model="runs/stdlib-bytes-deep/model",
         draft="stdlib-bytes",
@@ -138,20 +138,20 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """What was measured."""
+    """Measured methods."""
 
-    ways: on_text.Runs = column("ways to decode, one sequence alone")
-    adaptive: on_text.Runs = column("lengths that adapt, by batch")
-    output_tokens: int = column("of each answer", is_reported=False)
-    device: str = column("kind of it")
+    ways: on_text.DecodingRuns = column("single sequence by method")
+    adaptive: on_text.DecodingRuns = column("adaptive methods by batch size")
+    output_tokens: int = column("tokens of each answer", is_reported=False)
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Decodes every way in turns, then those that adapt; ended early, what is done.
+    """Runs every method in turns, then the adaptive ones; if stopped, keeps finished.
 
     Raises:
-      ValueError: the model cannot be served, has no room for so many tokens, or no
-        heads that a way needs.
+      ValueError: the model cannot be served, its context is too short, or it has no
+        heads for a method that needs them.
     """
     model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     draft = None
@@ -163,57 +163,55 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         for kind in head_folders.KINDS
         if any(
-            serving.WAYS[way].method == kind
+            serving.METHODS[way].method == kind
             for way, _ in (*config.ways, *config.adaptive)
         )
     }
 
     def serve(way: str, bounds: EngineConfig) -> Server:
-        its = heads.get(serving.WAYS[way].method or "")
-        return serving.make(model, way, bounds, heads=its, draft=draft)
+        trained_heads = heads.get(serving.METHODS[way].method or "")
+        return serving.make_server(model, way, bounds, heads=trained_heads, draft=draft)
 
     decode = functools.partial(
-        held_out.decode, config, model, progress=progress, serve=serve
+        held_out.decode_in_turns, config, model, progress=progress, serve=serve
     )
-    alone = [(1, temperature) for temperature in config.temperatures]
-    ways = on_text.Runs.of(decode(alone, lambda _: config.ways))
+    single = [(1, temperature) for temperature in config.temperatures]
+    ways = on_text.DecodingRuns.of(decode(single, lambda _: config.ways))
     batches = [(b, t) for b in config.batches for t in config.temperatures]
     rounds = config.adaptive_rounds
     adapting = decode(batches, lambda _: config.adaptive, rounds=rounds)
-    adaptive = on_text.Runs.of(adapting)
+    adaptive = on_text.DecodingRuns.of(adapting)
     kind = jax.devices()[0].device_kind
     return Result(ways, adaptive, config.output_tokens, kind)
 
 
 NOTES = (
-    "Which draft, and when? Tokens a step are what method, model and text give; a step "
-    "costs as many plain ones as stand beside it, and times as fast is one over the "
-    "other. First accepted: of all steps; of a tree, that one of the root's children "
-    "was.",
-    "Can a gain be promised? Not by a draft. A length that adapts goes down to none: "
-    "it drafts where that pays by what was accepted of late and by what steps were "
-    "measured to cost, and is near plain decoding where nothing does.",
+    "Tokens a step depend on method, model and text; times as fast is that number over "
+    "step / plain step. First accepted: share of all steps; for a tree, that one of "
+    "the root's children was accepted.",
+    "An adaptive draft length falls to 0 where drafting does not pay, by recent "
+    "acceptance and measured costs of steps, and is then close to plain decoding.",
 )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: ways, and lengths that adapt."""
-    said = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
+    """Returns tables of methods and of adaptive draft lengths."""
+    columns = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
     same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
-    names = ("way", "num_drafts", *said, *same)
+    names = ("way", "num_drafts", *columns, *same)
     greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
-    settings = ("way", "batch", "temperature", said[0], *said[2:], *same)
+    settings = ("way", "batch", "temperature", columns[0], *columns[2:], *same)
     sheets: list[Sheet] = [
         greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
         drawn.sheet(f"{title}, temperature 1", *names),
-        result.adaptive.sheet("lengths that adapt", *settings, note=NOTES[1]),
+        result.adaptive.sheet("adaptive draft lengths", *settings, note=NOTES[1]),
     ]
     return [sheet for sheet in sheets if sheet.rows]
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds tokens, acceptance and speeds against what was said of them."""
+    """Compares tokens, acceptance and speeds with published or expected values."""
     ways, adaptive = result.ways, result.adaptive
     few = result.output_tokens < FEW_TOKENS
     other, total = (
@@ -239,9 +237,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
     for method, way in PUBLISHED.items():
-        here = greedy.where(way=way)
-        if len(here):
-            most = float(here.tokens_per_step.max())
+        selected = greedy.where(way=way)
+        if len(selected):
+            most = float(selected.tokens_per_step.max())
             yield measured("tokens", most, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):
@@ -250,5 +248,5 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws tokens and speeds of all ways, costs against drafts, and batches."""
-    drawing.draw(axes, result.ways, result.adaptive)
+    """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
+    drawing.draw_methods(axes, result.ways, result.adaptive)

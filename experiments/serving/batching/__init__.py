@@ -1,1 +1,1 @@
-"""Batching."""
+"""Static and continuous batching."""

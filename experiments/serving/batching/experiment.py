@@ -1,15 +1,15 @@
-"""What is gained when requests come and go while others run?
+"""Compares static and continuous batching: throughput and latency.
 
-The lectures' two pictures, by the engine's own scheduler: sequences S1 to S7 in four
-slots, requests R1 to R5 three at a time. Then throughput as outputs become more uneven,
-under static batching, under continuous batching with the longest sequence reserved, and
-with pages; all have the same memory and the same price of a step. And what a large
-batch does to throughput and latency. Nothing is ever preempted by anything but a lack
-of pages.
+Two pictures from lectures are reproduced with the engine's scheduler: sequences S1 to
+S7 in 4 slots, and requests R1 to R5 with a batch limit of 3. Then throughput is swept
+over the spread of output lengths under static batching, continuous batching that
+reserves the longest sequence, and continuous batching with pages. Memory and the cost
+of a step are equal. A last sweep varies the batch size. Requests are preempted only
+when pages run out.
 
-`real` serves the bundled model here, under both policies and in batches of any size.
-`paper` is OPT-13B on an A100 of 40 GB, prompts of 512 tokens and exponential outputs of
-mean 128, as published: there each limit keeps the outputs up to it.
+`real` serves the bundled model on this machine under both policies. `paper` simulates
+OPT-13B on an A100-40GB with prompts of 512 tokens and exponential outputs of mean 128
+tokens, as published; outputs above the limit are redrawn.
 """
 
 import itertools
@@ -31,12 +31,17 @@ from experiments.framework.table import ResultRecord, column
 from experiments.harness import model_shapes
 from experiments.plotting import style, systems
 from experiments.serving.batching import lectures, serving, sweeps
-from experiments.serving.batching.lectures import Times
-from experiments.serving.batching.sweeps import SYSTEMS, Config, Latencies, Speeds
+from experiments.serving.batching.lectures import IterationSpans
+from experiments.serving.batching.sweeps import (
+    SYSTEMS,
+    ClientLatencies,
+    Config,
+    ThroughputSweep,
+)
 from jaxkv.progress import QUIET, Progress
 
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
-"""Limits, and cost model."""
+"""Published output limits in tokens, and their cost model."""
 CLAIMS = claims_file(__file__)
 
 PANELS, PANEL_SIZE_INCHES = (4, 2), (3.4, 3.3)
@@ -70,55 +75,55 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """All sweeps, and the lectures' pictures."""
+    """Sweeps, and the token times of the lectures' pictures."""
 
-    limits: Speeds = column("of `SYSTEMS`, by the longest output; of no load if served")
-    deviations: Speeds = column("of two of them in the same slots, by outputs' spread")
-    clients: Latencies = column("side by side")
-    static_sequences: Times = column("S1 to S7")
-    continuous_sequences: Times = column("S1 to S7")
-    static_requests: Times = column("R1 to R5")
-    continuous_requests: Times = column("R1 to R5")
-    where: str = column("the cost model, or the device")
-    num_slots: int = column("of the systems that `deviations` compares")
+    limits: ThroughputSweep = column("all `SYSTEMS`, by output limit; empty if served")
+    deviations: ThroughputSweep = column("static and continuous, by spread of outputs")
+    clients: ClientLatencies = column("by concurrent clients")
+    static_sequences: IterationSpans = column("S1 to S7, static batching")
+    continuous_sequences: IterationSpans = column("S1 to S7, continuous batching")
+    static_requests: IterationSpans = column("R1 to R5, static batching")
+    continuous_requests: IterationSpans = column("R1 to R5, continuous batching")
+    where: str = column("cost model or device")
+    num_slots: int = column("slots of the systems in `deviations`")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates all of it, or serves what can be served here."""
+    """Simulates every sweep, or serves the spread and client sweeps with a model."""
     model, limits, where = None, config.limits, config.cost
     if config.model:
         model = model_shapes.load_text_model(config.model, max_length=config.longest)
         limits, where = (), jax.devices()[0].device_kind
-    static, other = sweeps.simulate(config, progress, sweeps=model is None)
+    static, other = sweeps.simulate_sweeps(config, progress, sweeps=model is None)
     if model:
-        uneven = serving.uneven(config, model, progress)
+        uneven = serving.serve_uneven(config, model, progress)
         static["deviations"], other["deviations"] = uneven
-        other["clients"] = [*serving.side_by_side(config, model, progress)]
+        other["clients"] = [*serving.serve_batches(config, model, progress)]
     by_limit = (static["limits"], other["limits"], other["paged"])
     by_spread = (static["deviations"], other["deviations"])
     first, second = zip(static["pictures"], other["pictures"], strict=True)
     return Result(
-        sweeps.speeds(config, limits, *by_limit),
-        sweeps.speeds(config, config.deviations, *by_spread),
-        sweeps.latencies(config, other["clients"]),
+        sweeps.throughput_sweep(config, limits, *by_limit),
+        sweeps.throughput_sweep(config, config.deviations, *by_spread),
+        sweeps.client_latencies(config, other["clients"]),
         *(run.times for run in (*first, *second)),
         where=where,
-        num_slots=sweeps.num_reserved(config, config.longest),
+        num_slots=sweeps.num_reserved_slots(config, config.longest),
     )
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Judges them all; what was not swept has none."""
+    """Judges the pictures and those sweeps that were run."""
     for name, times, drawn in (
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
-        yield measured("cells", lectures.num_equal(times, drawn), name=name)
-    batches = lectures.batches(result.continuous_requests)[: len(lectures.BATCHES)]
+        yield measured("cells", lectures.count_equal_cells(times, drawn), name=name)
+    batches = lectures.batch_names(result.continuous_requests)[: len(lectures.BATCHES)]
     equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
     yield measured("iterations", equal, batches=", then ".join(batches))
-    yield measured("joined", lectures.num_joined(result.static_requests))
+    yield measured("joined", lectures.count_joined(result.static_requests))
     swept = result.limits
     if swept.value.size:
         static, continuous, paged = swept.means
@@ -152,13 +157,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives the pictures in words, and all speeds."""
+    """Returns the pictures as text, and all throughputs."""
     return {
         "where": result.where,
-        "sequences_static": lectures.words(result.static_sequences),
-        "sequences_continuous": lectures.words(result.continuous_sequences),
-        "requests_static": lectures.batches(result.static_requests),
-        "requests_continuous": lectures.batches(result.continuous_requests),
+        "sequences_static": lectures.grid_rows(result.static_sequences),
+        "sequences_continuous": lectures.grid_rows(result.continuous_sequences),
+        "requests_static": lectures.batch_names(result.static_requests),
+        "requests_continuous": lectures.batch_names(result.continuous_requests),
         "limits": result.limits.rows("longest"),
         "deviations": result.deviations.rows("deviation"),
         "clients": result.clients.rows(),
@@ -166,7 +171,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Shows the pictures as tables, and the sweeps."""
+    """Returns tables of the pictures and the sweeps."""
     found = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
     both = (found["requests_static"], found["requests_continuous"])
@@ -188,11 +193,11 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 NAMES = ("static", "continuous", "continuous, paged")
-"""Names of `SYSTEMS` in figures."""
+"""Labels of `SYSTEMS` in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the pictures, and throughput below, on 4 rows of 2 axes."""
+    """Draws the pictures and the sweeps on 4 rows of 2 axes."""
     for ax, found, name in (
         (axes[0, 0], result.static_sequences, "static"),
         (axes[0, 1], result.continuous_sequences, "continuous"),
@@ -205,18 +210,18 @@ def plot(axes: Any, result: Result) -> None:
     ):
         steps = int(found.last.max())
         title = f"Scheduling {name} by {name} takes {steps} iterations"
-        lectures.draw_turns(ax, found, title, is_static=name == "request")
+        lectures.draw_iterations(ax, found, title, is_static=name == "request")
     (rate, gain), limits = axes[2:, 0], result.limits
     if limits.value.size:
         _draw_speeds(rate, limits)
-        # Speeds over that of static batching, and those published of the ends.
+        # Throughput over that of static batching, and the published end points.
         gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
         for i, name in enumerate(NAMES[1:], 1):
             style.draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
             look["marker"] = systems.system_style(name).marker
-            theirs, label = [CLAIMS.published(SYSTEMS[i])], f"published, {name}"
-            style.draw_curve(gain, [longest], theirs, "published", label, **look)
+            reference, label = [CLAIMS.published(SYSTEMS[i])], f"published, {name}"
+            style.draw_curve(gain, [longest], reference, "published", label, **look)
         style.draw_reference_line(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
         gain.legend()
@@ -241,7 +246,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_clients(axes[3, 1], result.clients)
 
 
-def _draw_speeds(ax: Any, found: Speeds) -> None:
+def _draw_speeds(ax: Any, found: ThroughputSweep) -> None:
     rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
         style.draw_curve(ax, found.value, mean, name, name)
@@ -254,7 +259,7 @@ def _draw_speeds(ax: Any, found: Speeds) -> None:
     ax.legend()
 
 
-def _draw_clients(ax: Any, found: Latencies) -> None:
+def _draw_clients(ax: Any, found: ClientLatencies) -> None:
     token_ms = 1e3 * found.s_per_token
     style.draw_curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
     rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]

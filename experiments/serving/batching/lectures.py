@@ -1,10 +1,10 @@
-"""The lectures' two pictures of batching, as workloads, and as what was drawn of them.
+"""The lectures' two pictures of batching, as workloads and as drawn.
 
-Sequences S1 to S7 in four slots: each slot's tokens one behind the other, T1 to T8, as
-static batching leaves them and as continuous batching does. Requests R1 to R5 under a
-limit of three: who is in the batch in each iteration.
+The first picture lists the tokens of sequences S1 to S7 in 4 slots, columns T1 to T8,
+under static and under continuous batching. The second lists the batch of each iteration
+for requests R1 to R5 with a limit of 3.
 
-In both a step takes a second, so that times are iterations, and a page holds a whole
+A simulated step takes 1 s, so that times are iterations, and a page holds a whole
 sequence, so that pages are slots.
 """
 
@@ -19,7 +19,7 @@ from jaxkv.workloads import arrivals
 
 NUM_SLOTS, LIMIT, PLACES = 4, 3, 8
 IDLE, PROMPT, TOKEN, END = range(4)
-"""What a cell is: nothing, a token of the prompt, one drawn, the last one drawn."""
+"""Kinds of cells: idle, a prompt token, a generated token, the last generated token."""
 
 STATIC = (
     "S1 S1 S1 S1 S1 END -- --",
@@ -27,7 +27,7 @@ STATIC = (
     "S3 S3 S3 S3 END -- -- --",
     "S4 S4 S4 S4 S4 S4 END --",
 )
-"""Slots against T1 to T8."""
+"""One row per slot, columns T1 to T8, static batching."""
 CONTINUOUS = (
     "S1 S1 S1 S1 S1 END S6 S6",
     "S2 S2 S2 S2 S2 S2 S2 END",
@@ -35,46 +35,46 @@ CONTINUOUS = (
     "S4 S4 S4 S4 S4 S4 END S7",
 )
 _PROMPTS, _OUTPUTS = (3, 2, 3, 4, 2, 3, 2), (3, 6, 2, 3, 4, 3, 3)
-"""Of S1 to S7. The third ends after two iterations, the second after six, as is written
-there; of the last three no ends are drawn."""
+"""Prompt and output tokens of S1 to S7. The lecture states that S3 ends after 2
+iterations and S2 after 6; it draws no end for the last 3 sequences."""
 
 BATCHES = ("R1 R2", "R1 R2 R3", "R1 R3 R4")
-"""Of the first three iterations. R2 ends in the second; R5 waits."""
+"""Batch of each of the first 3 iterations. R2 ends in the second; R5 waits."""
 _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
-"""Arrival, prompt and output of R1 to R5: R3 comes during the first iteration, R4 and
-R5 during the second."""
+"""Arrival, prompt tokens and output tokens of R1 to R5. R3 arrives during the first
+iteration, R4 and R5 during the second."""
 
 
-class Times(ResultTable):
-    """When requests drew tokens, in iterations from 1: a row for each."""
+class IterationSpans(ResultTable):
+    """First and last iteration in which each request generated a token, from 1."""
 
-    first: Ints = column("the first token")
-    last: Ints = column("the last one")
+    first: Ints = column("iteration of the first token")
+    last: Ints = column("iteration of the last token")
 
     def runs(self, step: int) -> np.ndarray:
-        """Who is in the batch of an iteration."""
+        """Returns a mask of the requests in the batch of an iteration."""
         return (self.first <= step) & (step <= self.last)
 
 
-def sequences() -> arrivals.Workload:
-    """S1 to S7, all there from the start."""
+def lecture_sequences() -> arrivals.Workload:
+    """Returns S1 to S7, all of which arrive at 0 s."""
     return arrivals.make(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
 
 
-def requests() -> arrivals.Workload:
-    """R1 to R5."""
+def lecture_requests() -> arrivals.Workload:
+    """Returns the five requests of the lecture, R1 to R5."""
     return arrivals.make(*map(np.array, zip(*_TURNS, strict=True)))
 
 
-def grid(found: Times) -> Int[np.ndarray, "slots places 3"]:
-    """Lays the tokens of S1 to S7 out by slot, one behind the other.
+def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
+    """Arranges the tokens of S1 to S7 by slot.
 
-    The free slot of the lowest number goes to the next request. A slot is idle in the
-    iterations in which it has nobody, or one who has ended.
+    The next request takes the free slot of the lowest number. A slot is idle in
+    iterations in which it is empty or its sequence has ended.
 
     Returns:
-      Of each token: whose it is, -1 for nobody's; `IDLE`, `PROMPT`, `TOKEN` or `END`;
-      and the iteration that fed or drew it, or was idle.
+      For each cell: the sequence, -1 if none; `IDLE`, `PROMPT`, `TOKEN` or `END`; and
+      the iteration.
     """
     owner = np.full(NUM_SLOTS, -1)
     cells: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_SLOTS)]
@@ -90,40 +90,40 @@ def grid(found: Times) -> Int[np.ndarray, "slots places 3"]:
     return np.array([row[:PLACES] for row in cells])
 
 
-def words(found: Times) -> list[str]:
-    """Writes the grid of some times as `STATIC` and `CONTINUOUS` are."""
+def grid_rows(found: IterationSpans) -> list[str]:
+    """Formats the grid in the notation of `STATIC` and `CONTINUOUS`."""
     names = {IDLE: "--", END: "END"}
     return [
         " ".join(names.get(kind, f"S{request + 1}") for request, kind, _ in row)
-        for row in grid(found).tolist()
+        for row in slot_grid(found).tolist()
     ]
 
 
-def num_equal(found: Times, drawn: tuple[str, ...]) -> int:
-    """Counts the cells that are as they were drawn."""
-    ours, theirs = (" ".join(rows).split() for rows in (words(found), drawn))
-    return sum(x == y for x, y in zip(ours, theirs, strict=True))
+def count_equal_cells(found: IterationSpans, drawn: tuple[str, ...]) -> int:
+    """Counts the cells that equal those of the drawn picture."""
+    ours, reference = (" ".join(rows).split() for rows in (grid_rows(found), drawn))
+    return sum(x == y for x, y in zip(ours, reference, strict=True))
 
 
-def batches(found: Times) -> list[str]:
-    """Names who is in the batch, iteration by iteration."""
+def batch_names(found: IterationSpans) -> list[str]:
+    """Returns the names of the requests in each iteration's batch."""
     return [
         " ".join(f"R{r + 1}" for r in np.flatnonzero(found.runs(step)))
         for step in range(1, int(found.last.max()) + 1)
     ]
 
 
-def num_joined(found: Times) -> int:
-    """Counts requests let in while somebody of the first batch still ran."""
+def count_joined(found: IterationSpans) -> int:
+    """Counts requests that were admitted while the first batch still ran."""
     first = found.first == found.first.min()
     return int((~first & (found.first <= found.last[first].max())).sum())
 
 
-def draw_grid(ax: Any, found: Times, title: str) -> None:
-    """Draws S1 to S7; the number after a sequence is the iteration."""
+def draw_grid(ax: Any, found: IterationSpans, title: str) -> None:
+    """Draws S1 to S7; the number below a sequence is the iteration."""
     names = [f"slot {i + 1}" for i in range(NUM_SLOTS)]
     _frame(ax, PLACES, names, title, "place in the slot [tokens]")
-    for slot, row in enumerate(grid(found).tolist()):
+    for slot, row in enumerate(slot_grid(found).tolist()):
         for place, (request, kind, step) in enumerate(row):
             if kind != IDLE:
                 text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT else "")
@@ -131,8 +131,10 @@ def draw_grid(ax: Any, found: Times, title: str) -> None:
     _key(ax, (PROMPT, TOKEN, END))
 
 
-def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
-    """Draws R1 to R5, iteration by iteration."""
+def draw_iterations(
+    ax: Any, found: IterationSpans, title: str, *, is_static: bool
+) -> None:
+    """Draws R1 to R5 by iteration."""
     num_steps = int(found.last.max())
     names = [f"R{i + 1}" for i in range(len(found))]
     _frame(ax, num_steps, names, title, "time [iterations]")
@@ -150,13 +152,13 @@ def draw_turns(ax: Any, found: Times, title: str, *, is_static: bool) -> None:
 
 
 KEPT, WAITS = 4, 5
-"""Further kinds of cells: a slot that is kept for a request that has ended; a wait."""
+"""Further kinds of cells: a slot kept by a finished request, and a waiting request."""
 _NAMES = {PROMPT: "prompt", TOKEN: "token", END: "last token", KEPT: "slot kept"}
 _NAMES[WAITS] = "waits"
 
 
 def _fill(kind: int) -> dict[str, Any]:
-    """The colour and hatch of a kind of cell."""
+    """Returns the colour and hatch of a kind of cell."""
     palette = style.colors()
     fills = {PROMPT: palette[4], TOKEN: boxes.lighten(palette[5]), END: palette[6]}
     look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
@@ -171,7 +173,7 @@ def _key(ax: Any, kinds: tuple[int, ...]) -> None:
 
 
 def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
-    """Draws a cell whose upper left corner is (x, y)."""
+    """Draws a cell with upper left corner (x, y)."""
     boxes.draw_rectangle(ax, boxes.Box(x, y, 1, 1), **_fill(kind))
     look: dict[str, Any] = {"color": "white" if kind == END else boxes.INK}
     ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)

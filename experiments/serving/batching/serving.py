@@ -1,4 +1,4 @@
-"""The sweeps that a real model can serve on this machine: spread, and clients."""
+"""Serves the spread and client sweeps with a real model on this machine."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.harness import model_shapes, prompts
 from experiments.serving.batching import sweeps
-from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, Run
+from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, LoadResult
 from jaxkv.models import checkpoints
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
@@ -16,20 +16,20 @@ from jaxkv.serving.engine import Engine
 from jaxkv.workloads import Workload
 
 TOKEN_BUDGET, ROUNDS = 64, 3
-"""Rows of a step; and times that everything is served, of which the fastest counts."""
+"""Rows of a step, and servings of each load, of which the fastest counts."""
 
 
-def uneven(
+def serve_uneven(
     config: Config, model: checkpoints.LoadedModel, progress: Progress
-) -> list[list[Run]]:
-    """Serves outputs of equal means, more and more uneven.
+) -> list[list[LoadResult]]:
+    """Serves outputs of equal mean and growing spread.
 
     Returns:
-      The runs of static and of continuous batching, by deviation and seed; what the
-      person stops is not a number.
+      The runs of static and of continuous batching, by deviation and seed; NaN for
+      loads that were not reached before the user stopped.
     """
-    loads = [load for load, _ in sweeps.spread(config)]
-    slots = sweeps.num_reserved(config, config.longest)
+    loads = [load for load, _ in sweeps.spread_loads(config)]
+    slots = sweeps.num_reserved_slots(config, config.longest)
     engines = [
         _engine(config, model, slots, policy)
         for policy in (static_batching.static(), fcfs.fcfs())
@@ -38,9 +38,9 @@ def uneven(
         progress.show(f"{name}: compiling")
         _serve(engine, model, loads[0], 0)
     drawn = [np.asarray(load.output) for load in loads]
-    runs = [[Run(x) for x in drawn] for _ in engines]
+    runs = [[LoadResult(x) for x in drawn] for _ in engines]
     for i in progress.track(range(len(loads)), "uneven outputs", "loads"):
-        # In turns, so that both meet the same neighbours on the machine.
+        # The policies alternate, so that both see the same load of the machine.
         found = np.array(
             [
                 [_serve(x, model, loads[i], i % config.num_seeds) for x in engines]
@@ -48,29 +48,31 @@ def uneven(
             ]
         )
         for row, seconds, steps in zip(runs, *found.min(axis=0).T, strict=True):
-            row[i] = Run(drawn[i], int(drawn[i].sum()) / seconds, steps)
+            row[i] = LoadResult(drawn[i], int(drawn[i].sum()) / seconds, steps)
     return runs
 
 
-def side_by_side(
+def serve_batches(
     config: Config, model: checkpoints.LoadedModel, progress: Progress
-) -> Iterator[Run]:
-    """Serves equal requests in batches of several sizes, until it is stopped."""
+) -> Iterator[LoadResult]:
+    """Serves equal requests in batches of each size, until stopped."""
     num = round(config.mean_output_tokens)
     for clients in progress.track(config.clients, "side by side", "sizes"):
         progress.show(f"{clients} side by side: compiling")
         engine = _engine(config, model, clients, fcfs.fcfs())
-        load = sweeps.equal(config.prompt_tokens, num, clients, rounds=1)
+        load = sweeps.equal_requests(config.prompt_tokens, num, clients, rounds=1)
         served = [_serve(engine, model, load, 0) for _ in range(ROUNDS + 1)]
         seconds, steps = min(served[1:])
         output = np.asarray(load.output)
-        yield Run(output, clients * num / seconds, steps, s_per_token=seconds / num)
+        yield LoadResult(
+            output, clients * num / seconds, steps, s_per_token=seconds / num
+        )
 
 
 def _engine(
     config: Config, model: checkpoints.LoadedModel, slots: int, policy: interface.Policy
 ) -> Engine:
-    """An engine whose pool holds the longest sequence in every slot."""
+    """Builds an engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
     bounds = model_shapes.make_engine_config(
         slots,
@@ -87,15 +89,15 @@ def _engine(
 def _serve(
     engine: Engine, model: checkpoints.LoadedModel, load: Workload, seed: int
 ) -> tuple[float, int]:
-    """Serves a load whose requests are all there: seconds, and steps that fed rows."""
-    asks = [
+    """Serves a load in one burst; returns seconds and the number of non-empty steps."""
+    samplings = [
         Sampling(temperature=0.0, max_tokens=most, ignore_eos=True)
         for most in np.asarray(load.output).tolist()
     ]
     rng, sizes = np.random.default_rng(seed), np.asarray(load.prompt).tolist()
-    asked = prompts.cut_held_out_prompts(model.tokenizer, [*sizes], asks, rng)
+    requests = prompts.cut_held_out_prompts(model.tokenizer, [*sizes], samplings, rng)
     engine.trace.clear()
     start_s = time.perf_counter()
-    engine.generate([x.tokens for x in asked], asks)
+    engine.generate([x.tokens for x in requests], samplings)
     seconds = time.perf_counter() - start_s
     return seconds, sum(int(info.num_rows.any(1).sum()) for info in engine.trace)

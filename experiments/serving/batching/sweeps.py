@@ -1,4 +1,4 @@
-"""What batching is swept over, simulated: limits of lengths, their spread, clients."""
+"""Simulated sweeps of batching: output limits, spread of outputs, and clients."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -26,41 +26,43 @@ from jaxkv.simulation import Capacity, Cost, Served, driver, step
 from jaxkv.workloads import Workload, arrivals, lengths
 
 SYSTEMS = ("static", "continuous", "paged")
-"""Requests that keep to their batch; that come and go, the longest sequence reserved;
-that come and go, pages taken as they grow."""
+"""Static batching; continuous batching that reserves the longest sequence; continuous
+batching with pages allocated on demand."""
 PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The machine, and the requests that it serves."""
+    """The simulated machine and its requests."""
 
     model: str = ""
-    """A folder, or a bundled model: serves it here, in place of simulated sweeps of
-    deviations and clients, and leaves the limits out."""
+    """Model folder or bundled model to serve on this machine; empty simulates. A model
+    replaces the simulated sweeps of deviations and clients and omits the limits."""
     cost: str = "opt-13b-a100-40gb"
-    """What a step takes: a name as `named_costs` has it."""
+    """Name of the cost model of a step, see `named_costs`."""
     num_places: int = 15_728
-    """Token places of K and V; those of a 13B model on 40 GB."""
+    """KV cache size in tokens; the default is that of a 13B model in 40 GB."""
     prompt_tokens: int = 512
-    """Of every prompt."""
+    """Tokens of every prompt."""
     mean_output_tokens: float = 128.0
-    """Of outputs, before they are limited."""
+    """Mean output tokens, before outputs are limited."""
     limits: tuple[int, ...] = (32, 128, 512, 1536)
-    """Outputs are exponential, those above the limit drawn anew; ascending."""
+    """Output limits in tokens, ascending; outputs are exponential, and redrawn above
+    the limit."""
     deviations: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-    """Coefficients of variation of outputs of the same mean; ascending."""
+    """Coefficients of variation of outputs of equal mean, ascending."""
     clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Who ask for an answer again and again, prompts of 32 tokens; ascending."""
+    """Concurrent clients with prompts of 32 tokens, ascending; each sends its next
+    request when the last is answered."""
     num_requests: int = 1000
-    """Requests of each load, all there when the clock starts."""
+    """Requests of each load, all of which arrive at 0 s."""
     num_seeds: int = 3
-    """Draws of the lengths."""
+    """Independent draws of the lengths."""
     max_slots: int = 64
-    """Sequences that run at once at most."""
+    """Largest number of sequences that run at once."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be simulated."""
+        """Validates the fields."""
         validation.at_least(self, "prompt_tokens", "num_requests", "num_seeds")
         validation.at_least(self, "max_slots", "mean_output_tokens")
         validation.ascending(self, "limits", "clients", low=1)
@@ -78,20 +80,20 @@ class Config:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt with the longest output."""
+        """Tokens of a prompt and its longest output."""
         return self.prompt_tokens + self.limits[-1]
 
 
-class Speeds(ResultRecord):
-    """Speeds of some systems under some loads; NaN where a run was stopped."""
+class ThroughputSweep(ResultRecord):
+    """Throughput of several systems under several loads; NaN where a run stopped."""
 
-    value: Float[np.ndarray, " loads"] = column("what was swept")
+    value: Float[np.ndarray, " loads"] = column("swept value")
     tokens_per_s: Float[np.ndarray, "systems loads seeds"] = column(
-        "drawn, until the last request has ended"
+        "generated tokens over the time until the last request ended"
     )
-    steps: Float[np.ndarray, "systems loads seeds"] = column("that it took")
+    steps: Float[np.ndarray, "systems loads seeds"] = column("steps taken")
     deviation: Float[np.ndarray, "loads seeds"] = column(
-        "coefficient of variation of the outputs drawn"
+        "coefficient of variation of the drawn outputs"
     )
 
     @property
@@ -100,7 +102,7 @@ class Speeds(ResultRecord):
         return self.tokens_per_s.mean(axis=2)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Means over seeds, a row for each load; `name` is what was swept."""
+        """Returns the means over seeds, one row per load; `name` heads the values."""
         found = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
         for system, rates in zip(SYSTEMS, self.means, strict=False):
             found[f"{system}_tokens_per_s"] = rates
@@ -109,61 +111,63 @@ class Speeds(ResultRecord):
         return table.to_rows(found)
 
 
-class Latencies(ResultTable):
-    """How equal requests of so many clients fare, side by side: a row for each."""
+class ClientLatencies(ResultTable):
+    """Throughput and latency of equal requests by number of clients."""
 
     clients: Ints = column("requests side by side")
-    tokens_per_s: Floats = column("drawn")
+    tokens_per_s: Floats = column("generated tokens")
     s_per_token: Floats = column(
-        "mean over requests of time from asking to the end, by tokens drawn",
+        "mean over requests of latency / output tokens",
         key="token_s",
         heading="token",
         form=units.format_seconds,
     )
 
 
-class Run(NamedTuple):
-    """What became of a load; NaN where somebody is still to be served."""
+class LoadResult(NamedTuple):
+    """Result of one load; NaN if a request was not answered."""
 
     output: Int[np.ndarray, " requests"]
-    """Tokens drawn of each request."""
+    """Output tokens of each request."""
     tokens_per_s: float = np.nan
     steps: float = np.nan
     s_per_token: float = np.nan
-    times: lectures.Times = lectures.Times.of([])
+    times: lectures.IterationSpans = lectures.IterationSpans.of([])
 
 
-class Priced(NamedTuple):
-    """A cost model, or a second a step."""
+class SwitchedCost(NamedTuple):
+    """A cost model, or 1 s for every step."""
 
     cost: Cost
     counts_steps: Bool[Array, ""]
 
     def __call__(self, work: step.Work) -> Array:
-        """Prices a step."""
+        """Returns the seconds of a step."""
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
 
-type Runs = dict[str, list[Run]]
-"""Of what was simulated under one policy, by name: the pictures' loads, or sweeps."""
+type LoadResults = dict[str, list[LoadResult]]
+"""Results of one policy by name of the sweep, or "pictures"."""
 
 
-def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs, Runs]:
-    """Simulates the lectures' pictures, and the sweeps.
+def simulate_sweeps(
+    config: Config, progress: Progress, *, sweeps: bool
+) -> tuple[LoadResults, LoadResults]:
+    """Simulates the lectures' pictures and the sweeps.
 
     Args:
       config: the loads.
-      progress: hears of it.
-      sweeps: whether these are simulated, too; else they have no runs.
+      progress: receives progress.
+      sweeps: True to simulate the sweeps as well as the pictures.
 
     Returns:
-      Static batching's "pictures", "limits" and "deviations"; continuous batching's,
-      and behind them "paged", its limits with pages, and "clients".
+      Results of static batching for "pictures", "limits" and "deviations", and those of
+      continuous batching, with "paged" (the limits with pages) and "clients" as well.
     """
 
     def reserved(longest: int) -> Capacity:
-        # The longest sequence is reserved for everybody: a page that holds one.
-        return _bounds(num_reserved(config, longest), longest, longest)
+        # Every request reserves the longest sequence: one page holds a sequence.
+        return _bounds(num_reserved_slots(config, longest), longest, longest)
 
     def paged(longest: int) -> Capacity:
         return _bounds(config.num_places // PAGE_SIZE, PAGE_SIZE, longest)
@@ -171,23 +175,23 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     def looped(config: Config) -> Iterator[tuple[Workload, int]]:
         prompt, output = 32, round(config.mean_output_tokens)
         for clients in config.clients:
-            yield equal(prompt, output, clients), prompt + output
+            yield equal_requests(prompt, output, clients), prompt + output
 
-    groups: dict[str, list[_Member]] = {
-        # As many pages as slots, each of a whole sequence.
+    groups: dict[str, list[_LoadCase]] = {
+        # A page holds a whole sequence, so the number of pages is the number of slots.
         "pictures": [
-            (lectures.sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
-            (lectures.requests(), _bounds(lectures.LIMIT, 16, 16), True),
+            (lectures.lecture_sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
+            (lectures.lecture_requests(), _bounds(lectures.LIMIT, 16, 16), True),
         ]
     }
     for name, loads, bounds in (
-        ("limits", limited, reserved),
-        ("deviations", spread, reserved),
-        ("paged", limited, paged),
+        ("limits", limited_loads, reserved),
+        ("deviations", spread_loads, reserved),
+        ("paged", limited_loads, paged),
         ("clients", looped, paged),
     ):
-        asked = loads(config) if sweeps else ()
-        groups[name] = [(load, bounds(longest), False) for load, longest in asked]
+        cases = loads(config) if sweeps else ()
+        groups[name] = [(load, bounds(longest), False) for load, longest in cases]
     names = ("pictures", "limits", "deviations")
     static = {name: groups[name] for name in names}
     return (
@@ -196,12 +200,12 @@ def simulate(config: Config, progress: Progress, *, sweeps: bool) -> tuple[Runs,
     )
 
 
-type _Member = tuple[Workload, Capacity, bool]
-"""A load in the bounds of a system, and whether its steps take a second each."""
+type _LoadCase = tuple[Workload, Capacity, bool]
+"""A load, the capacity of its system, and True if each of its steps takes 1 s."""
 
 
 def _bounds(num_pages: int, page_size: int, max_length: int) -> Capacity:
-    """Bounds of a system whose steps feed as many rows as there are."""
+    """Returns the capacity of a system without a limit on rows of a step."""
     return Capacity.of(
         num_pages=num_pages,
         page_size=page_size,
@@ -210,13 +214,15 @@ def _bounds(num_pages: int, page_size: int, max_length: int) -> Capacity:
     )
 
 
-def speeds(config: Config, values: Sequence[float], *systems: list[Run]) -> Speeds:
-    """Lines up the runs of systems, each by value and seed."""
+def throughput_sweep(
+    config: Config, values: Sequence[float], *systems: list[LoadResult]
+) -> ThroughputSweep:
+    """Collects the runs of several systems, each by value and seed."""
     shape = (len(systems), len(values), config.num_seeds)
     rates = [[run.tokens_per_s for run in runs] for runs in systems]
     steps = [[run.steps for run in runs] for runs in systems]
     deviation = [run.output.std() / run.output.mean() for run in systems[0]]
-    return Speeds(
+    return ThroughputSweep(
         np.array(values, float),
         np.array(rates).reshape(shape),
         np.array(steps, float).reshape(shape),
@@ -224,14 +230,18 @@ def speeds(config: Config, values: Sequence[float], *systems: list[Run]) -> Spee
     )
 
 
-def latencies(config: Config, runs: list[Run]) -> Latencies:
-    """Lines up the runs of clients, those that there are."""
+def client_latencies(config: Config, runs: list[LoadResult]) -> ClientLatencies:
+    """Collects the runs of the client sweep."""
     pairs = zip(config.clients, runs, strict=False)
-    return Latencies.of((n, run.tokens_per_s, run.s_per_token) for n, run in pairs)
+    return ClientLatencies.of(
+        (n, run.tokens_per_s, run.s_per_token) for n, run in pairs
+    )
 
 
-def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workload:
-    """Equal requests of clients who each ask so often."""
+def equal_requests(
+    prompt: int, output: int, clients: int, *, rounds: int = 4
+) -> Workload:
+    """Returns a closed-loop workload: equal requests, `rounds` per client."""
     law = lengths.Pair(
         prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
     )
@@ -239,21 +249,21 @@ def equal(prompt: int, output: int, clients: int, *, rounds: int = 4) -> Workloa
     return arrivals.closed_loop(rng, law, clients=clients, num=num)
 
 
-def num_reserved(config: Config, longest: int) -> int:
-    """Slots where each reserves the longest sequence."""
+def num_reserved_slots(config: Config, longest: int) -> int:
+    """Returns the number of slots if each reserves the longest sequence."""
     return min(config.num_places // longest, config.max_slots)
 
 
-def limited(config: Config) -> Iterator[tuple[Workload, int]]:
-    """The loads of `limits` by limit and seed, and tokens of their longest sequence."""
+def limited_loads(config: Config) -> Iterator[tuple[Workload, int]]:
+    """Yields the loads of `limits` by limit and seed, with their longest sequence."""
     output = lengths.Gamma(mean=config.mean_output_tokens, shape=1.0)
     for limit in config.limits:
         longest = config.prompt_tokens + limit
         yield from _bursts(config, output, longest, keeps_means=False)
 
 
-def spread(config: Config) -> Iterator[tuple[Workload, int]]:
-    """The loads of `deviations`, by deviation and seed, as `limited`."""
+def spread_loads(config: Config) -> Iterator[tuple[Workload, int]]:
+    """Yields the loads of `deviations` by deviation and seed, as `limited_loads`."""
     mean = config.mean_output_tokens
     for deviation in config.deviations:
         output: Any = lengths.Fixed(tokens=round(mean))
@@ -265,7 +275,7 @@ def spread(config: Config) -> Iterator[tuple[Workload, int]]:
 def _bursts(
     config: Config, output: Any, longest: int, *, keeps_means: bool
 ) -> Iterator[tuple[Workload, int]]:
-    """Loads whose requests are all there from the start, one for each seed."""
+    """Yields one load per seed, all of whose requests arrive at 0 s."""
     law = lengths.Pair(
         prompt=lengths.Fixed(tokens=config.prompt_tokens),
         output=output,
@@ -278,14 +288,14 @@ def _bursts(
 
 
 def _simulate(
-    config: Config, groups: dict[str, list[_Member]], policy: Any, progress: Progress
-) -> Runs:
+    config: Config, groups: dict[str, list[_LoadCase]], policy: Any, progress: Progress
+) -> LoadResults:
     cost = named_costs.find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]
     progress.show(f"{len(members)} simulations side by side")
     stacked = driver.stack(
         [
-            (load, bounds, policy, Priced(cost, jnp.asarray(counts_steps)))
+            (load, bounds, policy, SwitchedCost(cost, jnp.asarray(counts_steps)))
             for load, bounds, counts_steps in members
         ]
     )
@@ -296,7 +306,7 @@ def _simulate(
     return {name: [next(runs) for _ in group] for name, group in groups.items()}
 
 
-def _run(load: Workload, served: Served, index: int) -> Run:
+def _run(load: Workload, served: Served, index: int) -> LoadResult:
     output = np.asarray(load.output)
     arrival_s, first_s, finish_s = (
         x[index, : output.size]
@@ -304,10 +314,10 @@ def _run(load: Workload, served: Served, index: int) -> Run:
     )
     is_done = np.isfinite(finish_s[np.isfinite(arrival_s)]).all()
     ends = (np.nan_to_num(x).round() for x in (first_s, finish_s))
-    return Run(
+    return LoadResult(
         output,
         int(output.sum()) / float(served.end_s[index]) if is_done else np.nan,
         float(served.totals.steps[index]) if is_done else np.nan,
         np.mean((finish_s - arrival_s) / output),
-        lectures.Times(*ends),
+        lectures.IterationSpans(*ends),
     )

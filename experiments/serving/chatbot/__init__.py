@@ -1,1 +1,1 @@
-"""Chatbot."""
+"""Load that a chat service sustains with paged memory."""

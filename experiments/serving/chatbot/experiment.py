@@ -1,8 +1,9 @@
-"""How much load does paged memory let a chat service serve that reads its history?
+"""Measures the load that a chat service sustains with paged memory.
 
-Figure 17 of the paged-attention paper, in simulated time: of a conversation the last
-1,024 tokens are the prompt, an answer has 1,024 at most, and nothing is kept between
-rounds. Conversations are our own law: rounds of ShareGPT's mean lengths.
+Reproduces figure 17 of the PagedAttention paper in simulated time. A prompt is the last
+1,024 tokens of a conversation, an answer has at most 1,024 tokens, and the KV cache is
+dropped between rounds. Lengths follow this project's own law: conversations of several
+rounds with ShareGPT's mean lengths.
 """
 
 import dataclasses
@@ -26,32 +27,32 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import Load, arrivals, lengths, load_curves
 
 HISTORY = 1024
-"""Tokens of a prompt, and of an answer, at most."""
+"""Largest number of tokens of a prompt, and of an answer."""
 AXIS = 0.8
-"""Requests a second at which the published axis ends."""
+"""End of the published axis, in requests/s."""
 SYSTEMS: tuple[settings.System, ...] = (*settings.ORCAS, "paged")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Conversations, and how fast they come."""
+    """Conversations and their arrival rates."""
 
     rounds_before: float = 3.0
-    """Rounds that a conversation has behind it, on average of a geometric law. Our
-    choice; nothing is published but that most prompts have all of 1,024 tokens."""
+    """Mean number of earlier rounds of a conversation, geometrically distributed. The
+    paper states only that most prompts have the full 1,024 tokens."""
     hours: float = 1.0
-    """Of load."""
+    """Hours of simulated load."""
     num_rates: int = 8
-    """Rates, evenly spaced up to `most`."""
+    """Number of rates, evenly spaced up to `most`."""
     num_near: int = 4
-    """More of them, between those at which latency passes 0.1 and 0.9 s a token."""
+    """Further rates where latency rises from 0.1 to 0.9 s/token."""
     most: float = 1.2
-    """Requests a second, the highest; the published axis ends at 0.8."""
+    """Highest rate in requests/s; the published axis ends at 0.8."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields."""
         validation.above(self, "hours", "most")
         validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
         validation.at_least(self, "num_rates", low=2)
@@ -62,33 +63,33 @@ PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.4)
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
 
-def load(config: Config) -> Load:
-    """Draws rounds, each of its own conversation.
+def draw_conversations(config: Config) -> Load:
+    """Draws rounds of independent conversations.
 
-    The prompt is what was said and asked so far, its last 1,024 tokens.
+    A prompt is the conversation so far with the new question, its last 1,024 tokens.
     """
     rng = np.random.default_rng(config.seed)
     seconds = 3600 * config.hours
     num = load_curves.num_requests_for(config.most, seconds)
-    # A geometric law of failures with this mean.
+    # Number of failures of a geometric law with this mean.
     before = rng.geometric(1 / (1 + config.rounds_before), num) - 1
-    said = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
-    total = said.prompt[num:] + said.output[num:]
+    rounds = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
+    total = rounds.prompt[num:] + rounds.output[num:]
     ends = np.cumsum(before)
     sums = np.concatenate([[0], np.cumsum(total)])
     history = sums[ends] - sums[ends - before]
     tokens = lengths.Lengths(
-        np.minimum(history + said.prompt[:num], HISTORY).astype(np.int32),
-        np.minimum(said.output[:num], HISTORY),
+        np.minimum(history + rounds.prompt[:num], HISTORY).astype(np.int32),
+        np.minimum(rounds.output[:num], HISTORY),
     )
     return Load(arrivals.poisson(rng, rate=1.0, num=num), tokens, seconds)
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
-    """Serves the conversations by every system."""
-    requests = load(config)
+    """Serves the conversations with every system."""
+    requests = draw_conversations(config)
     prompt, output = requests.tokens
-    # What the slots are chosen by: prompts are longer than those of one round.
+    # Slots follow from the mean prompt, which is longer than that of a single round.
     law = dataclasses.replace(
         lengths.SHAREGPT, prompt=lengths.Fixed(tokens=int(prompt.mean()))
     )
@@ -97,7 +98,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         "output_tokens": float(output.mean()),
         "full_share": float(np.mean(prompt == HISTORY)),
     }
-    rows = runs.explore(
+    rows = runs.explore_rates(
         runs.Setting(settings.SERVERS["13B"], law),
         requests,
         SYSTEMS,
@@ -110,13 +111,13 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
 
 
 def plot(axes: Any, result: list[Row]) -> None:
-    """Draws latency against rate, and the ratio of loads against the bound."""
+    """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
-    curves, found = runs.curves(result), runs.sustained(result)
+    curves, found = runs.latency_curves(result), runs.sustained_loads(result)
     title = "OPT-13B: latency of chat by load"
     if "paged" in found:
-        title = f"OPT-13B bears {found['paged'].rate:.2f} chats a second with pages"
-    runs.draw(latency, result, title)
+        title = f"OPT-13B sustains {found['paged'].rate:.2f} chats/s with pages"
+    runs.draw_curves(latency, result, title)
     style.draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
@@ -130,7 +131,7 @@ def plot(axes: Any, result: list[Row]) -> None:
     title = "Load with pages over Orca's"
     if gains[1:]:
         title = (
-            f"Pages bear {min(gains[1:]):.2f} to {max(gains):.2f} times Orca's load, "
+            f"Pages sustain {min(gains[1:]):.2f} to {max(gains):.2f} times the load, "
         )
         title += "not 2" if max(gains) < 2 else "the paper 2"
     x, y = "bound on the latency [s/token]", "load of paged / Orca's [ratio]"
@@ -140,8 +141,8 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 @claims_file(__file__).judge
 def claims(result: list[Row]) -> Iterator[MeasuredValue]:
-    """Holds what is printed against ours."""
-    found = runs.sustained(result)
+    """Compares the figure's claims with the simulation."""
+    found = runs.sustained_loads(result)
     if len(found) < len(SYSTEMS):
         return
     orcas = [found[name].rate for name in settings.ORCAS]
@@ -154,19 +155,19 @@ def claims(result: list[Row]) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
-    """Gives what each system sustains, and every load."""
-    return {"capacities": runs.told(result), "rows": result}
+    """Returns the load that each system sustains, and every row."""
+    return {"capacities": runs.sustained_rows(result), "rows": result}
 
 
 def summary(result: list[Row]) -> list[ReportPart]:
-    """Puts the systems beside each other."""
-    found = runs.sustained(result)
+    """Returns a table of the systems at the rates that they sustain."""
+    found = runs.sustained_loads(result)
     if not found:
         return []
     rows = []
-    for name, here in runs.grouped(result, "system").items():
+    for name, selected in runs.group_rows(result, "system").items():
         rate = found[name].rate
-        end = min(here, key=lambda row: abs(row["rate_per_s"] - rate))
+        end = min(selected, key=lambda row: abs(row["rate_per_s"] - rate))
         times = found["paged"].rate / rate if "paged" in found else None
         rows.append(end | {"sustained": found[name].text, "times": times})
     columns = {
@@ -179,8 +180,8 @@ def summary(result: list[Row]) -> list[ReportPart]:
     }
     note = (
         "Prompts have {prompt_tokens:.0f} tokens on average, {full_share:.1%} all of "
-        "1,024; answers {output_tokens:.0f}. Tokens: share of the memory with keys and "
-        "values, near that rate."
+        "1,024; answers {output_tokens:.0f}. Tokens: share of the memory that holds "
+        "keys and values near that rate."
     ).format_map(result[0])
     title = f"requests/s at {runs.BOUND} s a token"
     return [report.row_sheet(title, rows, columns, note)]

@@ -1,1 +1,1 @@
-"""What do users feel of how prompts are read, and what does reading in chunks buy?"""
+"""Chunked prefill and its effect on latency."""

@@ -1,8 +1,9 @@
-"""What do users feel of how prompts are read, and what does reading in chunks buy?
+"""Compares scheduling of prefill: whole prompts and chunked prefill.
 
-While a long prompt is read whole, who is being answered waits: a stall. Read in chunks,
-each in one step with those who decode, it delays nobody for long, and its own first
-token little: the experiments of Sarathi-Serve, on data sheets in place of its GPUs.
+A prompt that is prefilled in one step stalls the decoding requests. Chunked prefill
+splits it over steps that also decode, so that no request stalls for long and the
+prompt's own first token is little later. Reproduces the experiments of Sarathi-Serve
+with a roofline model in place of its GPUs.
 """
 
 import math
@@ -24,9 +25,9 @@ from experiments.framework.table import computed_column
 from experiments.plotting import style, systems
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import (
-    PATIENTS,
+    NUM_DECODING,
     Capacities,
-    Loads,
+    PrefillRuns,
     Timeline,
 )
 from experiments.serving.chunked_prefill.settings import Config
@@ -46,23 +47,23 @@ CONFIGS = {
 
 
 LONG_PROMPT = 8192
-"""Tokens of the prompt that is read in chunks of several sizes."""
+"""Tokens of the prompt that is split into chunks of several sizes."""
 CHUNKS = (256, 257, 512, 2048)
 WAYS = ("mixed only", "chunks only", "both")
-"""Of table 4."""
+"""Rows of table 4."""
 
 
-class Ratio(NamedTuple):
-    """A published ratio of loads sustained.
+class PublishedRatio(NamedTuple):
+    """A published ratio of sustained loads.
 
     Attributes:
-      model: which one.
-      data: on which; empty for the better.
-      objective: strict or relaxed.
-      system: whose load.
-      rival: over whose.
+      model: name of the model.
+      data: name of the dataset; empty for the one with the larger ratio.
+      objective: "strict" or "relaxed".
+      system: the system with the higher load.
+      rival: the system that it is compared with.
       published: the ratio.
-      where: in the paper.
+      where: place in the paper.
     """
 
     model: str
@@ -76,41 +77,47 @@ class Ratio(NamedTuple):
 
 _SMALL, _LARGE = "Sarathi (512)", "Sarathi (2,048)"
 RATIOS = (
-    Ratio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
-    Ratio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
-    Ratio("Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"),
-    Ratio("Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"),
-    Ratio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
+    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
+    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
+    PublishedRatio(
+        "Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"
+    ),
+    PublishedRatio(
+        "Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"
+    ),
+    PublishedRatio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
 )
 CLAIMS = claims_file(__file__)
 
 
 class Result(ResultRecord):
-    """What was simulated."""
+    """Simulated results."""
 
-    timeline: Timeline = column("of the four ways", is_reported=False)
-    ways: Loads = column("the four ways at one rate, and under one budget")
-    budgets: Loads = column("chunks of several sizes, mixed, at the same rate")
-    loads: Loads = column("systems against the rate")
+    timeline: Timeline = column("token times of 4 schedules", is_reported=False)
+    ways: PrefillRuns = column("4 schedules at one rate and one token budget")
+    budgets: PrefillRuns = column("mixed chunks of several sizes at the same rate")
+    loads: PrefillRuns = column("systems by rate")
     chunk: np.ndarray = column("tokens of a chunk")
-    chunk_cost: np.ndarray = column("time of a prompt in such chunks, over the whole's")
+    chunk_cost: np.ndarray = column("time of a prompt in chunks / time in one step")
 
     @property
     @computed_column()
     def capacities(self) -> Capacities:
-        """Requests a second that each system sustains."""
-        return runs.capacities(self.loads)
+        """Requests/s that each system sustains."""
+        return runs.sustained_capacities(self.loads)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates everything; ended early, it has what is done."""
+    """Simulates all parts; if stopped, returns the finished ones."""
     name, model = config.models[0], settings.MODELS[config.models[0]]
-    progress.show("four ways to read prompts")
-    timeline = runs.timeline(name, config.data[0], settings.WAYS)
+    progress.show("4 schedules of prefill")
+    timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
     four = [(way, config.share) for way in settings.WAYS]
-    ways = [runs.serve(name, data, four, config) for data in config.data]
-    asked = [(settings.both(budget), config.share) for budget in config.budgets]
-    budgets = runs.serve(name, config.data[0], asked, config)
+    ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
+    budget_cases = [
+        (settings.chunked_and_mixed(budget), config.share) for budget in config.budgets
+    ]
+    budgets = runs.simulate_systems(name, config.data[0], budget_cases, config)
     cases = [
         (each, data, [(system, share) for share in config.shares])
         for each in config.models
@@ -118,7 +125,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for system in settings.SYSTEMS
     ]
     loads = [
-        runs.serve(*case, config)
+        runs.simulate_systems(*case, config)
         for case in progress.track(cases, "systems and rates", "systems")
     ]
     chunk = sorted({*config.budgets, *CHUNKS})
@@ -127,27 +134,27 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     return Result(
         timeline=timeline,
-        ways=Loads.joined(ways),
+        ways=PrefillRuns.joined(ways),
         budgets=budgets,
-        loads=Loads.joined(loads),
+        loads=PrefillRuns.joined(loads),
         chunk=np.array(chunk),
         chunk_cost=np.array(chunks_s) / whole_s,
     )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts ways, budgets and capacities beside each other."""
+    """Returns tables of schedules, token budgets and capacities."""
     names = ("budget", "rate", "ttft_s", "tbt_p50_s", "tbt_p99_s", "longest_s")
     kinds = ("strict", "relaxed")
     rows = []
     for x in result.capacities.rows():
         last = result.loads.where(model=x["model"], data=x["data"]).rate.max()
         rates = [x[f"{kind}_per_s"] for kind in kinds]
-        # ">" where no rate that was tried is too much.
+        # ">" if the system sustains every simulated rate.
         cells = [f"{'> ' if rate >= last else ''}{rate:.2f}" for rate in rates]
         rows.append((x["model"], x["data"], x["system"], *cells))
     model = result.ways.model[0] if len(result.ways) else ""
-    title = f"four ways to read prompts, {model}"
+    title = f"4 schedules of prefill, {model}"
     return [
         result.ways.sheet(title, "data", "system", *names),
         result.budgets.sheet(f"chunks, mixed, {model}", *names),
@@ -155,17 +162,17 @@ def summary(result: Result) -> list[ReportPart]:
             "requests a second that a system sustains",
             ("model", "data", "system", *kinds),
             rows,
-            "P99 time between tokens within the objective: 0.2 and 1 s for Yi-34B, 0.1 "
-            "and 0.5 s for Mistral-7B; and a median delay of 2 s at most. Models that "
-            "the paper runs in pipeline stages, Llama-2-70B and Falcon-180B, are left "
-            "out.",
+            "Rate at which the P99 time between tokens meets the objective (0.2 and "
+            "1 s for Yi-34B, 0.1 and 0.5 s for Mistral-7B) and the median scheduling "
+            "delay is at most 2 s. Llama-2-70B and Falcon-180B, which the paper runs "
+            "with pipeline parallelism, are omitted.",
         ),
     ]
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Finds everything; parts that were not simulated are left out."""
+    """Judges the simulated parts."""
     for data in CLAIMS.published("ttft"):
         rows = result.ways.where(data=data)
         if not len(rows):
@@ -189,16 +196,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             yield measured("tbt", tbt_s, data=data, way=way)
     found = result.capacities.rows()
     for x in RATIOS:
-        # How many times the load of a rival a system sustains, on the better data.
+        # Ratio of sustained loads on the dataset with the larger ratio.
         rates: dict[str, dict[str, float]] = {}
         for row in found:
             if row["model"] == x.model and x.data in ("", row["data"]):
                 none = {x.system: math.nan, x.rival: math.nan}
-                here = rates.setdefault(row["data"], none)
-                here[row["system"]] = row[f"{x.objective}_per_s"]
+                by_system = rates.setdefault(row["data"], none)
+                by_system[row["system"]] = row[f"{x.objective}_per_s"]
         ratios = {
-            data: here[x.system] / here[x.rival] if here[x.rival] > 0 else math.nan
-            for data, here in rates.items()
+            data: by_system[x.system] / by_system[x.rival]
+            if by_system[x.rival] > 0
+            else math.nan
+            for data, by_system in rates.items()
         }
         if ratios:
             data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
@@ -217,7 +226,7 @@ COLORS = tuple(x.name for x in settings.SYSTEMS)
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws four panels."""
+    """Draws 4 panels."""
     _draw_timeline(axes[0], result.timeline)
     _draw_budgets(axes[1], result.budgets)
     if len(result.loads):
@@ -228,20 +237,20 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_timeline(ax: Any, timeline: Timeline) -> None:
-    """A tick for each token; every way has a line for each sequence."""
+    """Draws a tick for each token; each schedule has a line for each sequence."""
     last, stalls = timeline.time_s.max(), {}
     look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
-    kinds = (("answered already", systems.ORANGE), ("came late", systems.BLUE))
+    kinds = (("decoding at the start", systems.ORANGE), ("arrived late", systems.BLUE))
     names = timeline.distinct("way")
     for i, name in enumerate(names):
         longest = 0.0
         for sequence in range(timeline.sequence.max() + 1):
             at = timeline.where(way=name, sequence=sequence).time_s
             y = np.full(len(at), i + 0.14 * sequence - 0.28)
-            label, color = kinds[sequence >= PATIENTS]
-            is_named = not i and sequence in (0, PATIENTS)
+            label, color = kinds[sequence >= NUM_DECODING]
+            is_named = not i and sequence in (0, NUM_DECODING)
             style.draw_curve(ax, at, y, color, label if is_named else "", **look)
-            if sequence < PATIENTS:
+            if sequence < NUM_DECODING:
                 longest = max(longest, np.diff(at).max())
         stalls[name] = 1000 * longest
         text = f"{stalls[name]:,.0f} ms"
@@ -266,7 +275,7 @@ def _draw_limits(ax: Any, model: str) -> None:
         ax.axhline(limit_s, label=name.replace("_", " "), **look)
 
 
-def _draw_budgets(ax: Any, budgets: Loads) -> None:
+def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
     for label, values, color, mark in (
         ("first token, median", budgets.ttft_s, systems.GREEN, "^"),
         ("between tokens, 99 %", budgets.tbt_p99_s, systems.RED, "s"),
@@ -283,14 +292,14 @@ def _draw_budgets(ax: Any, budgets: Loads) -> None:
     ax.legend()
 
 
-def _draw_loads(ax: Any, loads: Loads) -> None:
-    """The first model and data: the tail between tokens against the rate."""
+def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
+    """Draws P99 time between tokens by rate for the first model and dataset."""
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:
-        mine = loads.where(model=model, data=data, system=system)
-        style.draw_curve(ax, mine.rate, mine.tbt_p99_s, system, system)
-        if len(mine):
-            ends[system] = float(mine.tbt_p99_s[-1])
+        subset = loads.where(model=model, data=data, system=system)
+        style.draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
+        if len(subset):
+            ends[system] = float(subset.tbt_p99_s[-1])
     _draw_limits(ax, model)
     best = min(ends, key=lambda x: ends[x])
     title = f"{model}, {data}: {best} keeps the tail between tokens at "
@@ -303,18 +312,18 @@ def _draw_loads(ax: Any, loads: Loads) -> None:
 
 
 def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
-    """Bars for each case, over vLLM's; a diamond where one is published."""
+    """Draws bars of load over vLLM's for each case; diamonds are published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
     width, seen, best = 0.2, set[str](), ("", 0.0)
-    theirs = {
+    reference = {
         (x.model, x.data, x.objective, x.system): x.published
         for x in RATIOS
         if x.rival == "vLLM"
     }
     for i, (model, data, kind) in enumerate(groups):
-        here = [x for x in rows if (x["model"], x["data"]) == (model, data)]
-        rates = {x["system"]: x[f"{kind}_per_s"] for x in here}
+        selected = [x for x in rows if (x["model"], x["data"]) == (model, data)]
+        rates = {x["system"]: x[f"{kind}_per_s"] for x in selected}
         base = max(rates.get("vLLM", 0.0), 1e-9)
         for k, system in enumerate(COLORS):
             gain = rates.get(system, 0.0) / base
@@ -325,7 +334,7 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             ax.bar(place, gain, width * 0.94, **look)
             seen.add(system)
             best = (system, gain) if gain > best[1] else best
-            if ratio := theirs.get((model, data, kind, system)):
+            if ratio := reference.get((model, data, kind, system)):
                 label = "" if "published" in seen else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
                 style.draw_curve(ax, [place], [ratio], "published", label, **look)
@@ -336,7 +345,7 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     style.draw_reference_line(ax, 1)
     title = "Load within the objective, over vLLM's"
     if best[0]:
-        title = f"{best[0]} bears up to {best[1]:.1f} times vLLM's load within the "
+        title = f"{best[0]} sustains up to {best[1]:.1f} times vLLM's load within the "
         title += "objective"
         ax.legend()
     style.set_labels(ax, title, "", "load / vLLM's [ratio]")

@@ -1,4 +1,4 @@
-"""Serves requests in the ways that prompts can be read, and times every token."""
+"""Simulates requests under schedules of prefill, and records token times."""
 
 import math
 from collections.abc import Sequence
@@ -14,66 +14,69 @@ from jaxkv.simulation import Served, driver
 from jaxkv.workloads import arrivals, lengths, load_curves, metrics
 
 HEAD = 16
-"""Requests at the head of the queue that the policy sees."""
+"""Waiting requests that the policy sees."""
 MAX_DELAY_S = 2.0
-"""Median delay of scheduling, at most."""
+"""Largest median scheduling delay."""
 
 
-class Loads(ResultTable):
-    """What became of some loads, a row for each."""
+class PrefillRuns(ResultTable):
+    """Latencies of simulated loads."""
 
-    model: Texts = column("who serves")
-    data: Texts = column("what is asked")
-    system: Texts = column("how prompts are read", heading="way")
-    budget: Floats = column("tokens that a step feeds at most", heading="tokens a step")
-    rate: Floats = column("arrivals a second", heading="requests/s", form="{:.2f}")
-    share: Floats = column("of the rate at which reading prompts takes all the time")
+    model: Texts = column("served model")
+    data: Texts = column("dataset of the lengths")
+    system: Texts = column("schedule of prefill", heading="schedule")
+    budget: Floats = column("token budget of a step", heading="tokens a step")
+    rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
+    share: Floats = column("rate over the rate at which prefill takes all time")
     ttft_s: Floats = column(
-        "median time to the first token; who has none counts with the time so far",
+        "median time to first token; elapsed time for requests that have none",
         heading="first token, median",
     )
-    delay_s: Floats = column("beyond the time to read the median prompt alone")
+    delay_s: Floats = column("ttft_s less the prefill time of the median prompt")
     tbt_p50_s: Floats = column(
-        "median between tokens", heading="between tokens, median"
+        "median time between tokens", heading="between tokens, median"
     )
-    tbt_p99_s: Floats = column("what 99 % of these keep", heading="P99")
-    longest_s: Floats = column("the longest stall", heading="longest")
-    batch: Floats = column("running sequences, on average")
-    preempted: Floats = column("times that one was preempted")
+    tbt_p99_s: Floats = column("P99 time between tokens", heading="P99")
+    longest_s: Floats = column("longest time between tokens", heading="longest")
+    batch: Floats = column("mean number of running sequences")
+    preempted: Floats = column("preemptions")
 
 
 class Capacities(ResultTable):
-    """Requests a second that systems sustain, a row for each."""
+    """Requests/s that systems sustain."""
 
-    model: Texts = column("that is served")
-    data: Texts = column("whose lengths")
-    system: Texts = column("how prompts are read")
+    model: Texts = column("served model")
+    data: Texts = column("dataset of the lengths")
+    system: Texts = column("schedule of prefill")
     strict_per_s: Floats = column("within the strict objective")
-    relaxed_per_s: Floats = column("within the relaxed one")
+    relaxed_per_s: Floats = column("within the relaxed objective")
 
 
 class Timeline(ResultTable):
-    """When each token was drawn, a row for each."""
+    """Time of each token."""
 
-    way: Texts = column("how prompts are read")
-    sequence: Ints = column("whose token")
-    time_s: Floats = column("when")
+    way: Texts = column("schedule of prefill")
+    sequence: Ints = column("sequence of the token")
+    time_s: Floats = column("time of the token")
 
 
-def full_rate(model: settings.Model, law: lengths.Pair) -> float:
-    """The rate at which reading prompts, one after the other, takes all the time."""
+def prefill_bound_rate(model: settings.ServedModel, law: lengths.Pair) -> float:
+    """Returns the rate in requests/s at which prefill takes all time."""
     drawn = law.draw(np.random.default_rng(0), 2000).prompt
-    # Quadratic in the length, so three lengths tell the mean.
+    # Prefill time is quadratic in the length, so 3 lengths determine it.
     sizes = np.array([256.0, 2048.0, float(law.max_length)])
     fit = np.polyfit(sizes, [settings.prompt_s(model, x) for x in sizes], 2)
     return float(1 / np.polyval(fit, drawn).mean())
 
 
 def num_requests(config: Config) -> int:
-    """Enough for every model and data: so many that they share a program."""
+    """Returns a number of requests that suffices for every model and dataset.
+
+    One number for all lets them share a compiled program.
+    """
     return max(
         load_curves.num_requests_for(
-            max(config.shares) * full_rate(MODELS[name], DATA[data]),
+            max(config.shares) * prefill_bound_rate(MODELS[name], DATA[data]),
             config.seconds,
             deviations=4,
         )
@@ -82,21 +85,21 @@ def num_requests(config: Config) -> int:
     )
 
 
-def serve(
-    name: str, data: str, asked: Sequence[tuple[System, float]], config: Config
-) -> Loads:
-    """Serves the same requests by every system at its rate, all mapped together.
+def simulate_systems(
+    name: str, data: str, cases: Sequence[tuple[System, float]], config: Config
+) -> PrefillRuns:
+    """Simulates the same requests under each system and rate, vectorised.
 
     Args:
-      name: of the model.
-      data: what is asked.
-      asked: systems, each with a share of the full rate.
-      config: how long, and the seed.
+      name: name of the model.
+      data: name of the dataset.
+      cases: systems, each with a rate as a share of `prefill_bound_rate`.
+      config: duration and seed.
     """
     model, law, seconds = MODELS[name], DATA[data], config.seconds
-    full, num = full_rate(model, law), num_requests(config)
+    full, num = prefill_bound_rate(model, law), num_requests(config)
     members = []
-    for system, share in asked:
+    for system, share in cases:
         rng = np.random.default_rng(config.seed)
         load = arrivals.open_loop(rng, law, rate=share * full, num=num)
         members.append(system.member(model, law, load))
@@ -109,7 +112,7 @@ def serve(
     )
     median_s = settings.prompt_s(model, float(np.median(members[0].workload.prompt)))
     rows = []
-    for i, (system, share) in enumerate(asked):
+    for i, (system, share) in enumerate(cases):
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
@@ -120,31 +123,31 @@ def serve(
         row: list[Any] = [name, data, system.name, system.budget_of(law)]
         row += [share * full, share, ttft_s, ttft_s - median_s, *tails]
         rows.append([*row, served.means.batch[i], served.totals.preempted[i]])
-    return Loads.of(rows)
+    return PrefillRuns.of(rows)
 
 
 def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...]:
-    """Whose tokens each step drew, and its end, of the steps of one member."""
+    """Returns the generating sequences and the end of each step of a member."""
     assert served.trace is not None
     trace = served.trace.member(member)
-    assert trace.info.num_drawn is None  # nobody speculates here
+    assert trace.info.num_drawn is None  # speculation is off
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
     end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
     return np.asarray(trace.info.drew)[keep], end_s
 
 
-PATIENTS = 3
-"""Sequences that decode when others come."""
+NUM_DECODING = 3
+"""Sequences that decode when the long prompts arrive."""
 _LATE_S = (0.35, 1.0)
 _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 
-def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
-    """Lets two long prompts come while three sequences decode."""
+def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
+    """Simulates the arrival of 2 long prompts while 3 sequences decode."""
     load = arrivals.make(
-        np.array([0.0] * PATIENTS + [*_LATE_S]),
-        np.array([_SHORT] * PATIENTS + [_LONG] * 2),
-        np.array([_ANSWER] * PATIENTS + [_LAST] * 2),
+        np.array([0.0] * NUM_DECODING + [*_LATE_S]),
+        np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
+        np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),
     )
     members = [way.member(MODELS[name], DATA[data], load) for way in ways]
     served = driver.simulate(driver.stack(members), max_slots=8, keep_trace=True)
@@ -158,21 +161,23 @@ def timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     return Timeline.of(rows)
 
 
-def capacities(loads: Loads) -> Capacities:
-    """Requests a second that each system sustains.
+def sustained_capacities(loads: PrefillRuns) -> Capacities:
+    """Returns the requests/s that each system sustains.
 
-    It is the rate at which 99 % of the gaps keep an objective, and nobody waits long.
+    A rate is sustained if the P99 time between tokens meets the objective and the
+    median scheduling delay is at most 2 s.
 
-    Source: Agrawal et al. 2024, arXiv:2403.02310, section 5.1: the median delay of
-    scheduling is 2 s at most.
+    Source: Agrawal et al. 2024, arXiv:2403.02310, section 5.1.
     """
     rows = []
     names = zip(loads.model, loads.data, loads.system, strict=True)
     for model, data, system in dict.fromkeys(names):
-        here = loads.where(model=model, data=data, system=system)
-        prompt = metrics.capacity(here.rate, here.delay_s, at_most_s=MAX_DELAY_S)
+        selected = loads.where(model=model, data=data, system=system)
+        prompt = metrics.capacity(
+            selected.rate, selected.delay_s, at_most_s=MAX_DELAY_S
+        )
         steady = [
-            metrics.capacity(here.rate, here.tbt_p99_s, at_most_s=limit_s)
+            metrics.capacity(selected.rate, selected.tbt_p99_s, at_most_s=limit_s)
             for limit_s in MODELS[model].limits_s.values()
         ]
         rows.append((model, data, system, *(min(rate, prompt) for rate in steady)))

@@ -1,4 +1,4 @@
-"""Models, GPUs, lengths and objectives of Sarathi-Serve's experiments.
+"""Models, GPUs, lengths and latency objectives of Sarathi-Serve's experiments.
 
 Source: Agrawal et al. 2024, arXiv:2403.02310, sections 5 and 5.1, tables 1 to 3.
 """
@@ -23,13 +23,13 @@ from scaling.costs import devices, parameters
 from scaling.shapes import huggingface, published
 
 MAX_SLOTS = 128
-"""Sequences at once at most: the largest batch of section 5.2."""
+"""Largest batch, that of section 5.2."""
 DEVICE = "a100-80gb"
 BANDWIDTH_SHARE, OVERHEAD_S = 0.8, 3e-3
-"""What is reached of the data sheet's bandwidth, and what every step costs besides. Our
-choice: a decode step of 32 sequences of 4,096 tokens then takes 34 and 22 ms, where the
-paper's objectives, 5 such steps, are 0.2 and 0.1 s. Of the products' rate, the share
-that was measured of the GPU is reached, see `devices`."""
+"""Fraction of the data sheet's bandwidth that is reached, and fixed time of a step,
+both chosen here: a decode step of 32 sequences of 4,096 tokens then takes 34 and 22 ms,
+where the paper's objectives of 5 such steps are 0.2 and 0.1 s. The fraction of the peak
+FLOP/s is the one measured on the GPU, see `devices`."""
 
 _YI_34B = {
     "model_type": "llama",
@@ -42,40 +42,40 @@ _YI_34B = {
     "max_position_embeddings": 4096,
 }
 """01.AI 2024, arXiv:2403.04652, table 1."""
-# Every layer attends to everything: sums over a batch do not tell the window's part.
+# Every layer attends to all tokens: the cost model's sums over a batch do not separate
+# sliding windows.
 _MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """What is served, on how many GPUs, with what promise."""
+class ServedModel:
+    """A served model, its GPUs and its latency objectives."""
 
     name: str
-    """As the paper has it."""
+    """Name in the paper."""
     config: Mapping[str, object]
-    """Its shape."""
+    """Hugging Face config of the shape."""
     num_devices: int
-    """GPUs that share every layer."""
+    """Tensor-parallel degree."""
     limits_s: Mapping[str, float]
-    """Objectives for the time between tokens, of which 99 % keep it, by name: strict,
-    and relaxed, where users are patient."""
+    """Objectives for the P99 time between tokens in s, "strict" and "relaxed"."""
 
     @property
     def description(self) -> parameters.ModelShape:
-        """Its shape, read."""
+        """Parsed shape."""
         return huggingface.describe_huggingface(dict(self.config), name=self.name)
 
     @property
     def num_pages(self) -> int:
-        """Pages that fit.
+        """Number of pages that fit next to the weights.
 
-        Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes a token = 306,000 tokens.
+        Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes per token = 306,000 tokens.
         """
         return cost_models.max_kv_pages(self.description, DEVICE, self.num_devices)
 
     @functools.cached_property
     def cost(self) -> cost_models.Roofline:
-        """How long its steps take."""
+        """Cost model of a step."""
         device = devices.find(DEVICE)
         return cost_models.roofline(
             self.description,
@@ -87,9 +87,11 @@ class Model:
         ).cost
 
 
-MODELS: Mapping[str, Model] = {
-    "Yi-34B": Model("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
-    "Mistral-7B": Model("Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}),
+MODELS: Mapping[str, ServedModel] = {
+    "Yi-34B": ServedModel("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
+    "Mistral-7B": ServedModel(
+        "Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}
+    ),
 }
 
 _NORMAL_P90 = 1.2816
@@ -102,7 +104,7 @@ def _log_normal(median: float, sigma: float) -> lengths.LogNormal:
 def _law(
     prompt: tuple[int, int], output: int, sigma: float, max_length: int
 ) -> lengths.Pair:
-    """Log-normal lengths: of prompts by median and 90 %, of outputs by their median."""
+    """Returns log-normal lengths, from prompt median and P90 and output median."""
     spread = math.log(prompt[1] / prompt[0]) / _NORMAL_P90
     return lengths.Pair(
         prompt=_log_normal(prompt[0], spread),
@@ -116,42 +118,43 @@ DATA: Mapping[str, lengths.Pair] = {
     "openchat": _law((1730, 5696), 415, 0.55, 8192),
     "arxiv": _law((7059, 12985), 208, 0.45, 16384),
 }
-"""Lengths as the paper cuts them; the outputs' spread is our choice."""
+"""Lengths truncated as in the paper; the spread of outputs is chosen here."""
 
 
 class System(NamedTuple):
-    """A way to read prompts.
+    """A schedule of prefill.
 
     Attributes:
-      name: what it is called.
-      whole: as for `scheduling.chunked_prefill.reading`, like the next.
-      first: see there.
-      apart: whether chunks are read in steps of their own.
-      budget: tokens that a step feeds; None where prompts are whole, see `budget_of`.
-      many: whether all prompts that wait may be read in one step.
-      reserves: whether every slot reserves the longest sequence, so that there are few.
+      name: name in tables.
+      whole: see `scheduling.chunked_prefill.reading`.
+      first: see `scheduling.chunked_prefill.reading`.
+      is_serialized: True if prefill and decode take separate steps.
+      budget: token budget of a step; None for whole prompts, see `budget_of`.
+      reads_all_waiting: True if a step may prefill all waiting prompts.
+      reserves_longest: True if every slot reserves the longest sequence, which limits
+        the number of slots.
     """
 
     name: str
     whole: bool = False
     first: bool = False
-    apart: bool = False
+    is_serialized: bool = False
     budget: int | None = None
-    many: bool = False
-    reserves: bool = False
+    reads_all_waiting: bool = False
+    reserves_longest: bool = False
 
     def budget_of(self, law: lengths.Pair) -> int:
-        """Tokens of a step: one long prompt or several short ones, and who decodes."""
+        """Returns the token budget: prompt tokens, and one for each decoding slot."""
         if self.budget is not None:
             return self.budget
-        return (MAX_SLOTS if self.many else 1) * law.max_length + MAX_SLOTS
+        return (MAX_SLOTS if self.reads_all_waiting else 1) * law.max_length + MAX_SLOTS
 
     def member(
-        self, model: Model, law: lengths.Pair, workload: arrivals.Workload
+        self, model: ServedModel, law: lengths.Pair, workload: arrivals.Workload
     ) -> Members:
-        """The machine that serves a workload this way."""
+        """Returns the simulated machine for a workload."""
         most = None
-        if self.reserves:
+        if self.reserves_longest:
             most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
         policy = reading(whole=self.whole, first=self.first, max_running=most)
         capacity = Capacity.of(
@@ -160,30 +163,30 @@ class System(NamedTuple):
             max_length=law.max_length,
             token_budget=self.budget_of(law),
         )
-        cost = Apart(model.cost, jnp.asarray(self.apart))
+        cost = Apart(model.cost, jnp.asarray(self.is_serialized))
         return Members(workload, capacity, policy, cost)
 
 
-def both(budget: int) -> System:
-    """Chunks, mixed, under a budget: Sarathi."""
+def chunked_and_mixed(budget: int) -> System:
+    """Returns Sarathi's schedule: mixed chunks under a token budget."""
     return System(f"Sarathi ({budget:,})", budget=budget)
 
 
 VLLM = System("vLLM", whole=True, first=True)
-ORCA = System("Orca", whole=True, many=True, reserves=True)
-SYSTEMS = (ORCA, VLLM, both(512), both(2048))
+ORCA = System("Orca", whole=True, reads_all_waiting=True, reserves_longest=True)
+SYSTEMS = (ORCA, VLLM, chunked_and_mixed(512), chunked_and_mixed(2048))
 ABLATION_BUDGET = 1024
 WAYS = (
     System("prompts first", whole=True, first=True),
     System("mixed only", whole=True),
-    System("chunks only", apart=True, budget=ABLATION_BUDGET),
+    System("chunks only", is_serialized=True, budget=ABLATION_BUDGET),
     System("both", budget=ABLATION_BUDGET),
 )
-"""Table 4's, and what it is held against."""
+"""Schedules of table 4, and the prefill-first baseline."""
 
 
-def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
-    """How long a prompt takes to be read alone, in chunks of `budget`."""
+def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> float:
+    """Returns the prefill time of one prompt, in chunks of `budget` tokens."""
     size = tokens if budget is None else budget
     edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
@@ -200,30 +203,30 @@ def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much is simulated."""
+    """Extent of the simulation."""
 
     models: tuple[str, ...] = ("Yi-34B", "Mistral-7B")
-    """Names in `MODELS`; the first is looked at closely."""
+    """Names in `MODELS`; the first also runs the schedule comparison."""
     data: tuple[str, ...] = ("openchat", "arxiv")
-    """Names in `DATA`; the first is looked at closely."""
+    """Names in `DATA`; the first also runs the budget comparison."""
     shares: tuple[float, ...] = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
-    """Rates at which capacities are looked for, as shares of that at which reading
-    prompts alone fills the machine; ascending."""
+    """Rates of the capacity search, as shares of the rate at which prefill takes up
+    all time; ascending."""
     budgets: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    """Tokens of a step at which chunks are compared; ascending."""
+    """Token budgets to compare, ascending."""
     share: float = 0.4
-    """Rate of that comparison, and of the four ways."""
+    """Rate of the budget and schedule comparisons, as a share."""
     seconds: float = 600.0
-    """Simulated, of each."""
+    """Simulated seconds of each load."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what is not known, or leaves nothing to compare."""
+        """Validates the fields."""
         validation.among(self, "models", known=MODELS, least=1)
         validation.among(self, "data", known=DATA, least=1)
         validation.ascending(self, "shares", "budgets", least=2)
         validation.above(self, "shares", "share", "seconds")
-        # A token for each sequence that decodes.
+        # Each decoding sequence needs a token of the budget.
         validation.at_least(self, "budgets", low=MAX_SLOTS)
         validation.at_least(self, "seed", low=0)

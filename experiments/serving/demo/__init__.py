@@ -1,1 +1,1 @@
-"""Demo."""
+"""Static and continuous batching of the same requests."""

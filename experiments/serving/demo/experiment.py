@@ -1,14 +1,14 @@
-"""How much faster does continuous batching serve the same requests?
+"""Compares static and continuous batching on the same requests.
 
-A real model continues real text: prompts of ragged lengths, cut from files that it was
-not trained on, with answers of ragged lengths. The same requests, sampled alike, are
-served twice by the same engine in the same bounds. Under static batching a batch of
-requests keeps its slots and its longest-case reservations until its last one ends;
-under continuous batching a slot goes to the next request at once, and pages are taken
-as sequences grow. Programs are compiled before the clock starts.
+A real model continues real text: prompts of varied lengths, cut from files that it was
+not trained on, with answers of varied lengths. One engine serves the same requests
+twice, with the same sampling and capacity. Under static batching, a batch keeps its
+slots and its reservations for the longest sequence until its last request ends. Under
+continuous batching, a slot goes to the next request at once, and pages are allocated
+on demand. Programs are compiled before the clock starts.
 
-KV utilisation is the mean, over steps that fed tokens, of the share of reserved token
-places that hold one: used places / (used pages * page size).
+KV utilisation is the mean of used token places / (used pages * page size) over
+non-empty steps.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxkv.serving import Completion
 NUM_REPORTED, NUM_CHARS = 6, 240
 """Answers in the report, and characters of each."""
 NUM_LINES = 6
-"""Lines of each, and of its prompt."""
+"""Lines of each answer and of its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Config(prompts.RaggedConfig):
     """Token places that static batching reserves for each slot."""
 
     def __post_init__(self) -> None:
-        """Refuses lengths that do not fit."""
+        """Validates the fields."""
         super().__post_init__()
         if self.longest > self.max_length:
             raise ValueError(
@@ -75,23 +75,23 @@ CONFIGS = {
 }
 
 
-class Served(NamedTuple):
-    """What happened. Steps that fed nothing are left out.
+class PolicyRecord(NamedTuple):
+    """Steps and answers of one policy; empty steps are left out.
 
     Attributes:
-      request_id: of the request in each slot, -1 for none: [steps, slots].
-      held: slots kept for a finished request: [steps, slots].
+      request_id: request in each slot, -1 if none: [steps, slots].
+      held: True if a finished request keeps the slot: [steps, slots].
       num_rows: tokens fed: [steps, slots].
-      used_pages: pages reserved: [steps].
+      used_pages: reserved pages: [steps].
       used_places: token places that hold K and V: [steps].
       page_size: token places in a page.
-      latency_s: from each request's arrival until the host held its last token; not a
-        number where it was not served to its end: [requests].
+      latency_s: time from arrival until the host has the last token; NaN if the request
+        did not finish: [requests].
       num_tokens: tokens of each answer: [requests].
-      text: the answers: [requests].
-      reason: why each ended; empty where it did not: [requests].
-      duration_s: from the first arrival until the host held the last token.
-      compile_s: what compiling took before that, with a request to warm up.
+      text: answers: [requests].
+      reason: finish reason; empty if the request did not finish: [requests].
+      duration_s: time from the first arrival until the host has the last token.
+      compile_s: compile time before that, with a warm-up request.
     """
 
     request_id: np.ndarray
@@ -109,20 +109,20 @@ class Served(NamedTuple):
 
     @property
     def is_done(self) -> np.ndarray:
-        """Which requests were served to their end: [requests]."""
+        """True for requests that finished: [requests]."""
         return self.reason != ""
 
 
 class Result(ResultRecord):
-    """The same requests, served twice."""
+    """Both servings of the same requests."""
 
-    prompt: Texts = column("text of every prompt")
-    static: Served = column("under static batching")
-    continuous: Served = column("under continuous batching")
+    prompt: Texts = column("prompts")
+    static: PolicyRecord = column("under static batching")
+    continuous: PolicyRecord = column("under continuous batching")
 
     @property
-    def both(self) -> dict[str, Served]:
-        """The two, by what people call them."""
+    def both(self) -> dict[str, PolicyRecord]:
+        """Both records by name of the policy."""
         found = (self.static, self.continuous)
         return dict(zip(POLICIES, found, strict=True))
 
@@ -134,7 +134,7 @@ POLICIES = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves the requests under both policies; ended early, it has what is done."""
+    """Serves the requests under both policies; if stopped, keeps finished requests."""
     model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     progress.show("cutting prompts from files that the model has not seen")
     rng = np.random.default_rng(config.seed)
@@ -151,12 +151,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             server.serve([requests[0].tokens], [requests[0].sampling])
             compile_s = server.engine.now()
             done = server.stream(requests, progress, update)
-        served.append(gather(server.steps, done, config, compile_s))
+        served.append(collect_record(server.steps, done, config, compile_s))
     return Result(np.array([request.text for request in requests]), *served)
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws both batches on one axis of steps, and the memory that they hold."""
+    """Draws slots by step for both policies, and the memory that each reserves."""
     *bars, memory = axes
     num_steps = max(1, *(len(served.num_rows) for served in result.both.values()))
     peaks = {}
@@ -165,7 +165,7 @@ def plot(axes: Any, result: Result) -> None:
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
         kind, steps = name.split()[0], len(served.num_rows)
-        rate = numbers(served)["tokens_per_s"]
+        rate = serving_metrics(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
         style.set_labels(ax, title, "time [steps]", "slot [1]")
         edges = np.arange(steps + 1)
@@ -188,8 +188,8 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Compares the two, and shows some answers."""
-    static, continuous = map(numbers, result.both.values())
+    """Returns metrics of both policies, and some answers."""
+    static, continuous = map(serving_metrics, result.both.values())
     rates = static["tokens_per_s"], continuous["tokens_per_s"]
     both = result.static.is_done & result.continuous.is_done
     same = both & (result.static.text == result.continuous.text)
@@ -206,7 +206,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Compares the two in words, and shows some answers."""
+    """Returns a table of both policies, and some answers."""
     found = metrics(result)
     requests, slots = found["requests"], result.static.held.shape[1]
     ends = [int(served.is_done.sum()) for served in result.both.values()]
@@ -219,22 +219,22 @@ def summary(result: Result) -> list[ReportPart]:
     columns = dict(zip(POLICIES, (found["static"], found["continuous"]), strict=True))
     title = f"{requests} requests through {slots} slots, served twice"
     (sheet,) = report.metric_sheets(columns)
-    shown = Excerpts("what the model was given, and wrote", _shown(result))
+    shown = Excerpts("prompts and answers", _shown(result))
     return [sheet._replace(title=title, note=note), *([shown] if shown.pairs else [])]
 
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds published numbers against ours, where both policies came to an end."""
+    """Compares published numbers, if both policies finished all requests."""
     if (result.static.is_done & result.continuous.is_done).all():
-        static, continuous = map(numbers, result.both.values())
+        static, continuous = map(serving_metrics, result.both.values())
         yield measured("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
         yield measured("reserved", static["kv_utilisation"])
         yield measured("paged", continuous["kv_utilisation"])
 
 
 def _shown(result: Result) -> list[tuple[str, str]]:
-    """The ends of some prompts and the beginnings of their answers."""
+    """Returns the ends of some prompts and the starts of their answers."""
     pairs = []
     for i in np.flatnonzero(result.continuous.is_done):
         given = terminal_text.make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
@@ -242,24 +242,24 @@ def _shown(result: Result) -> list[tuple[str, str]]:
             result.continuous.text[i][:NUM_CHARS]
         ).split("\n")
         pairs.append((given[-NUM_LINES:], wrote[:NUM_LINES]))
-    # Those of several lines first: a line alone says little.
+    # Excerpts of several lines come first.
     pairs.sort(key=lambda pair: min(map(len, pair)) < NUM_LINES // 2)
     return [("\n".join(a), "\n".join(b)) for a, b in pairs[:NUM_REPORTED]]
 
 
-def gather(
+def collect_record(
     steps: StepInfo | None,
     answers: Mapping[int, Completion],
     config: Config,
     compile_s: float,
-) -> Served:
-    """Lines up the steps of an engine, and the answers, by request, that are complete.
+) -> PolicyRecord:
+    """Collects the steps and the finished answers of an engine.
 
     Args:
-      steps: of an engine, in order; None if there were none.
-      answers: ids are in [0, num_requests).
-      config: what was served.
-      compile_s: seconds spent before the clock started.
+      steps: steps in order; None if there were none.
+      answers: finished answers by request id, in [0, num_requests).
+      config: config of the run.
+      compile_s: compile time in s.
     """
     none = np.zeros((0, config.max_slots), np.int32)
     fields = {"request_id": none, "held": none == 1, "num_rows": none}
@@ -276,7 +276,7 @@ def gather(
         text[i] = answer.text or ""
     start_s = min((answer.arrival_s for answer in answers.values()), default=0.0)
     end_s = max((answer.finish_s for answer in answers.values()), default=0.0)
-    return Served(
+    return PolicyRecord(
         **fields,
         page_size=config.page_size,
         latency_s=latency_s,
@@ -288,17 +288,17 @@ def gather(
     )
 
 
-def numbers(served: Served) -> dict[str, Any]:
-    """Sums a serving up; `None` stands for a number of nothing.
+def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
+    """Returns summary metrics; None if they are undefined.
 
     Returns:
-      tokens_per_s: tokens of complete answers over `duration_s`.
-      steps: that fed tokens.
-      mean_latency_s, p95_latency_s: of complete answers.
-      kv_utilisation: mean over steps of the share of reserved token places that hold
-        one, finished sequences that keep their places included.
-      slot_utilisation: mean over steps of the share of slots whose sequence is fed.
-      duration_s, compile_s: as they are.
+      tokens_per_s: tokens of finished answers / `duration_s`.
+      steps: non-empty steps.
+      mean_latency_s, p95_latency_s: latencies of finished answers.
+      kv_utilisation: mean share of reserved token places that hold a token; reserved
+        places of finished requests count.
+      slot_utilisation: mean share of slots that are fed.
+      duration_s, compile_s: as in the record.
     """
     latency_s = served.latency_s[served.is_done]
     some, steps = latency_s.size > 0, len(served.num_rows)

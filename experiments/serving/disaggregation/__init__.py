@@ -1,1 +1,1 @@
-"""What does it buy to read prompts on other GPUs than those that decode?"""
+"""Prefill and decode on separate GPUs."""

@@ -1,11 +1,10 @@
-"""What does it buy to read prompts on other GPUs than those that decode?
+"""Measures the benefit of disaggregated prefill and decode.
 
-One study simulates the experiments of DistServe, with the times of steps that its
-authors published. The other serves the same requests by processes that do both phases
-and by processes of either phase, on this machine, and asks the simulator what it would
-have said.
+One study simulates the experiments of DistServe with its published step times. The
+other serves the same requests on this machine, with workers that run both phases and
+with workers that run one phase each, and compares both with the simulator.
 """
 
-from experiments.serving.disaggregation import served, simulated
+from experiments.serving.disaggregation import measurement, simulation
 
-STUDIES = (simulated, served)
+STUDIES = (simulation, measurement)

@@ -1,9 +1,9 @@
-"""Reading prompts as a queue: the simulator beside formulas of M/D/1.
+"""Prefill as a queue: the simulator against M/D/1 formulas.
 
-Prompts of one length come at random and are read one a step. One machine takes D
-seconds for each. Two that share every layer take D / K. Two pipeline stages take D / 2
-each, one behind the other; the second never keeps anybody waiting, since what comes
-from the first comes at intervals of D / 2 at least.
+Prompts of one length arrive as a Poisson process, and a step prefills one prompt. A
+single machine takes D seconds per prompt. Tensor parallelism over 2 devices takes D /
+K. A pipeline of 2 stages takes D / 2 per stage; its second stage never queues, because
+prompts leave the first at intervals of at least D / 2.
 """
 
 from typing import Any
@@ -21,32 +21,32 @@ from jaxkv.workloads.arrivals import make, poisson
 
 PROMPT = 512
 SERVICE_S = 0.1
-"""D: nearly what DistServe's fit gives for 512 tokens of OPT-13B, 96 ms."""
+"""D, close to the 96 ms of DistServe's fit for 512 tokens of OPT-13B."""
 SPEED_UP = 1.5
-"""K, of a tensor-parallel degree of two; the paper draws 1.3 to 1.9."""
+"""K for a tensor-parallel degree of 2; the paper plots 1.3 to 1.9."""
 MACHINES = ("one", "two tensor ways", "two pipeline stages")
 STEPS_PER_CALL = 4096
 MEMBERS_PER_CALL = 512
 WARM_UP = 1 / 16
-"""Of the requests: those who come first find emptier machines than others."""
+"""Share of the requests at the start that are discarded."""
 
 
-class Queues(ResultRecord):
-    """Machines under loads: all but the rate is `[machines, loads]`."""
+class QueueTimes(ResultRecord):
+    """Time to first token by machine and load; `rate` is `[loads]`."""
 
-    rate: np.ndarray = column("requests a second: [loads]")
-    formula_s: np.ndarray = column("mean time to the first token")
-    simulated_s: np.ndarray = column("the same, simulated")
-    waiting_s: np.ndarray = column("how much of the formula's is waiting")
-    error_s: np.ndarray = column("standard error of what was simulated, over seeds")
+    rate: np.ndarray = column("requests/s: [loads]")
+    formula_s: np.ndarray = column("mean time to first token by formula")
+    simulated_s: np.ndarray = column("mean time to first token, simulated")
+    waiting_s: np.ndarray = column("waiting time within formula_s")
+    error_s: np.ndarray = column("standard error of simulated_s over seeds")
 
     @property
     def off(self) -> np.ndarray:
-        """What was simulated beyond the formula, over the waiting."""
+        """Simulated less formula, over the waiting time."""
         return (self.simulated_s - self.formula_s) / self.waiting_s
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each machine and load."""
+        """Returns a row per machine and load."""
         rate, *values = table.field_values(self).values()
         machines, rates = np.repeat(MACHINES, len(rate)), np.tile(rate, len(MACHINES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
@@ -55,13 +55,14 @@ class Queues(ResultRecord):
 
 
 def formula_s(machine: str, rate: float) -> float:
-    """Mean time to the first token.
+    """Returns the mean time to first token.
 
-    One machine of 0.1 s at 5 requests/s: 0.1 + 5 * 0.01 / (2 * 0.5) = 0.15 s.
+    A single machine with D = 0.1 s at 5 requests/s: 0.1 + 5 * 0.01 / (2 * 0.5) = 0.15
+    s.
 
     Args:
       machine: one of `MACHINES`.
-      rate: requests a second.
+      rate: requests/s.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, section 3.1, equations 1 to 3.
     """
@@ -73,7 +74,7 @@ def formula_s(machine: str, rate: float) -> float:
     return d + metrics.waiting_s(r, d)
 
 
-def measure(config: Config, progress: Progress = QUIET) -> Queues:
+def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     """Simulates every machine under every load."""
     loads, num = config.queue_loads, config.queue_requests
     came = np.stack(
@@ -97,7 +98,7 @@ def measure(config: Config, progress: Progress = QUIET) -> Queues:
     rates = np.array(loads) / SERVICE_S
     formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
-    return Queues(
+    return QueueTimes(
         rate=rates,
         formula_s=formulas,
         simulated_s=each.mean(axis=2),
@@ -107,7 +108,7 @@ def measure(config: Config, progress: Progress = QUIET) -> Queues:
 
 
 def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray:
-    """When every request of every member was done, its prompt being read."""
+    """Returns the end of prefill of every request of every member."""
     one = np.ones(came.shape[1], np.int32)
     members = [
         Members(

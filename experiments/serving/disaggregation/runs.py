@@ -1,4 +1,4 @@
-"""What each placement of the two phases sustains, and which one sustains most."""
+"""Simulates placements of prefill and decode, and finds the best."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,68 +13,68 @@ from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
 from jaxkv.workloads import metrics
 
 SHARE = 0.9
-"""Of the requests that must keep the objectives."""
+"""Share of requests that must meet the latency objectives."""
 QUICK_S = 0.03
-"""Of a transfer, in the paper."""
+"""Upper bound on a transfer in the paper."""
 
 type Placement = tuple[str, int, int, int, int, float]
-"""Role, degrees of either phase, replicas of either, and the link: as in `Loads`."""
+"""Role, tensor-parallel degrees, replicas and link, as in `PlacementLoads`."""
 
 
-class Loads(ResultTable):
-    """What became of some loads, a row for each."""
+class PlacementLoads(ResultTable):
+    """Latencies and objectives met under simulated loads."""
 
-    name: Texts = column("of the application")
-    role: Texts = column("both, prefill, decode: one replica; split: some for either")
-    prefill_ways: Ints = column("GPUs of a replica that reads, or does both; 0: none")
-    decode_ways: Ints = column("GPUs of one that decodes alone")
-    num_prefill: Ints = column("replicas that read, or do both")
-    num_decode: Ints = column("replicas that decode alone")
-    link: Floats = column("bytes a second from GPU to GPU; 0 where nothing is sent")
-    rate: Floats = column("requests a second")
-    rate_per_card: Floats = column("the same, for each GPU")
-    ttft_s: Floats = column("what 90 % keep; infinite if as many have none")
-    tpot_s: Floats = column("the same of the time per output token")
-    attained: Floats = column("share of requests that keep both objectives")
-    attained_first: Floats = column("that keep the one for the first token")
-    attained_gap: Floats = column("that keep the one for the others")
-    transfer_s: Floats = column("what 95 % of the transfers keep")
-    quick_share: Floats = column("of the transfers, that take 30 ms at most")
-    preempted: Ints = column("times")
+    name: Texts = column("application")
+    role: Texts = column("both, prefill or decode: one replica; split: several of each")
+    prefill_ways: Ints = column("GPUs of a prefill or combined replica; 0 if none")
+    decode_ways: Ints = column("GPUs of a decode replica; 0 if none")
+    num_prefill: Ints = column("prefill or combined replicas")
+    num_decode: Ints = column("decode replicas")
+    link: Floats = column("link bandwidth in bytes/s; 0 without transfers")
+    rate: Floats = column("requests/s")
+    rate_per_card: Floats = column("requests/s per GPU")
+    ttft_s: Floats = column("P90 time to first token; infinite if unanswered")
+    tpot_s: Floats = column("P90 time per output token; infinite if unanswered")
+    attained: Floats = column("share of requests that meet both objectives")
+    attained_first: Floats = column("share that meets the objective of ttft_s")
+    attained_gap: Floats = column("share that meets the objective of tpot_s")
+    transfer_s: Floats = column("P95 transfer time")
+    quick_share: Floats = column("share of transfers of at most 30 ms")
+    preempted: Ints = column("preemptions")
 
 
 class Goodputs(ResultTable):
-    """Requests a second that the GPUs of applications sustain, a row for each."""
+    """Goodput per GPU of applications, combined and split."""
 
-    name: Texts = column("of the application", heading="application")
-    together_per_card_per_s: Floats = column("both phases", heading="together")
-    split_per_card_per_s: Floats = column("NaN if none was placed", heading="split")
-    placement: Texts = column("of the split phases")
+    name: Texts = column("application", heading="application")
+    together_per_card_per_s: Floats = column("combined", heading="together")
+    split_per_card_per_s: Floats = column("NaN without a placement", heading="split")
+    placement: Texts = column("placement of the split phases")
 
 
-class Phases(ResultTable):
-    """Requests a second that a GPU sustains of one phase, a row per kind of replica."""
+class PhaseGoodputs(ResultTable):
+    """Goodput per GPU of single-phase replicas."""
 
-    name: Texts = column("of the application", heading="application")
+    name: Texts = column("application", heading="application")
     role: Texts = column("prefill or decode", heading="phase")
     ways: Ints = column("GPUs of a replica", heading="GPUs")
-    rate_per_s: Floats = column("of each GPU", heading="requests/s for each GPU")
+    rate_per_s: Floats = column("per GPU", heading="requests/s for each GPU")
 
 
-def row(
+def judge_load(
     name: str,
     answers: Answers,
     objectives: metrics.Objectives,
     placement: Placement,
     rate: float,
 ) -> tuple[object, ...]:
-    """Judges answers by the objectives, under so many requests a second."""
+    """Returns a row of `PlacementLoads` for the answers at a rate in requests/s."""
     a = answers
     came = np.isfinite(a.arrival_s)
     first_s = metrics.time_to_first_token_s(a.arrival_s, a.first_s)[came]
     gap_s = metrics.time_per_output_token_s(a.first_s, a.finish_s, a.output)[came]
     tails = [
-        # Who was not answered is worse than all who were.
+        # Requests without an answer count as the slowest.
         float(np.quantile(np.nan_to_num(x, nan=np.inf), SHARE, method="higher"))
         for x in (first_s, gap_s)
     ]
@@ -90,22 +90,22 @@ def row(
     return (name, *placement, *rates, *tails, *shares, *sent, a.preempted)
 
 
-def alone(
-    asked: Sequence[tuple[str, Role, Instance, float]],
+def serve_single_replicas(
+    cases: Sequence[tuple[str, Role, Instance, float]],
     config: Config,
     progress: Progress,
-) -> Loads:
-    """Serves loads by single replicas.
+) -> PlacementLoads:
+    """Simulates loads on single replicas.
 
     Args:
-      asked: an application's name, what the replica does, its GPUs, requests a second.
-      config: how long, and the seed.
-      progress: hears of it.
+      cases: application, role and GPUs of the replica, and requests/s.
+      config: duration and seed.
+      progress: receives progress.
     """
     jobs, seconds = [], config.seconds
-    for name, role, instance, rate in asked:
+    for name, role, instance, rate in cases:
         requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
-        if role == "decode":  # who draws one token alone never comes here
+        if role == "decode":  # a request for one token ends with its prefill
             requests = disaggregated.take(requests, requests.tokens.output > 1)
         jobs.append(Job(instance.replica, role, requests))
     served = disaggregated.serve(
@@ -114,45 +114,47 @@ def alone(
     counted = [disaggregated.counted(answers, seconds) for answers in served]
     placed: list[Placement] = [
         ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
-        for _, role, (_, num), _ in asked
+        for _, role, (_, num), _ in cases
     ]
-    return _loads([(name, rate) for name, *_, rate in asked], placed, counted)
+    return _loads([(name, rate) for name, *_, rate in cases], placed, counted)
 
 
-def split(
-    asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
-) -> Loads:
-    """Serves loads by replicas for either phase; arguments as those of `alone`."""
+def serve_split_replicas(
+    cases: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
+) -> PlacementLoads:
+    """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
     served = disaggregated.split(
         [
             (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
-            for name, p, rate in asked
+            for name, p, rate in cases
         ],
         config.seconds,
         max_slots=settings.MAX_SLOTS,
         progress=progress,
     )
     placed: list[Placement] = []
-    for _, p, _ in asked:
+    for _, p, _ in cases:
         ways = p.prefill.num_gpus, p.decode.num_gpus
         placed.append(("split", *ways, p.num_prefill, p.num_decode, p.link))
-    return _loads([(name, rate) for name, _, rate in asked], placed, served)
+    return _loads([(name, rate) for name, _, rate in cases], placed, served)
 
 
 def _loads(
-    asked: list[tuple[str, float]],
+    cases: list[tuple[str, float]],
     placed: list[Placement],
     served: Iterable[Answers],
-) -> Loads:
-    rows = zip(asked, placed, served, strict=True)
-    return Loads.of(
-        row(name, answers, KNOWN[name].objectives, placement, rate)
+) -> PlacementLoads:
+    rows = zip(cases, placed, served, strict=True)
+    return PlacementLoads.of(
+        judge_load(name, answers, KNOWN[name].objectives, placement, rate)
         for (name, rate), placement, answers in rows
     )
 
 
-def bounds(application: settings.Application, instance: Instance) -> dict[Role, float]:
-    """Rates that a replica hardly sustains, by role: where to look for what it does."""
+def search_limits(
+    application: settings.Application, instance: Instance
+) -> dict[Role, float]:
+    """Returns upper ends of the rate search of a replica, by role."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
         np.asarray(x) for x in (instance.cost.prefill, instance.cost.decode_large)
@@ -172,66 +174,73 @@ def bounds(application: settings.Application, instance: Instance) -> dict[Role, 
     }
 
 
-def goodput(loads: Loads, field: str = "attained") -> float:
-    """The rate of each GPU at which 90 % of the requests keep what they must."""
+def goodput_per_gpu(loads: PlacementLoads, field: str = "attained") -> float:
+    """Returns the rate per GPU at which 90 % of the requests meet the objectives."""
     order = np.argsort(loads.rate_per_card)
     kept = getattr(loads, field)[order]
     return metrics.goodput(loads.rate_per_card[order], kept, share=SHARE)
 
 
-def each(loads: Loads) -> float:
-    """The rate at which 90 % keep either objective, each by itself: figure 1."""
-    return min(goodput(loads, name) for name in ("attained_first", "attained_gap"))
-
-
-def goodputs(alone: Loads, split: Loads) -> Goodputs:
-    """What each application's GPUs sustain: the example's first."""
-    rows = []
-    for name in alone.distinct("name"):
-        apart = split.where(name=name)
-        of = each if name == EXAMPLE else goodput
-        found, placement = np.nan, "-"
-        if len(apart):
-            found = of(apart)
-            placement = (
-                "{num_prefill} x {prefill_ways} GPUs that read and "
-                "{num_decode} x {decode_ways} that decode"
-            ).format_map(apart.rows()[0])
-        rows.append((name, of(alone.where(name=name, role="both")), found, placement))
-    return Goodputs.of(rows)
-
-
-def phases(found: Loads) -> Phases:
-    """What each GPU sustains of one phase alone."""
-    fields = {"prefill": "attained_first", "decode": "attained_gap"}
-    return Phases.of(
-        (name, role, num, goodput(here.where(**{f"{role}_ways": num}), field))
-        for name in found.distinct("name")
-        for role, field in fields.items()
-        for here in [found.where(name=name, role=role)]
-        for num in here.distinct(f"{role}_ways")
+def goodput_per_objective(loads: PlacementLoads) -> float:
+    """Returns the rate at which 90 % meet each objective separately, as in figure 1."""
+    return min(
+        goodput_per_gpu(loads, name) for name in ("attained_first", "attained_gap")
     )
 
 
-def best(name: str, found: Phases) -> tuple[Split, float]:
-    """The placement that should sustain most a GPU, and what it should in all.
+def application_goodputs(single: PlacementLoads, split: PlacementLoads) -> Goodputs:
+    """Returns the goodput of each application, the paper's example first."""
+    rows = []
+    for name in single.distinct("name"):
+        split_loads = split.where(name=name)
+        of = goodput_per_objective if name == EXAMPLE else goodput_per_gpu
+        found, placement = np.nan, "-"
+        if len(split_loads):
+            found = of(split_loads)
+            placement = (
+                "{num_prefill} x {prefill_ways} GPUs for prefill and "
+                "{num_decode} x {decode_ways} for decode"
+            ).format_map(split_loads.rows()[0])
+        rows.append((name, of(single.where(name=name, role="both")), found, placement))
+    return Goodputs.of(rows)
 
-    Each phase takes the replica that alone sustains most a GPU, then as many of either
-    that neither waits for the other more than it must.
+
+def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
+    """Returns the goodput per GPU of each phase."""
+    fields = {"prefill": "attained_first", "decode": "attained_gap"}
+    return PhaseGoodputs.of(
+        (
+            name,
+            role,
+            num,
+            goodput_per_gpu(selected.where(**{f"{role}_ways": num}), field),
+        )
+        for name in found.distinct("name")
+        for role, field in fields.items()
+        for selected in [found.where(name=name, role=role)]
+        for num in selected.distinct(f"{role}_ways")
+    )
+
+
+def best_placement(name: str, found: PhaseGoodputs) -> tuple[Split, float]:
+    """Returns the placement with the highest predicted goodput per GPU, and its rate.
+
+    Each phase takes the replica of the highest goodput per GPU, then the numbers of
+    replicas that balance the phases.
 
     Args:
-      name: of the application.
-      found: what single replicas sustain.
+      name: application.
+      found: goodput of single replicas.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
     chosen, rates = [], []
     for role in ("prefill", "decode"):
-        here = found.where(name=name, role=role)
-        most = int(np.argmax(here.rate_per_s))
-        ways = int(here.ways[most])
+        selected = found.where(name=name, role=role)
+        most = int(np.argmax(selected.rate_per_s))
+        ways = int(selected.ways[most])
         chosen.append(Instance(KNOWN[name].model, ways).replica)
-        rates.append(float(here.rate_per_s[most]) * ways)
+        rates.append(float(selected.rate_per_s[most]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
     placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
 

@@ -1,4 +1,4 @@
-"""Models, requests and objectives of DistServe's experiments.
+"""Models, requests and latency objectives of DistServe's experiments.
 
 Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, figure 1.
 """
@@ -17,23 +17,23 @@ from scaling.shapes import published
 
 DEVICE = "a100-80gb"
 MAX_SLOTS = 256
-"""Sequences at once at most: vLLM's default."""
+"""Largest batch, vLLM's default."""
 MAX_LENGTH = 2048
-"""Tokens of OPT's longest sequence."""
+"""Longest sequence of OPT in tokens."""
 TOKEN_BUDGET = 2560
-"""Prompt tokens of a step: vLLM's default."""
+"""Prompt tokens of a step, vLLM's default."""
 LINK = devices.find(DEVICE).link
-"""Bytes a second that one GPU sends to another, over NVLink."""
+"""Bandwidth of NVLink between 2 GPUs in bytes/s."""
 MAX_INSTANCES = 4
-"""Of a phase, in a placement."""
+"""Largest number of replicas of a phase in a placement."""
 
 
 class Instance(NamedTuple):
     """GPUs that hold one copy of a model.
 
     Attributes:
-      model: its name among the published fits, `opt-13b` or `opt-66b`.
-      ways: the tensor-parallel degree: GPUs, each with a share of every layer.
+      model: name among the published fits, `opt-13b` or `opt-66b`.
+      ways: tensor-parallel degree.
     """
 
     model: str
@@ -41,18 +41,18 @@ class Instance(NamedTuple):
 
     @property
     def cost(self) -> cost_models.LinearCost:
-        """How long its steps take."""
+        """Cost model of a step."""
         return cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
 
     @property
     def num_pages(self) -> int:
-        """Pages that fit beside the weights."""
+        """Number of pages that fit next to the weights."""
         description = published.describe(self.model)
         return cost_models.max_kv_pages(description, DEVICE, self.ways)
 
     @property
     def replica(self) -> Replica:
-        """What is simulated; a sequence that comes to decode is a token longer."""
+        """Simulated replica; a sequence that is sent to decode is a token longer."""
         capacity = Capacity.of(
             num_pages=self.num_pages,
             page_size=PAGE_SIZE,
@@ -63,34 +63,34 @@ class Instance(NamedTuple):
 
 
 def kv_bytes(model: str) -> int:
-    """Bytes of K and V of one token: of OPT-66B 2 * 64 * 9216 * 2 = 2,359,296."""
+    """Returns bytes of K and V per token; OPT-66B: 2 * 64 * 9216 * 2 = 2,359,296."""
     return int(serving.kv_bytes_per_token(published.describe(model)))
 
 
 class Application(NamedTuple):
-    """What is asked of a model, and what users were promised.
+    """Requests of an application and its latency objectives.
 
     Attributes:
-      model: its name.
-      law: the distribution of lengths.
-      objectives: for the first token and for the others.
-      together: the GPUs that one copy has where both phases share it.
-      ways: tensor-parallel degrees among which each phase may choose alone.
-      ratio: published goodput over that of vLLM, lowest and highest.
-      where: in the paper.
+      model: name of the model.
+      law: distribution of lengths.
+      objectives: objectives for the first and the following tokens.
+      colocated_gpus: GPUs of one copy that runs both phases.
+      ways: tensor-parallel degrees to choose from for each phase.
+      ratio: published goodput over vLLM's, lowest and highest.
+      where: place in the paper.
     """
 
     model: str
     law: lengths.Pair
     objectives: Objectives
-    together: int
+    colocated_gpus: int
     ways: tuple[int, ...]
     ratio: tuple[float, float]
     where: str
 
 
 def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
-    """Gamma distributions of prompts and of answers."""
+    """Returns gamma distributions of prompts and answers."""
     return lengths.Pair(
         prompt=lengths.Gamma(mean=mean[0], shape=shape[0]),
         output=lengths.Gamma(mean=mean[1], shape=shape[1]),
@@ -101,14 +101,15 @@ def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
 
 
 CHAT = _law((755.5, 200.3), (4.0, 1.3))
-"""ShareGPT as they cut it. Here and below the means are theirs, set down from memory,
-and the shapes are our choice. One GPU reads 1,400 tokens for OPT-13B within 0.25 s,
-which 90 % of its requests keep in the paper: so of prompts the shape is 2.5 at least.
+"""ShareGPT as DistServe truncates it. Here and below, means are the paper's, set down
+from memory, and shapes are chosen here. One GPU prefills 1,400 tokens of OPT-13B in
+0.25 s, which 90 % of its requests meet in the paper, so the shape of prompts is at
+least 2.5.
 """
 CODE = _law((171.3, 98.2), (6.0, 2.0))
 """HumanEval."""
 SUMMARIES = _law((1738.3, 90.7), (40.0, 2.0))
-"""LongBench; nearly all prompts are as long as OPT lets them be."""
+"""LongBench; nearly all prompts have OPT's longest length."""
 
 _CHAT, _CODE = "section 6.2: chat, over all models", "section 6.2: code completion"
 _SUMMARIES = "section 6.2: summaries"
@@ -128,13 +129,13 @@ APPLICATIONS: dict[str, Application] = {
     ),
 }
 EXAMPLE = "example, 13B"
-"""Of figure 1."""
+"""Example of figure 1."""
 KNOWN = APPLICATIONS | {
     EXAMPLE: Application(
         "opt-13b",
         lengths.Pair(prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)),
         Objectives(first_s=0.4, per_token_s=0.04),
-        together=1,
+        colocated_gpus=1,
         ways=(1,),
         ratio=(2.1, 2.1),
         where="section 2",
@@ -144,28 +145,27 @@ KNOWN = APPLICATIONS | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much is simulated."""
+    """Extent of the simulation."""
 
     applications: tuple[str, ...] = tuple(APPLICATIONS)
     """Names in `APPLICATIONS`."""
     shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
-    """Rates at which goodput is looked for, as shares of one that is hardly sustained;
-    ascending."""
+    """Rates of the goodput search, as shares of `search_limits`; ascending."""
     links: tuple[float, ...] = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
-    """Slower ways for keys and values, bytes a second from GPU to GPU."""
+    """Link bandwidths to simulate in bytes/s from GPU to GPU."""
     seconds: float = 300.0
-    """Simulated, of each."""
+    """Simulated seconds of each load."""
     queue_loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.75)
-    """What a replica's time is taken up by, where it is a queue; below 1."""
+    """Utilisations of the queue study, below 1."""
     queue_requests: int = 16000
-    """Of each seed."""
+    """Requests of each seed."""
     queue_seeds: int = 384
     """Seeds of each load."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what is not known, or leaves nothing to compare."""
+        """Validates the fields."""
         validation.among(self, "applications", known=APPLICATIONS)
         validation.above(self, "shares", "links", "seconds")
         validation.ascending(self, "shares", least=2)

@@ -1,1 +1,1 @@
-"""Flash attention."""
+"""Time and memory of tiled attention."""

@@ -1,15 +1,15 @@
-"""What does attention in tiles save, and whom does it serve?
+"""Measures time and memory of tiled attention (FlashAttention).
 
-Plain attention writes every score to memory and keeps them all for the gradient; in
-tiles (FlashAttention) a score lives as long as its tile, and the gradient computes it
-again. Both are timed here, forward and with their gradient, and their memory is what
-the compiler says that it sets aside.
+Plain attention writes every score to memory and keeps all scores for the gradient.
+Tiled attention keeps the scores of one tile at a time and recomputes them for the
+gradient. Both are timed, forward and with the gradient; memory is the temporary memory
+that the compiler reports.
 
-Then the question of the lectures: does it help decoding? A prompt has as many queries
-as keys, so tiles of queries share what they read, and there are many tiles to share
-out. A decoding sequence has one query. It reads every key for that one, whatever the
-tiling, and offers one piece of work for each head; so it wants its keys split instead,
-over all cores of a GPU.
+A single query, as in decoding, is timed as well. A prompt has as many queries as keys,
+so tiles of queries share the keys that they read, and there are many tiles to run in
+parallel. A decoding sequence has one query: it reads every key once with any tiling,
+and has one unit of work per head. It gains from splitting the keys over the cores of a
+GPU instead.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class Config:
     """Shapes to attend over."""
 
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
-    """Tokens of a sequence, all of them queries; ascending."""
+    """Sequence lengths in tokens, all of them queries; ascending."""
     contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
-    """Tokens that a single query sees."""
+    """Context lengths in tokens of a single query, ascending."""
     num_q_heads: int = 8
     """Query heads."""
     num_kv_heads: int = 2
@@ -49,12 +49,12 @@ class Config:
     page_size: int = 16
     """Token places in a page, for the single query."""
     repeats: int = 7
-    """Timings of each, in turns."""
+    """Timings of each, interleaved."""
     seed: int = 0
-    """Of queries, keys and values."""
+    """Seed of queries, keys and values."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields."""
         validation.ascending(self, "lengths", "contexts", low=1, least=2)
         validation.at_least(
             self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
@@ -74,33 +74,33 @@ CONFIGS = {
 }
 
 
-class Way(ResultTable):
-    """One implementation, a row for each length."""
+class AttentionTimes(ResultTable):
+    """Times, memory and errors of one implementation by length."""
 
-    forward_s: Floats = column("the output alone")
-    gradient_s: Floats = column("output and gradient together")
+    forward_s: Floats = column("output")
+    gradient_s: Floats = column("output and gradient")
     temporary_bytes: Floats = column(
-        "set aside by the program with the gradient beside arguments and results"
+        "temporary memory of the gradient's program, arguments and results excluded"
     )
-    error: Floats = column("largest from float64, of output and gradients")
+    error: Floats = column("largest error from float64, of output and gradients")
 
 
 class Result(ResultRecord):
-    """All that was measured."""
+    """Measurements by length and by context."""
 
     length: Ints = column("tokens: [lengths]")
-    plain: Way = column("all scores at once")
-    flash: Way = column("in tiles")
-    context: Ints = column("tokens that one query sees: [contexts]")
-    one_plain_s: Floats = column("one query: [contexts]")
-    one_flash_s: Floats = column("one query: [contexts]")
-    one_paged_s: Floats = column("one query: [contexts]")
+    plain: AttentionTimes = column("plain attention")
+    flash: AttentionTimes = column("tiled attention")
+    context: Ints = column("tokens that one query attends to: [contexts]")
+    one_plain_s: Floats = column("one query, plain: [contexts]")
+    one_flash_s: Floats = column("one query, tiled: [contexts]")
+    one_paged_s: Floats = column("one query, paged: [contexts]")
     num_q_heads: int = column("query heads")
     num_kv_heads: int = column("key and value heads")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Measures every length, then every context; ended early, it has what is done."""
+    """Measures every length, then every context; if stopped, keeps finished ones."""
     ways = [
         _at_length(length, config)
         for length in progress.track(config.lengths, "lengths", "lengths")
@@ -111,8 +111,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     return Result(
         np.array(config.lengths[: len(ways)]),
-        Way.of(plain for plain, _ in ways),
-        Way.of(tiled for _, tiled in ways),
+        AttentionTimes.of(plain for plain, _ in ways),
+        AttentionTimes.of(tiled for _, tiled in ways),
         np.array(config.contexts[: len(ones)]),
         *np.array(ones, float).reshape(-1, 3).T,
         config.num_q_heads,
@@ -121,7 +121,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention as the formula reads: all scores at once."""
+    """Causal attention that materialises all scores."""
     batch, queries, q_heads, head_dim = q.shape
     q = q.reshape(batch, queries, k.shape[2], -1, head_dim)
     scale = jnp.asarray(head_dim**-0.5, q.dtype)
@@ -134,7 +134,7 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def tiled_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """The same in tiles."""
+    """Causal attention in tiles."""
     return flash_attention(q, k, v)[0]
 
 
@@ -148,7 +148,7 @@ def _draw(queries: int, keys: int, config: Config) -> list[np.ndarray]:
 
 
 def _gradient(attend: Callable, *arrays: Any) -> Any:
-    """Gradients of a sum in which every output has a weight of its own."""
+    """Returns gradients of a sum that weights every output differently."""
 
     def loss(*arrays: Any) -> Any:
         out = attend(*arrays)
@@ -182,7 +182,7 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
 
 
 def _one_query(context: int, config: Config) -> list[float]:
-    """Seconds of plain, tiled and paged attention for one query."""
+    """Returns the seconds of plain, tiled and paged attention for one query."""
     q, k, v = _draw(1, context, config)
     num_pages = -(-context // config.page_size)
     room = num_pages * config.page_size - context
@@ -211,7 +211,7 @@ def _one_query(context: int, config: Config) -> list[float]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Ratios at every length, and how much work there is to share out."""
+    """Returns ratios at every length, and the units of parallel work."""
     plain, flash, heads = result.plain, result.flash, result.num_kv_heads
     pieces = -(-result.context // 64) * heads
     queries = {
@@ -235,7 +235,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the published scaling against ours."""
+    """Compares the published scaling with the measurements."""
     flash, plain = result.flash, result.plain
     ratio = plain.gradient_s / flash.gradient_s
     one = result.one_flash_s / result.one_paged_s
@@ -248,14 +248,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Exponent between the last two points: what long sequences cost."""
+    """Returns the exponent between the last 2 points."""
     if len(x) < 2:
         return float("nan")
     return float(np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2]))
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws time and memory against length, and the single query."""
+    """Draws time and memory by length, and the time of a single query."""
     seconds, memory, one = axes
     for name, way, one_s in (
         ("plain", result.plain, result.one_plain_s),

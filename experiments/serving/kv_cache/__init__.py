@@ -1,1 +1,1 @@
-"""Kv cache."""
+"""Cost of a token with and without a KV cache."""

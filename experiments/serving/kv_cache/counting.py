@@ -1,8 +1,8 @@
-"""Operations of drawing a token with and without kept keys and values, counted.
+"""FLOPs of generating a token with and without a KV cache.
 
-Without, the whole prefix of t tokens goes through the model for every token; with, the
-last one alone, which meets the keys of all t. Both are polynomials in t: what a token
-costs, and, summed, what a text costs.
+Without a cache, every token needs a forward pass over the whole prefix of t tokens.
+With a cache, only the last token is fed, and attends to the keys of all t. Both counts
+are polynomials in t, for a token and, summed, for a text.
 """
 
 from collections.abc import Callable
@@ -17,91 +17,95 @@ from scaling.shapes import ModelShape
 
 
 class Polynomial(NamedTuple):
-    """Operations of one token behind others: constant + linear t + square t^2."""
+    """FLOPs of the token after t tokens: constant + linear t + square t^2."""
 
     constant: int
     linear: int
     square: int
 
     def at(self, length: int) -> int:
-        """Operations of the token drawn from `length` tokens."""
+        """Returns the FLOPs of the token generated from `length` tokens."""
         return self.constant + self.linear * length + self.square * length**2
 
     def total(self, length: int) -> int:
-        """Operations of all tokens drawn from 1, 2, ... up to `length` tokens."""
+        """Returns the FLOPs of all tokens generated from 1, 2, ..., `length` tokens."""
         first = length * (length + 1) // 2
         squares = first * (2 * length + 1) // 3
         return self.constant * length + self.linear * first + self.square * squares
 
 
-type Way = tuple[Polynomial, Polynomial]
-"""One way to draw tokens: all operations, and those of scores and values alone."""
+type PolynomialPair = tuple[Polynomial, Polynomial]
+"""All FLOPs, and the FLOPs of attention scores and values."""
 FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
-"""Of a token and of a text, as metrics have them."""
+"""Keys in metrics, for a token and for a text."""
 
 
-class Counted(ResultRecord):
-    """Operations by length, without a cache and with one."""
+class FlopCounts(ResultRecord):
+    """FLOPs by length, without a cache and with one."""
 
-    name: str = column("of the model")
+    name: str = column("model")
     length: Int[np.ndarray, " lengths"] = column("tokens")
-    token_flops: Float[np.ndarray, "2 lengths"] = column("of the token behind them")
+    token_flops: Float[np.ndarray, "2 lengths"] = column("of the next token")
     total_flops: Float[np.ndarray, "2 lengths"] = column("of all tokens up to it")
     attention_flops: Float[np.ndarray, "2 lengths"] = column(
-        "the part of the total that scores and values take"
+        "part of the total for attention scores and values"
     )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every length, for JSON."""
+        """Returns a row per length, for JSON."""
         totals = self.total_flops
         columns = zip(FLOPS, (*self.token_flops, *totals), strict=True)
         ratio = {"text_ratio": totals[0] / totals[1]}
         return table.to_rows({"tokens": self.length} | dict(columns) | ratio)
 
 
-def without_cache(model: ModelShape) -> Way:
-    """Feeds the whole prefix for each token, and wants the logits of the last.
+def without_cache(model: ModelShape) -> PolynomialPair:
+    """Returns the FLOPs of a forward pass over the prefix, with the last logits only.
 
-    Pairs of query and key are counted as causal attention needs them.
+    Pairs of query and key are counted as in causal attention.
     """
     how: dict[str, Any] = {"attention": "causal", "logits": "last"}
     return _through(lambda length: flops.forward_terms(model, sequence=length, **how))
 
 
-def with_cache(model: ModelShape) -> Way:
-    """Feeds one token, which meets the keys of all."""
+def with_cache(model: ModelShape) -> PolynomialPair:
+    """Returns the FLOPs of feeding one token that attends to all keys."""
     return _through(lambda length: flops.decode_terms(model, context=length))
 
 
-def count(model: ModelShape, lengths: tuple[int, ...]) -> Counted:
-    """Counts both ways at some lengths.
+def count_flops(model: ModelShape, lengths: tuple[int, ...]) -> FlopCounts:
+    """Counts the FLOPs of both ways at the given lengths.
 
     Args:
-      model: its shape; no layer may have a window.
+      model: shape; no layer may have a sliding window.
       lengths: tokens, at least 1.
 
     Raises:
-      ValueError: a layer has a window, so that the counts are no polynomials.
+      ValueError: a layer has a sliding window, so counts are not polynomials.
     """
     if any(model.windows):
-        raise ValueError(f"{model.name}: layers with windows forget what is behind")
+        raise ValueError(f"{model.name}: layers must not have sliding windows")
     ways = without_cache(model), with_cache(model)
     counts = (
         [[each.at(n) for n in lengths] for each, _ in ways],
         [[each.total(n) for n in lengths] for each, _ in ways],
         [[attention.total(n) for n in lengths] for _, attention in ways],
     )
-    return Counted(model.name, np.array(lengths), *(np.array(x, float) for x in counts))
+    return FlopCounts(
+        model.name, np.array(lengths), *(np.array(x, float) for x in counts)
+    )
 
 
-def exponents(values: Float[np.ndarray, "ways n"], length: np.ndarray) -> np.ndarray:
-    """Powers of the length by which values grow between the last two lengths."""
+def growth_exponents(
+    values: Float[np.ndarray, "ways n"], length: np.ndarray
+) -> np.ndarray:
+    """Returns the exponent of growth between the last two lengths."""
     steps = np.diff(np.log(values[:, -2:]), axis=1)[:, 0]
     return steps / np.diff(np.log(length[-2:].astype(float)))
 
 
-def _through(terms: Callable[[int], tuple[flops.FlopTerm, ...]]) -> Way:
-    """Finds the polynomials through the counts at 1, 2 and 3 tokens."""
+def _through(terms: Callable[[int], tuple[flops.FlopTerm, ...]]) -> PolynomialPair:
+    """Fits the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
     attention = [tuple(x for x in each if x.growth == "s^2") for each in found]
     return _polynomial(found), _polynomial(attention)

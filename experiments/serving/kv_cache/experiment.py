@@ -1,13 +1,13 @@
-"""What does a token cost with and without keys and values that are kept?
+"""Measures the cost of a token with and without a KV cache.
 
-Counted for two models, and measured with the bundled one on this machine. Without a
-cache the whole prefix goes through the model for every token; with one, the last token
-alone. The tokens are the same, and that is checked.
+FLOPs are counted for two models, and times are measured with the bundled model on this
+machine. Without a cache the whole prefix goes through the model for every token; with a
+cache, only the last token does. Both must generate the same tokens.
 
-A cache turns the quadratic work of a token into linear work: t^2 into t for attention,
-t into a constant for everything else. Over a text that is t^3 against t^2. Measured
-without a cache are some lengths; a text's time is interpolated between these, as a
-power of the length.
+A cache reduces the work of a token from O(t^2) to O(t) for attention and from O(t) to
+O(1) for all other layers, so that of a text falls from O(t^3) to O(t^2). Times without
+a cache are measured at some lengths; the time of a text is interpolated between them as
+a power of the length.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from experiments.framework.table import ResultRecord, column
 from experiments.harness import bundled, model_shapes, timing
 from experiments.plotting import style
 from experiments.serving.kv_cache import counting
-from experiments.serving.kv_cache.counting import FLOPS, Counted
+from experiments.serving.kv_cache.counting import FLOPS, FlopCounts
 from jaxkv import decoding, validation
 from jaxkv.models import checkpoints, paged, transformer
 from jaxkv.progress import QUIET, Progress
@@ -43,29 +43,29 @@ from scaling.shapes import huggingface, published
 
 RASCHKA_TOKENS = 200
 FEW_TOKENS = 512
-"""Below, a call takes longer than its operations do."""
+"""Below, the overhead of a call exceeds the time of its operations."""
 WAYS = ("without a cache", "with a cache")
 PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The models, and the lengths."""
+    """The models and the lengths."""
 
     model: str = "stdlib-bytes"
-    """Measured and counted: a folder, or a bundled model."""
+    """Measured and counted model: a folder or a bundled model."""
     lengths: tuple[int, ...] = (16, 32, 64, 128, 200, 256, 512, 1024)
-    """Tokens behind which a token is drawn; ascending, from 2."""
+    """Lengths in tokens at which the next token is timed; ascending, from 2."""
     counted: str = "llama-2-7b"
-    """Another model that is counted, by its name in `jaxkv cost`."""
+    """Another counted model, by its name in `jaxkv cost`."""
     counted_lengths: tuple[int, ...] = tuple(2**k for k in range(4, 21))
-    """Tokens; ascending, from 1."""
+    """Lengths in tokens at which FLOPs are counted; ascending, from 1."""
     repeats: int = 20
-    """Texts drawn with the cache, and calls at each length without; the fastest counts.
-    """
+    """Texts generated with the cache, and calls at each length without; the fastest
+    counts."""
 
     def __post_init__(self) -> None:
-        """Refuses lengths that nothing is drawn behind."""
+        """Validates the fields."""
         validation.ascending(self, "lengths", low=2, least=2)
         validation.ascending(self, "counted_lengths", low=1, least=2)
         validation.at_least(self, "repeats")
@@ -79,22 +79,22 @@ CONFIGS = {
 }
 
 
-class Timed(ResultRecord):
-    """Seconds of drawing one token, greedily, waited for."""
+class TokenTimes(ResultRecord):
+    """Seconds of generating one token greedily."""
 
-    length: Int[np.ndarray, " lengths"] = column("tokens behind which it is drawn")
-    without_s: Float[np.ndarray, " lengths"] = column("the whole prefix is fed")
-    with_s: Float[np.ndarray, " lengths"] = column("the last token is")
-    is_same: Bool[np.ndarray, " lengths"] = column("whether both draw the same token")
+    length: Int[np.ndarray, " lengths"] = column("tokens of the prefix")
+    without_s: Float[np.ndarray, " lengths"] = column("forward pass of the prefix")
+    with_s: Float[np.ndarray, " lengths"] = column("forward pass of the last token")
+    is_same: Bool[np.ndarray, " lengths"] = column("True if both tokens are equal")
     every_with_s: Float[np.ndarray, " tokens"] = column(
-        "with the cache, behind 1, 2, ... tokens"
+        "with the cache, by prefix length 1, 2, ..."
     )
 
     def totals_s(self) -> Float[np.ndarray, "2 lengths"]:
-        """Seconds of all tokens up to each length, without the cache and with it.
+        """Returns the seconds of all tokens up to each length, without and with cache.
 
-        Without, the time between two lengths is a power of the length, and below the
-        first of them that of the first: an upper bound for so few tokens.
+        Without a cache, the time between two measured lengths is a power of the length.
+        Below the first length it is that of the first length, an upper bound.
         """
         if not self.length.size:
             return np.zeros((2, 0))
@@ -104,7 +104,7 @@ class Timed(ResultRecord):
         return np.stack([np.cumsum(x)[self.length - 1] for x in both])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers of every length, for JSON."""
+        """Returns a row per length, for JSON."""
         without, cached = self.totals_s()
         return table.to_rows(
             {
@@ -121,20 +121,20 @@ class Timed(ResultRecord):
 
 
 class Result(ResultRecord):
-    """What was counted, and what was measured."""
+    """Counted FLOPs and measured times."""
 
-    timed: Timed = column("the bundled model, on this machine")
-    counted: Counted = column("the model that was measured")
-    other: Counted = column("another one")
-    device: str = column("kind of it")
+    timed: TokenTimes = column("times of the bundled model on this machine")
+    counted: FlopCounts = column("FLOPs of the measured model")
+    other: FlopCounts = column("FLOPs of another model")
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Counts, then measures; ended early, it has the lengths that are done."""
+    """Counts, then measures; if stopped, keeps the finished lengths."""
     folder = bundled.find_model_folder(config.model)
     shape = dataclasses.replace(huggingface.load_shape(folder), name=config.model)
     counted, other = (
-        counting.count(model, config.counted_lengths)
+        counting.count_flops(model, config.counted_lengths)
         for model in (shape, published.describe(config.counted))
     )
     model = checkpoints.load_model(folder)
@@ -147,13 +147,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives both ways at every length."""
+    """Returns both ways at every length."""
     counted = {x.name: x.rows() for x in (result.counted, result.other)}
     return {"device": result.device, "measured": result.timed.rows(), **counted}
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: of times, and of operations."""
+    """Returns tables of times and of FLOPs."""
     title, measured = f"measured on {result.device}, greedy", result.timed.rows()
     parts: list[ReportPart] = [
         *report.metric_sheets({title: measured} if measured else {})
@@ -174,10 +174,10 @@ def summary(result: Result) -> list[ReportPart]:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds what lectures say of the growth, and a published speed, against ours."""
+    """Compares growth and a published speed-up with counts and measurements."""
     other, timed = result.other, result.timed
-    attention = counting.exponents(other.attention_flops, other.length)
-    without, cached = counting.exponents(other.total_flops, other.length)
+    attention = counting.growth_exponents(other.attention_flops, other.length)
+    without, cached = counting.growth_exponents(other.total_flops, other.length)
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
     words |= {"before": other.length[-2], "last": other.length[-1]}
     for power, way, found in zip((3, 2), WAYS, attention, strict=True):
@@ -186,23 +186,23 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         return
     yield measured("same", timed.is_same.sum(), published=float(timed.length.size))
     both = np.stack([timed.without_s, timed.with_s])
-    without, cached = counting.exponents(both, timed.length)
+    without, cached = counting.growth_exponents(both, timed.length)
     yield measured(
         "time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached
     )
     if RASCHKA_TOKENS in timed.length:
-        (here,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
-        without, cached = timed.totals_s()[:, here]
+        (index,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
+        without, cached = timed.totals_s()[:, index]
         words = {"tokens": RASCHKA_TOKENS, "device": result.device}
         yield measured("raschka", without / cached, **words)
 
 
 SYSTEMS = ("without the cache", "with the cache")
-"""The names of both ways in figures."""
+"""Labels of both ways in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a token above, a text below; times on the left, operations on the right."""
+    """Draws times on the left and FLOPs on the right; one token above, a text below."""
     timed, models = result.timed, ((result.counted, "-"), (result.other, "--"))
     for row, what, label, seconds in (
         (0, "one token", "tokens before it [tokens]", (timed.without_s, timed.with_s)),
@@ -229,7 +229,7 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
         style.set_labels(right, title, label, "operations [FLOP]", **log)
-    # Grey lines of slope 3 and 2 go through the last points.
+    # Grey lines of slope 3 and 2 pass through the last points.
     end, length = result.other.length[-1], result.other.length
     x = length[length >= end / 256]
     rows = zip(result.other.total_flops, (3, 2), ("-.", ":"), strict=True)
@@ -246,15 +246,15 @@ def time_both(
     lengths: tuple[int, ...],
     repeats: int,
     progress: Progress,
-) -> Timed:
-    """Draws a text with the cache, then single tokens of it without.
+) -> TokenTimes:
+    """Generates a text with the cache, then single tokens of it without.
 
     Args:
       model: the model.
-      lengths: tokens behind which tokens are drawn without the cache; ascending.
-      repeats: texts, and calls at each length, of which the fastest count: whoever
-        else is at work on the machine only adds to them.
-      progress: hears of it. When the person stops, the lengths that are done come back.
+      lengths: prefix lengths to time without the cache; ascending.
+      repeats: texts, and calls at each length. The fastest counts, since other load on
+        the machine only adds time.
+      progress: receives progress. If stopped, the finished lengths are returned.
     """
     start = model.tokenizer.encode("import")[0] if model.tokenizer else 0
     progress.show("with the cache: every token of a text")
@@ -275,13 +275,13 @@ def time_both(
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)
-    return Timed(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
+    return TokenTimes(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
 
 
 def _draw(
     model: checkpoints.LoadedModel, start: int, num: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws `num` tokens behind the first: all tokens, and the least time of each."""
+    """Generates `num` tokens; returns all tokens and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
     bounds = model_shapes.make_engine_config(
         1, length, page_size=PAGE_SIZE, token_budget=1

@@ -1,3 +1,3 @@
-"""Load and latency of systems that keep keys and values in different ways."""
+"""Latency by load of systems with different KV cache allocation."""
 
 __all__ = ["published", "runs", "settings"]

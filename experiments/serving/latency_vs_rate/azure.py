@@ -1,6 +1,6 @@
-"""Recorded hours of a cloud's requests, replayed whole on simulated GPUs.
+"""Replays recorded hours of a cloud's requests on simulated GPUs.
 
-The step's time is the roofline of the data sheet: a bound that real GPUs stay below.
+Step times follow a roofline of the data sheet, a lower bound for real GPUs.
 
 Source of the recordings: Patel et al. 2024 (Splitwise), arXiv:2311.18677.
 """
@@ -28,17 +28,17 @@ from scaling.shapes import published
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
-"""The environment's variable that names the folder in which `traces/` lies."""
+"""Environment variable with the folder that contains `traces/`."""
 
 MAX_SLOTS, HEAD = 256, 16
 BUDGET = 2048
-"""Tokens fed in a step: prompts are read in chunks beside what decodes."""
+"""Token budget of a step; chunked prefill shares it with decoding."""
 MAX_LENGTH = 1 << 14
-"""Tokens of the longest request; some are longer than the models were made for."""
+"""Longest request in tokens; some exceed the context length of the models."""
 
 
-def capacity(model: str, device: str, num_devices: int) -> Capacity:
-    """The pages that fit beside the weights."""
+def gpu_capacity(model: str, device: str, num_devices: int) -> Capacity:
+    """Returns the number of pages that fit next to the weights."""
     found = published.describe(model)
     return Capacity.of(
         num_pages=cost_models.max_kv_pages(found, device, num_devices),
@@ -48,8 +48,8 @@ def capacity(model: str, device: str, num_devices: int) -> Capacity:
     )
 
 
-def check_room(model: str, device: str, num_devices: int) -> None:
-    """Refuses devices that do not hold a model and its longest request.
+def check_fits(model: str, device: str, num_devices: int) -> None:
+    """Checks that the devices hold a model and its longest request.
 
     Raises:
       ValueError: they do not, or the model or the device is unknown.
@@ -64,26 +64,26 @@ def check_room(model: str, device: str, num_devices: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Who replays which recordings, on what."""
+    """Recordings, models and devices."""
 
     traces: tuple[str, ...] = TRACES
-    """Recordings, from the folder that JAXKV_DATA names."""
+    """Names of recordings in the folder JAXKV_DATA."""
     models: tuple[str, ...] = ("llama-2-7b", "llama-2-13b")
-    """Who replays them."""
+    """Served models."""
     num_devices: tuple[int, ...] = (1, 2, 4)
-    """On so many GPUs."""
+    """Numbers of GPUs."""
     device: str = "a100-80gb"
-    """Of this kind."""
+    """Kind of GPU."""
 
     def __post_init__(self) -> None:
-        """Refuses models that the GPUs do not hold."""
+        """Validates the fields."""
         validation.among(self, "traces", known=TRACES, least=1)
         validation.at_least(self, "num_devices")
-        for name, num in self.asked:
-            check_room(name, self.device, num)
+        for name, num in self.cases:
+            check_fits(name, self.device, num)
 
     @property
-    def asked(self) -> list[tuple[str, int]]:
+    def cases(self) -> list[tuple[str, int]]:
         """Every model on every number of GPUs."""
         return [*itertools.product(self.models, self.num_devices)]
 
@@ -93,11 +93,11 @@ SWITCH = ("traces", True)
 CONFIGS = {"azure": Config()}
 
 
-def find(trace: str) -> Path:
-    """Finds a recording.
+def find_recording(trace: str) -> Path:
+    """Returns the path of a recording.
 
     Raises:
-      ValueError: the folder is not named, or holds no such file.
+      ValueError: JAXKV_DATA is not set, or its folder has no such file.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -112,31 +112,31 @@ def find(trace: str) -> Path:
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
-    """Replays recordings, each by every model on every number of GPUs at a time."""
+    """Replays each recording with every model on every number of GPUs."""
     rows: list[Row] = []
     for trace in config.traces:
-        recording = recordings.read_recording(find(trace))
+        recording = recordings.read_recording(find_recording(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             Members(
                 recording.workload(),
-                capacity(name, config.device, num),
+                gpu_capacity(name, config.device, num),
                 fcfs.fcfs(),
                 named_costs.find_cost_model(
                     f"roofline:{name}:{config.device}:{num}"
                 ).cost,
             )
-            for name, num in config.asked
+            for name, num in config.cases
         ]
         served = driver.simulate(
             driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
         )
-        if progress.stopped:  # before everybody was answered
+        if progress.stopped:  # before every request was answered
             break
         rows += [
             {"panel": trace, "trace": trace, "model": name, "num_devices": num}
             | _row(served, i, recording)
-            for i, (name, num) in enumerate(config.asked)
+            for i, (name, num) in enumerate(config.cases)
         ]
     return rows
 
@@ -149,10 +149,10 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
     waits_s = latency.time_to_first_token_s(arrival_s, first_s)
     each_s = latency.time_per_output_token_s(first_s, finish_s, output)
     answered = ~np.isnan(finish_s)
-    # Rejected requests are counted beside the latencies, which are of the rest.
-    asked = ~served.rejected[index]
-    several = asked & (output > 1)
-    came_s = np.where(asked, arrival_s, np.nan)
+    # Latencies leave out rejected requests, which are counted separately.
+    accepted = ~served.rejected[index]
+    several = accepted & (output > 1)
+    came_s = np.where(accepted, arrival_s, np.nan)
     did = served.numbers(index)
     return did | {
         "num_requests": int(arrival_s.size),
@@ -161,8 +161,8 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
         "normalised_s": float(latency.normalised_latency_s(came_s, finish_s, output)),
-        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=asked)),
-        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=asked)),
+        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=accepted)),
+        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=accepted)),
         "each_p50_s": float(latency.percentile(each_s, 50, is_asked=several)),
         "each_p99_s": float(latency.percentile(each_s, 99, is_asked=several)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),
@@ -170,12 +170,12 @@ def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
-    """Lists the replays, under the names that the figures' metrics have."""
+    """Returns the replays under the keys of `figures.metrics`."""
     return {"capacities": [], "rows": result}
 
 
 def summary(result: list[Row]) -> list[ReportPart]:
-    """Lays out the replays."""
+    """Returns a table of the replays."""
     columns = {
         "recording": "trace",
         "model": "model",
@@ -191,15 +191,15 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "preempted": "num_preempted",
     }
     note = (
-        "A roofline's GPUs: no real one is faster. GPUs share the work evenly and "
-        "never wait for each other. Medians and 99th percentiles."
+        "Roofline of the data sheet: no real GPU is faster. GPUs share the work evenly "
+        "without idle time. Medians and 99th percentiles."
     )
-    title = "recorded hours, replayed whole"
+    title = "recorded hours, all requests"
     return [report.row_sheet(title, result, columns, note)]
 
 
 def plot(ax: Any, result: list[Row]) -> None:
-    """Draws the time to the first token, 99 of 100, of every replay."""
+    """Draws the P99 time to first token of every replay."""
     kinds = {"conv": "chat", "code": "code"}
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))
     for (trace, model), rows in replays:
@@ -218,7 +218,7 @@ def plot(ax: Any, result: list[Row]) -> None:
         name = kinds.get(worst["trace"][6:], worst["trace"])
         title = f"Recorded {name} on {worst['num_devices']} A100: "
         size = worst["model"].removeprefix("llama-2-").upper()
-        title += f"Llama-2-{size} answers after {worst['first_p99_s']:,.0f} s"
+        title += f"first token of Llama-2-{size} after {worst['first_p99_s']:,.0f} s"
     y = "first token, 99th percentile [s]"
     style.set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
     style.label_log_axis(ax.yaxis)

@@ -1,8 +1,7 @@
-"""The paper's figures 12 to 14: systems under rising load, in simulated time.
+"""Figures 12 to 14 of the paper: latency by load, in simulated time.
 
-Each system serves the same requests, faster and faster: first at evenly spaced rates
-of the published axis, then where its latency passes the bounds at which systems are
-compared.
+Each system serves the same requests at increasing rates: first at evenly spaced rates
+of the published axis, then where its latency crosses the bounds of the comparison.
 """
 
 import dataclasses
@@ -13,37 +12,37 @@ import numpy as np
 from experiments.framework import ReportPart, Sheet, report
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import published, runs, settings
-from experiments.serving.latency_vs_rate.published import ends
+from experiments.serving.latency_vs_rate.published import axis_end_rows
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.workloads import load_curves
 
 BEYOND = 2.0
-"""How far beyond the published axis rates are tried of a system that sustains all of
-it, as a multiple of it."""
+"""End of the rate search of a system that sustains all rates of the published axis, as
+a multiple of the axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which panels, for how long, at how many rates."""
+    """Panels, duration and rates."""
 
     panels: tuple[str, ...] = tuple(published.PANELS)
-    """Of figures 12 and 14, as the paper names them."""
+    """Panels of figures 12 and 14 by their names in the paper."""
     hours_share: float = 1.0
-    """Of the time that a panel has: the published hour of load, a quarter of one for
-    OPT-175B and, where as many requests come in that, for Alpaca."""
+    """Share of each panel's duration: 1 h of load as published, 0.25 h for OPT-175B and
+    Alpaca, whose requests suffice."""
     num_rates: int = 8
     """Rates of each system, evenly spaced on the published axis."""
     num_near: int = 4
-    """More of them, between those at which its latency passes the bounds."""
+    """Further rates where latency crosses the bounds."""
     systems: tuple[str, ...] = settings.SYSTEMS
-    """Who serves."""
+    """Simulated systems."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields."""
         validation.among(self, "panels", known=published.PANELS)
         validation.among(self, "systems", known=settings.SYSTEMS)
         validation.within(self, "hours_share", low=0, high=24, ends="(]")
@@ -69,7 +68,7 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
-    """Serves every panel; ended early, it has those that are done."""
+    """Simulates every panel; if stopped, keeps the finished ones."""
     rows: list[Row] = []
     for name in config.panels:
         if progress.stopped:
@@ -78,7 +77,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         progress.show(f"figure {name}: {panel.title}")
         setting, most = panel.setting(), BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
-        found = runs.explore(
+        found = runs.explore_rates(
             setting,
             runs.draw_load(setting.law, most, seconds, config.seed),
             [x for x in panel.systems if x in config.systems],
@@ -92,17 +91,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
-    """Gives what each system sustains, and every load."""
+    """Returns the load that each system sustains, and every row."""
     sustained = [
         {"panel": panel} | row
-        for panel, rows in runs.grouped(result, "panel").items()
-        for row in runs.told(rows)
+        for panel, rows in runs.group_rows(result, "panel").items()
+        for row in runs.sustained_rows(rows)
     ]
     return {"capacities": sustained, "rows": result}
 
 
 def summary(result: list[Row]) -> list[ReportPart]:
-    """Lays out capacities, what happened at the published axes' ends, and times."""
+    """Returns tables of capacities, of the axes' ends, and of simulation times."""
     if not result:
         return []
     speed = [
@@ -114,12 +113,12 @@ def summary(result: list[Row]) -> list[ReportPart]:
             "took_s": rows[0]["took_s"],
             "processor_s": rows[0]["processor_s"],
         }
-        for panel, here in runs.grouped(result, "panel").items()
-        for turn, rows in runs.grouped(here, "turn").items()
+        for panel, selected in runs.group_rows(result, "panel").items()
+        for turn, rows in runs.group_rows(selected, "turn").items()
     ]
     capacities = []
-    for name, here in runs.grouped(result, "panel").items():
-        curves, found = runs.curves(here), runs.sustained(here)
+    for name, selected in runs.group_rows(result, "panel").items():
+        curves, found = runs.latency_curves(selected), runs.sustained_loads(selected)
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
@@ -134,13 +133,13 @@ def summary(result: list[Row]) -> list[ReportPart]:
             f"requests/s at {runs.BOUND} s a token",
             ("figure", "load", *settings.SYSTEMS),
             capacities,
-            "In brackets: how many times that the paged system sustains.",
+            "In brackets: load of the paged system as a multiple.",
         ),
         report.row_sheet(
             "at the end of the published axis",
             [
                 x | {"preempted": x["num_preempted"] / x["num_requests"]}
-                for x in ends(result)
+                for x in axis_end_rows(result)
             ],
             {
                 "figure": "panel",
@@ -153,19 +152,19 @@ def summary(result: list[Row]) -> list[ReportPart]:
                 "preempted a request": "preempted",
                 "recomputed": "recomputed_share",
             },
-            "Latencies here are lower bounds where the queue grows without end.",
+            "Latencies are lower bounds if the queue grows without limit.",
         ),
         *report.metric_sheets({"time to simulate, compilation included": speed}),
     ]
 
 
 def plot(axes: Any, result: list[Row]) -> None:
-    """Draws figures 12 and 14, then 13; axes left over go."""
+    """Draws figures 12 and 14, then 13, and removes the other axes."""
     free = iter(axes.ravel())
-    for name, rows in runs.grouped(result, "panel").items():
+    for name, rows in runs.group_rows(result, "panel").items():
         ax, panel = next(free), published.PANELS[name]
-        runs.draw(ax, rows, f"{name}: {panel.title}")
-        found, curves = runs.sustained(rows), runs.curves(rows)
+        runs.draw_curves(ax, rows, f"{name}: {panel.title}")
+        found, curves = runs.sustained_loads(rows), runs.latency_curves(rows)
         oracle = found.get(published.ORACLE)
         if "paged" in found and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
@@ -175,23 +174,23 @@ def plot(axes: Any, result: list[Row]) -> None:
             ax.set_title(title)
         ax.set_xlim(0, panel.axis)
         ax.legend()
-    last = runs.grouped(ends(result), "panel")
+    last = runs.group_rows(axis_end_rows(result), "panel")
     for name, printed in published.BATCHES.items():
-        if here := [x for x in last.get(name, ()) if x["system"] in printed]:
-            _batches(next(free), name, here)
+        if selected := [x for x in last.get(name, ()) if x["system"] in printed]:
+            _batches(next(free), name, selected)
     for ax in free:
         ax.remove()
 
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
-    """Bars of ours before the printed ones in grey."""
-    theirs, drawn = published.BATCHES[name], [row["system"] for row in rows]
+    """Draws bars of the simulated and, in grey, of the published batch sizes."""
+    reference, drawn = published.BATCHES[name], [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
         for dx, height, look in (
             (-0.2, row["batch"], systems.system_style(system).bar),
-            (0.2, theirs[system], systems.system_style("published").bar | printed),
+            (0.2, reference[system], systems.system_style("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in drawn]

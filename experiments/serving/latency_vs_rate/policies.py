@@ -1,11 +1,10 @@
-"""A recorded hour under policies that order by attributes of requests.
+"""A recorded hour under policies that order requests by their attributes.
 
-The recording has arrivals and lengths alone. Priorities, deadlines, sessions and
-predicted lengths are drawn: a fifth of the requests is urgent; half are interactive,
-with a deadline; one session asks half of all; and predictions are off by a lognormal
-factor. Every policy sees the same requests, and no policy sees the true length of an
-answer but the one that is named so. Each row has the figure that its policy is for, and
-those that it costs the rest.
+The recording has only arrivals and lengths. Attributes are drawn: a fifth of the
+requests is urgent, half are interactive and have a deadline, one session sends half of
+all requests, and predicted lengths are off by a lognormal factor. Every policy serves
+the same requests. Only the oracle sees the true length of an answer. Each row has the
+metric that its policy improves and the metrics that it worsens.
 """
 
 import dataclasses
@@ -72,15 +71,15 @@ class Config:
         validation.at_least(self, "prediction_sigma", "seed", low=0)
         if self.first_requests is not None:
             validation.integer("first_requests", self.first_requests, low=1)
-        azure.check_room(self.model, self.device, self.num_devices)
+        azure.check_fits(self.model, self.device, self.num_devices)
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
-class Rows(ResultTable):
-    """A row for each policy. Waits are times to the first token."""
+class PolicyTable(ResultTable):
+    """Metrics of each policy. Waits are times to first token."""
 
     policy: Texts = column("name in `POLICIES`")
     answered: Ints = column("requests answered")
@@ -93,18 +92,22 @@ class Rows(ResultTable):
 
 
 class Result(ResultRecord):
-    """What the policies gave."""
+    """Results of the policies."""
 
-    policies: Rows = column("by policy", heading="a recorded hour by policy")
+    policies: PolicyTable = column("by policy", heading="a recorded hour by policy")
 
 
-def requests(config: Config) -> Workload:
+def draw_workload(config: Config) -> Workload:
     """Reads the recording and draws attributes.
 
     Raises:
       ValueError: there is no recording, or it cannot be read.
     """
-    path = azure.find("azure_conv") if config.recording is None else config.recording
+    path = (
+        azure.find_recording("azure_conv")
+        if config.recording is None
+        else config.recording
+    )
     found, num = recordings.read_recording(path), config.first_requests
     found = found.at_rate(found.rate * config.rate_factor)
     prompt, output = found.prompt[:num], found.output[:num]
@@ -112,7 +115,7 @@ def requests(config: Config) -> Workload:
     # Lognormal of median 1.
     error = np.exp(config.prediction_sigma * rng.standard_normal(prompt.size))
     predicted = prompt + np.maximum(1, np.round(output * error))
-    # 5 s for the first token, and 0.2 s for each of the answer.
+    # 5 s for the first token, and 0.2 s for each token of the answer.
     within_ms = 5000 + 200 * output
     interactive = rng.random(prompt.size) < 0.5
     heavy = rng.random(prompt.size) < 0.5
@@ -131,20 +134,22 @@ def requests(config: Config) -> Workload:
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Replays the recording under each policy."""
-    load = requests(config)
-    asked: Any = load.attributes
+    load = draw_workload(config)
+    drawn_attributes: Any = load.attributes
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
     cost = named_costs.find_cost_model(cost_name).cost
-    capacity = azure.capacity(config.model, config.device, config.num_devices)
-    has_deadline = np.asarray(asked.deadline_ms) < attributes.NO_DEADLINE
-    is_light = np.asarray(asked.session) > 0
-    is_urgent = np.asarray(asked.priority) < 0
+    capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)
+    has_deadline = np.asarray(drawn_attributes.deadline_ms) < attributes.NO_DEADLINE
+    is_light = np.asarray(drawn_attributes.session) > 0
+    is_urgent = np.asarray(drawn_attributes.priority) < 0
     rows = []
     for name, policy in progress.track(POLICIES.items(), "policies", "policies"):
         seen = load
         if name.endswith("oracle"):
             truth = load.prompt + load.output
-            seen = load._replace(attributes=asked._replace(predicted_length=truth))
+            seen = load._replace(
+                attributes=drawn_attributes._replace(predicted_length=truth)
+            )
         served = driver.simulate(
             driver.stack([Members(seen, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
@@ -158,7 +163,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         wait_s = metrics.time_to_first_token_s(arrival_s, first_s)
         took_ms = 1e3 * (finish_s - arrival_s)
-        is_late = (took_ms > np.asarray(asked.deadline_ms))[has_deadline]
+        is_late = (took_ms > np.asarray(drawn_attributes.deadline_ms))[has_deadline]
         answered = ~np.isnan(finish_s)
         rows.append(
             {
@@ -172,7 +177,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 "heavy_mean_s": float(np.nanmean(wait_s[~is_light])),
             }
         )
-    return Result(Rows.of(rows))
+    return Result(PolicyTable.of(rows))
 
 
 GOALS = {
@@ -181,11 +186,11 @@ GOALS = {
     "late_share": "deadlines missed",
     "light_mean_s": "light sessions, mean",
 }
-"""Figures of `Rows` that some policy is for."""
+"""Columns of `PolicyTable` that a policy is designed for."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws each goal over that of the first policy, and the tail that it costs."""
+    """Draws each metric over that of the first policy, and the P99 wait."""
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))
     width = 0.8 / len(GOALS)

@@ -1,4 +1,4 @@
-"""The panels of figures 12 to 14, and what was published on them, held against ours."""
+"""Panels of figures 12 to 14, and their published claims."""
 
 import itertools
 import math
@@ -17,19 +17,19 @@ CLAIMS = claims_file(__file__)
 PAPER, STEP, SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
 SCALED, BEAMS = map(CLAIMS.text, ("scaled", "beams"))
 BATCHES: Mapping[str, Mapping[str, float]] = CLAIMS.published("batch")
-"""Requests served at once at 2 and 30 requests/s: figure 13."""
+"""Batch sizes at 2 and 30 requests/s: figure 13."""
 ORACLE = "Orca (Oracle)"
 
 
 class Panel(NamedTuple):
-    """One drawing.
+    """One panel.
 
     Attributes:
       server: a key of `settings.SERVERS`.
       data: a key of `settings.DATA`.
-      axis: requests a second at which it ends.
-      kind: what a request asks for.
-      width: sequences of each.
+      axis: end of the rate axis in requests/s.
+      kind: decoding of a request.
+      width: sequences of a request.
     """
 
     server: str
@@ -40,57 +40,55 @@ class Panel(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Model, data, and what is asked for."""
-        asked = {
+        """Model, data and decoding."""
+        decoding = {
             "plain": "",
             "samples": f", {self.width} samples",
             "beams": f", beam width {self.width}",
         }[self.kind]
-        return f"OPT-{self.server}, {self.data}{asked}"
+        return f"OPT-{self.server}, {self.data}{decoding}"
 
     @property
     def hours(self) -> float:
-        """Of load that is served: of Alpaca's short requests a quarter is plenty."""
+        """Hours of simulated load; 0.25 h suffice for Alpaca's short requests."""
         hours = settings.SERVERS[self.server].hours
         return hours if self.data == "ShareGPT" else min(hours, 0.25)
 
     @property
     def systems(self) -> tuple[settings.System, ...]:
-        """Who is drawn: figure 14 leaves FasterTransformer out."""
+        """Systems of the panel; figure 14 omits FasterTransformer."""
         return settings.SYSTEMS[self.kind != "plain" :]
 
     def setting(self) -> runs.Setting:
-        """What is served.
+        """Returns the simulated setting.
 
-        Beams are counted as that many samples in a pool that is longer by what beams
-        share beyond the prompt: from beam to beam they live on, and die, in steps that
-        the simulation does not take.
+        Beam search is simulated as samples in a pool that is enlarged by the factor
+        that beams save beyond the shared prompt, since the simulation has no beams.
         """
-        longer = spared(self.width) if self.kind == "beams" else 1.0
+        longer = beam_pool_factor(self.width) if self.kind == "beams" else 1.0
         server = settings.SERVERS[self.server]
         return runs.Setting(server, settings.DATA[self.data], self.width, longer)
 
 
-def spared(width: int) -> float:
-    """How much longer the pool is in which samples take what beams would.
+def beam_pool_factor(width: int) -> float:
+    """Returns the pool size at which samples use the same share of pages as beams.
 
-    That is by the pages that `sharing` measured when the engine served requests of so
-    many sequences, short prompts.
+    It follows from the pages that `sharing` measured for requests with short prompts.
 
     Raises:
-      ValueError: nobody measured that width.
+      ValueError: `sharing` did not measure that width.
     """
     path = Path(__file__).parents[2] / "records" / "sharing" / "result.npz"
-    # As an array file, since its experiment would import the engine and a model.
+    # The file is read as arrays: its experiment would import the engine and a model.
     with np.load(path) as found:
 
         def held(table: str) -> float:
-            here = found[f"{table}.lengths"] == "short"
-            here &= found[f"{table}.num_sequences"] == width
-            if not here.any():
+            selected = found[f"{table}.lengths"] == "short"
+            selected &= found[f"{table}.num_sequences"] == width
+            if not selected.any():
                 raise ValueError(f"{path}: has no requests of {width} sequences")
-            pages = found[f"{table}.distinct_pages"][here].sum()
-            return float(pages / found[f"{table}.logical_pages"][here].sum())
+            pages = found[f"{table}.distinct_pages"][selected].sum()
+            return float(pages / found[f"{table}.logical_pages"][selected].sum())
 
         return held("samples") / held("beams")
 
@@ -109,11 +107,11 @@ PANELS: Mapping[str, Panel] = {
     "14e": Panel("13B", "Alpaca", 10.0, "beams", 4),
     "14f": Panel("13B", "Alpaca", 6.0, "beams", 6),
 }
-"""By the names that the paper gives them."""
+"""Panels by their names in the paper."""
 
 
-def ends(rows: list[Row]) -> list[Row]:
-    """The rows at the published axes' ends."""
+def axis_end_rows(rows: list[Row]) -> list[Row]:
+    """Returns the rows at the ends of the published axes."""
     return [
         row
         for row in rows
@@ -124,7 +122,7 @@ def ends(rows: list[Row]) -> list[Row]:
 
 @CLAIMS.judge
 def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
-    """Finds what was served; panels that were not are left out."""
+    """Judges the simulated panels."""
     if not rows:
         return
     for name, server in settings.SERVERS.items():
@@ -132,11 +130,11 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
         yield measured("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
         yield measured("weights", server.weight_bytes / 1e9, server=name)
-    panels = runs.grouped(rows, "panel")
-    curves = {name: runs.curves(here) for name, here in panels.items()}
+    panels = runs.group_rows(rows, "panel")
+    curves = {name: runs.latency_curves(selected) for name, selected in panels.items()}
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
     yield from _figure_12(whole)
-    for row in ends(rows):
+    for row in axis_end_rows(rows):
         panel, system = PANELS[row["panel"]], row["system"]
         printed = BATCHES.get(row["panel"], {}).get(system)
         if printed is None:
@@ -150,7 +148,7 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
             system=system,
             load=panel.title,
             rate=row["rate_per_s"],
-            who=by(system),
+            system_name=name_in_sentence(system),
             letter="ab"[is_alpaca],
             step=STEP if system == "paged" else "",
             shape=SHAPE if is_alpaca else "",
@@ -166,7 +164,7 @@ def _ratio(systems: Mapping[str, LatencyCurve], other: str = ORACLE) -> float:
 
 
 def _ratios(panels: Panels, other: str) -> list[float]:
-    """Times the load of another system, at all bounds that both pass, of all panels."""
+    """Returns ratios of load at all bounds that both systems cross, over all panels."""
     return [
         ratio
         for x in panels.values()
@@ -202,12 +200,12 @@ def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
 
 
 def batch_tolerance(system: str) -> float:
-    """How far a batch may lie from the printed one, as a share of it."""
+    """Returns the tolerance of a batch size, as a share of the printed one."""
     return 0.12 if system == "paged" else 0.05
 
 
-def by(system: str) -> str:
-    """The system's name within a sentence."""
+def name_in_sentence(system: str) -> str:
+    """Returns the system's name within a sentence."""
     return "the paged system" if system == "paged" else system
 
 
@@ -222,14 +220,14 @@ def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
                 bound=BOUND,
                 beams=BEAMS if panel == "14f" else "",
             )
-    for letters, what in (("abc", "samples"), ("def", "beams")):
+    for letters, kind in (("abc", "samples"), ("def", "beams")):
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
             found = [_ratio(curves[x]) for x in names]
             yield measured(
                 "wider",
                 min(b - a for a, b in itertools.pairwise(found)),
-                what=what,
+                kind=kind,
                 found=", ".join(f"{x:.2f}" for x in found),
-                beams=BEAMS if what == "beams" else "",
+                beams=BEAMS if kind == "beams" else "",
             )

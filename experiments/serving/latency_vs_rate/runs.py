@@ -1,4 +1,4 @@
-"""Serves one load at many rates by several systems, and finds what they sustain."""
+"""Simulates a load at many rates with several systems, and finds sustained loads."""
 
 import math
 import time
@@ -20,47 +20,47 @@ from jaxkv.workloads.load_curves import draw_load as draw_load
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
-"""Time after the last request, as a share of that in which they come, and at least in
-seconds. Who is not answered by then counts with the time waited so far: a lower bound,
-but of those who wait so long the latency is far beyond what is drawn."""
+"""Simulated time after the last arrival, as a share of the arrival time and in seconds
+at least. Requests without an answer by then count with the elapsed time, a lower bound;
+their latency is far above the plotted range."""
 MAX_SLOTS = 256
-"""Sequences at once at most: vLLM's default."""
+"""Largest batch, vLLM's default."""
 HEAD = 16
-"""Requests at the head of the queue that a policy sees."""
+"""Waiting requests that a policy sees."""
 BOUNDS = (0.1, 0.9)
-"""Normalised latencies between which published curves were compared, s a token."""
+"""Normalised latencies in s/token between which published curves were compared."""
 BOUND = 0.5
-"""Where one number has to do."""
+"""Normalised latency in s/token at which sustained loads are compared."""
 
 type Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
-    """What is served by whom.
+    """A model, its GPUs and its requests.
 
     Attributes:
       server: model and GPUs.
-      law: their distribution of lengths.
+      law: distribution of lengths.
       samples: sequences of each request.
-      spared: how much longer the paged pool is than the memory allows, for what its
-        sequences share beyond their prompts.
+      pool_factor: size of the paged pool over the memory, at least 1; accounts for
+        pages that sequences share beyond their prompts.
     """
 
     server: Machine
     law: lengths.Pair
     samples: int = 1
-    spared: float = 1.0
+    pool_factor: float = 1.0
 
     def slots(self, system: System) -> int:
-        """Sequences that run at once at most, with ample room above the mean."""
+        """Returns the number of slots of a system, with a margin above the mean."""
         mean = self.law.output.mean
         shape = getattr(self.law.output, "shape", math.inf)
-        # A request is met in proportion to how long it runs: E[O^2] / E[O].
+        # Running requests are length-biased: E[O^2] / E[O].
         seen = mean * (1 + 1 / shape)
         prompt = self.law.prompt.mean
         each = {
             "FasterTransformer": float(settings.MAX_LENGTH),
-            "paged": (prompt + seen / 2) / self.spared,
+            "paged": (prompt + seen / 2) / self.pool_factor,
         }.get(system, prompt + seen)
         wanted = 1.0 if system == "FasterTransformer" else 1.75
         wanted *= self.server.num_places / each
@@ -68,43 +68,45 @@ class Setting(NamedTuple):
         return max(min(MAX_SLOTS, 8 * math.ceil(wanted / 8)), 8, self.samples)
 
 
-def serve(
+def serve_at_rates(
     setting: Setting,
     requests: Load,
     rates: Mapping[System, Sequence[float]],
     progress: Progress = QUIET,
 ) -> list[Row]:
-    """Serves the load by every system at its rates.
+    """Simulates the load with every system at its rates.
 
-    Systems with contiguous memory are mapped together, as are the rates of each.
+    Systems with contiguous memory, and the rates of each system, are vectorised.
     """
     rows = []
-    cost = settings.cost(setting.server)
+    cost = settings.step_time(setting.server)
     for kind in ("FasterTransformer",), settings.ORCAS, ("paged",):
-        asked = [(system, rate) for system in kind for rate in rates.get(system, ())]
-        if not asked or progress.stopped:
+        cases = [(system, rate) for system in kind for rate in rates.get(system, ())]
+        if not cases or progress.stopped:
             continue
         groups = setting.samples if kind == ("paged",) else 1
-        slots = max(setting.slots(system) for system, _ in asked)
+        slots = max(setting.slots(system) for system, _ in cases)
         served = driver.simulate(
-            driver.stack([member(setting, requests, *x, cost, groups) for x in asked]),
+            driver.stack(
+                [make_member(setting, requests, *x, cost, groups) for x in cases]
+            ),
             max_slots=slots,
             max_samples=groups,
-            # Static batches take as many at once as there are slots.
+            # A static batch is as large as the number of slots.
             head=None if kind == ("FasterTransformer",) else min(HEAD, slots),
             until_s=requests.seconds + max(PATIENCE * requests.seconds, PATIENCE_S),
             progress=progress,
         )
-        if not progress.stopped:  # or else they were not served to the end
+        if not progress.stopped:  # otherwise requests are unanswered
             rows += [
                 {"system": system, "rate_per_s": float(rate)}
                 | _row(served, i, requests.at(rate), setting.samples, groups)
-                for i, (system, rate) in enumerate(asked)
+                for i, (system, rate) in enumerate(cases)
             ]
     return rows
 
 
-def member(
+def make_member(
     setting: Setting,
     requests: Load,
     system: System,
@@ -112,34 +114,34 @@ def member(
     cost: Cost,
     groups: int,
 ) -> Members:
-    """What a system serves, in what memory, by which policy.
+    """Returns the simulated machine of a system at a rate.
 
     Args:
       setting: model, GPUs and sequences of a request.
       requests: the load.
-      system: who serves it.
-      rate: requests a second.
-      cost: of a step.
-      groups: sequences that a request may have; with 1 each is one of its own.
+      system: the system.
+      rate: requests/s.
+      cost: cost model of a step.
+      groups: sequences per request; 1 simulates each sequence as a request.
     """
     pages = setting.server.num_places // settings.PAGE_SIZE
     plain = Members(
         workload=requests.at(rate, groups),
-        capacity=capacity(pages),
+        capacity=pool_capacity(pages),
         policy=fcfs.fcfs(),
         cost=cost,
     )
     if system == "paged":
-        return plain._replace(capacity=capacity(int(pages * setting.spared)))
-    alone = plain._replace(workload=requests.repeated(rate, setting.samples))
+        return plain._replace(capacity=pool_capacity(int(pages * setting.pool_factor)))
+    single = plain._replace(workload=requests.repeated(rate, setting.samples))
     if system == "FasterTransformer":
-        return alone._replace(policy=static_batching.static())
+        return single._replace(policy=static_batching.static())
     reservation = contiguous.reservation(
         _RULES[system],
         num_leaves=pages,
         leaves_per_region=settings.MAX_LENGTH // settings.PAGE_SIZE,
     )
-    return alone._replace(reservation=reservation)
+    return single._replace(reservation=reservation)
 
 
 _RULES: Mapping[System, contiguous.Rule] = {
@@ -149,8 +151,8 @@ _RULES: Mapping[System, contiguous.Rule] = {
 }
 
 
-def capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
-    """A machine that reads prompts whole and swaps nothing."""
+def pool_capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
+    """Returns a capacity without limits on prefill rows, and without swap space."""
     return Capacity.of(
         num_pages=num_pages,
         page_size=page_size,
@@ -166,16 +168,16 @@ def _row(
     samples: int,
     groups: int,
 ) -> Row:
-    """What became of one member, whose requests have `samples` sequences each."""
+    """Returns metrics of one member, whose requests have `samples` sequences each."""
     num, each = workload.prompt.shape[0], samples // groups
     arrival_s, finish_s, first_s = (
         x[index][: num * each].reshape(num, each)
         for x in (served.arrival_s, served.finish_s, served.first_s)
     )
-    # A request is answered when the last of its sequences is.
+    # A request is answered when its last sequence is.
     end_s = np.where(np.isnan(finish_s), served.end_s[index], finish_s).max(axis=1)
     normalised_s = (end_s - arrival_s[:, 0]) / np.asarray(workload.output)
-    # A lower bound for those that had no token by the end.
+    # A lower bound for requests without a first token.
     first_s = np.where(np.isnan(first_s), served.end_s[index], first_s)
     did = served.numbers(index)
     return {
@@ -188,7 +190,7 @@ def _row(
     }
 
 
-def explore(
+def explore_rates(
     setting: Setting,
     requests: Load,
     systems: Iterable[System],
@@ -198,26 +200,26 @@ def explore(
     most: float,
     progress: Progress = QUIET,
 ) -> list[Row]:
-    """Serves a load at even rates, then where a system's latency passes the bounds.
+    """Simulates a load at even rates, then where latency crosses the bounds.
 
     Args:
-      setting: what is served.
+      setting: model, GPUs and requests.
       requests: the load.
-      systems: who serves it.
-      even: the first rates, requests a second; ascending.
+      systems: the systems.
+      even: first rates in requests/s; ascending.
       num_near: rates of each further turn.
-      most: up to where rates are tried of a system that sustains all even ones.
-      progress: hears of it.
+      most: highest rate for a system that sustains all even rates.
+      progress: receives progress.
 
     Returns:
-      A row for each system and rate, with the turn, and what that took.
+      A row per system and rate, with the turn and its simulation time.
     """
     found: list[Row] = []
     rates: dict[System, list[float]] = dict.fromkeys(systems, even.tolist())
     near: set[System] = set()
     for turn in range(3 if num_near else 1):
         began_s = time.perf_counter(), time.process_time()
-        rows = serve(setting, requests, rates, progress)
+        rows = serve_at_rates(setting, requests, rates, progress)
         took = {
             "turn": turn,
             "took_s": time.perf_counter() - began_s[0],
@@ -225,7 +227,7 @@ def explore(
         }
         found += [took | row for row in rows]
         rates = {}
-        for system, curve in curves(found).items():
+        for system, curve in latency_curves(found).items():
             if system in near:
                 continue
             if (curve.latency > BOUNDS[1]).any():
@@ -239,40 +241,41 @@ def explore(
     return found
 
 
-def grouped(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
-    """The rows by a value that they have, in the order in which these appear."""
+def group_rows(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
+    """Groups rows by a value, in order of first occurrence."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         found.setdefault(row[name], []).append(row)
     return found
 
 
-def curves(rows: list[Row]) -> dict[System, LatencyCurve]:
-    """Puts the rows of every system in the order of their rates."""
+def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
+    """Returns latency against rate for each system."""
     found = {}
-    for system, here in grouped(rows, "system").items():
-        pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in here)
+    for system, selected in group_rows(rows, "system").items():
+        pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in selected)
         found[system] = LatencyCurve(*np.array(pairs, float).T)
     return found
 
 
-def sustained(rows: list[Row]) -> dict[System, load_curves.SustainedRate]:
-    """How much load each system sustains, where one number has to do."""
+def sustained_loads(rows: list[Row]) -> dict[System, load_curves.SustainedRate]:
+    """Returns the load that each system sustains at `BOUND`."""
     return {
-        name: load_curves.sustained_rate(x, BOUND) for name, x in curves(rows).items()
+        name: load_curves.sustained_rate(x, BOUND)
+        for name, x in latency_curves(rows).items()
     }
 
 
-def told(rows: list[Row]) -> list[Row]:
-    """What each system sustains, for JSON."""
+def sustained_rows(rows: list[Row]) -> list[Row]:
+    """Returns the load that each system sustains, for JSON."""
     return [
         {"system": system, "relation": found.relation, "rate_per_s": found.rate}
-        for system, found in sustained(rows).items()
+        for system, found in sustained_loads(rows).items()
     ]
 
 
-def draw(ax: Any, rows: list[Row], title: str) -> None:
-    """Draws latencies against rates."""
-    for system, curve in curves(rows).items():
+def draw_curves(ax: Any, rows: list[Row], title: str) -> None:
+    """Draws latency against rate."""
+    for system, curve in latency_curves(rows).items():
         style.draw_curve(ax, *curve, system, system, markersize=3.5)
     style.set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

@@ -16,11 +16,11 @@ type System = Literal[
     "FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"
 ]
 SYSTEMS: tuple[System, ...] = get_args(System.__value__)
-"""From the least to the most that memory is used for."""
+"""In ascending order of memory utilisation."""
 ORCAS = SYSTEMS[1:4]
 
 MAX_LENGTH = 2048
-"""Tokens of OPT's longest sequence."""
+"""Longest sequence of OPT in tokens."""
 
 DATA: Mapping[str, lengths.Pair] = {
     "ShareGPT": lengths.SHAREGPT,
@@ -32,12 +32,12 @@ class Machine(NamedTuple):
     """One column of table 1.
 
     Attributes:
-      name: the model's size.
-      model: its name among the known ones.
-      device: the GPU's.
-      num_devices: GPUs.
-      kv_gib: memory that the paper leaves for keys and values, in GiB.
-      hours: of load that is served.
+      name: size of the model.
+      model: name of the model in `scaling.shapes`.
+      device: kind of GPU.
+      num_devices: number of GPUs.
+      kv_gib: KV cache of the paper in GiB.
+      hours: hours of simulated load.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Machine(NamedTuple):
 
     @property
     def description(self) -> ModelShape:
-        """The model's shape."""
+        """Shape of the model."""
         return published.describe(self.model)
 
     @property
     def num_places(self) -> int:
-        """Tokens whose keys and values fit.
+        """KV cache size in tokens.
 
         OPT-13B: 12 GiB / 800 KiB = 15,728.
         """
@@ -74,26 +74,26 @@ SERVERS: Mapping[str, Machine] = {
 }
 
 
-def cost(server: Machine) -> cost_models.LinearCost:
-    """How long its steps take, of which the paper prints nothing.
+def step_time(server: Machine) -> cost_models.LinearCost:
+    """Returns the cost model of a step; the paper prints no step times.
 
-    OPT-13B: see `cost_models.figure_12`. OPT-66B alike, of DistServe's fit for four
-    GPUs. For OPT-175B nothing is published: it is the fit of OPT-66B, with as many
-    bytes of keys and values a token and GPU, its other numbers times the ratio of the
-    bytes of weights on a GPU, 43.7 / 32.9 = 1.33.
+    OPT-13B uses `cost_models.figure_12`, and OPT-66B DistServe's fit for 4 GPUs in the
+    same way. No times of OPT-175B are published. Its cost is the fit of OPT-66B, with
+    the same bytes of keys and values per token and GPU; other coefficients are scaled
+    by the ratio of weight bytes per GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
         return cost_models.figure_12().cost
     prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
-    there, here = devices.find("a100-80gb"), devices.find(server.device)
+    fit_device, device = devices.find("a100-80gb"), devices.find(server.device)
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
     ratio = each / other
     heavier = [
         (step * ratio, token, own * ratio) for step, token, own in (small, large)
     ]
     return cost_models.linear(
-        # Of reading prompts the slope alone, as for OPT-13B.
+        # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,
-        scale=1e-3 * there.bandwidth / here.bandwidth,
+        scale=1e-3 * fit_device.bandwidth / device.bandwidth,
     )

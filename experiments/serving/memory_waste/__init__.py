@@ -1,1 +1,1 @@
-"""Memory waste."""
+"""Memory utilisation of a serving GPU."""

@@ -1,4 +1,4 @@
-"""Figures 1 and 2 of the paged-attention paper, drawn of our runs."""
+"""Draws figures 1 and 2 of the PagedAttention paper from simulated runs."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from experiments.serving.latency_vs_rate import published, settings
 
 CLAIMS = claims_file(__file__)
 BATCHES = published.BATCHES["12a"]
-"""Requests served at once: figure 13a."""
+"""Batch sizes: figure 13a."""
 SYSTEMS = settings.SYSTEMS[1:]
-"""Those that run a request as soon as there is room for it."""
+"""Systems with continuous batching."""
 USES = {
     "tokens": "token states",
     "reserved": "reservation",
     "internal": "internal waste",
     "external": "external waste and rest",
 }
-"""What token places are, and how it is told: of K and V; of those to come; reserved for
-none; the rest."""
+"""Uses of token places by column, with labels: hold K and V, reserved for later tokens,
+reserved in vain, and the remainder."""
 
 
 USE_LOOKS = (
@@ -31,7 +31,7 @@ USE_LOOKS = (
 
 
 def plot(axes: Any, result: Any) -> None:
-    """Draws memory by part, the waste, the growth of memory, and throughput."""
+    """Draws memory by part, uses of token places, growth of memory, and throughput."""
     weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
     ax, memory = axes[0][0], result.memory_bytes / 1e9
     names = ("parameters", "keys and values", "rest")
@@ -64,12 +64,14 @@ def plot(axes: Any, result: Any) -> None:
 
 
 def _draw_uses(ax: Any, result: Any) -> None:
-    """Ours on the left of each pair, and the published shares on the right, paler."""
+    """Draws simulated shares left and published shares right in each pair of bars."""
     names, printed = result.system.tolist(), CLAIMS.published("uses")
-    theirs = [[printed[name].get(use, 0.0) for use in USES.values()] for name in names]
+    reference = [
+        [printed[name].get(use, 0.0) for use in USES.values()] for name in names
+    ]
     ours = 100 * result.waste.uses.mean(axis=1)
     places = np.arange(len(names))
-    for shares, shift, alpha in ((ours, -0.21, 1.0), (np.array(theirs), 0.21, 0.5)):
+    for shares, shift, alpha in ((ours, -0.21, 1.0), (np.array(reference), 0.21, 0.5)):
         bottom = np.zeros(len(names))
         rows = zip(shares.T, USES.values(), USE_LOOKS, strict=True)
         for values, use, (color, hatch) in rows:
@@ -91,7 +93,7 @@ def _draw_uses(ax: Any, result: Any) -> None:
 def _draw_lines(
     ax: Any, result: Any, values: np.ndarray, *, says_end: bool
 ) -> dict[str, tuple[int, float]]:
-    """Draws lines up to the last request that fits, and returns where they end."""
+    """Draws lines up to the last request that fits; returns their end points."""
     requests, ends = result.growth.requests, {}
     for name, line in zip(result.system.tolist(), values, strict=True):
         last = np.flatnonzero(np.isfinite(line))[-1]

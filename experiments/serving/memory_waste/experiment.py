@@ -1,9 +1,9 @@
-"""What is the memory of a serving GPU good for, and how much of it is wasted?
+"""Measures how a serving GPU uses its memory, and how much is wasted.
 
-OPT-13B on a GPU of 40 GB, as in figures 1 and 2 of the paged-attention paper: what
-weights, keys and values take; how memory fills with requests, and what that does to
-throughput; and, simulated under the load of its section 6.2, which token places hold
-something, are reserved for what will come, or are wasted.
+Reproduces figures 1 and 2 of the PagedAttention paper for OPT-13B on a GPU of 40 GB:
+memory of weights, keys and values; growth of memory and throughput with the batch size;
+and, simulated under the load of section 6.2, the shares of token places that hold a
+token, are reserved for later tokens, or are wasted.
 """
 
 import dataclasses
@@ -25,7 +25,11 @@ from experiments.framework import (
 )
 from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.published import STEP, batch_tolerance, by
+from experiments.serving.latency_vs_rate.published import (
+    STEP,
+    batch_tolerance,
+    name_in_sentence,
+)
 from experiments.serving.memory_waste.drawing import BATCHES, CLAIMS, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import validation
@@ -36,22 +40,22 @@ from scaling.costs import devices, serving
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How long the load is served, and how often."""
+    """Load and number of simulations."""
 
     rate: float = 2.0
-    """Requests a second."""
+    """Requests/s."""
     hours: float = 1.0
-    """Of load."""
+    """Hours of simulated load."""
     warm_up_s: float = 0.0
-    """Seconds of it that do not count; the paper says of none."""
+    """Seconds at the start that are discarded; the paper states no warm-up."""
     num_seeds: int = 6
-    """Loads, alike but for chance."""
+    """Independent draws of the load."""
     step_scales: tuple[float, ...] = (1.0, 1.2, 1.31)
-    """Times that a step takes as long as on a GPU of 80 GB, the last one being the
-    ratio of the bandwidths; what the paged system's memory depends on."""
+    """Time of a step over that on a GPU of 80 GB, on which the paged system's memory
+    use depends. The last value is the ratio of the bandwidths."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields."""
         if not 0 < self.rate <= 100:
             raise ValueError(
                 f"rate={self.rate!r} must be in (0, 100] requests a second"
@@ -79,46 +83,46 @@ PerSeed = Float[np.ndarray, "rows seeds"]
 
 
 class Waste(ResultTable):
-    """What memory was used for, a row for each system, or each scale of its steps."""
+    """Memory use by system, or by scale of the step time."""
 
     uses: Float[np.ndarray, "rows seeds uses"] = column("shares of the token places")
-    batch: PerSeed = column("requests served at once")
-    step_s: PerSeed = column("of a step")
-    num_preempted: Int[np.ndarray, "rows seeds"] = column("sequences")
-    num_answered: Int[np.ndarray, "rows seeds"] = column("in the time that counts")
+    batch: PerSeed = column("mean batch size")
+    step_s: PerSeed = column("mean time of a step")
+    num_preempted: Int[np.ndarray, "rows seeds"] = column("preemptions")
+    num_answered: Int[np.ndarray, "rows seeds"] = column("requests after the warm-up")
 
 
-class Growth(ResultRecord):
-    """Memory and throughput by requests served at once; NaN beyond those that fit."""
+class BatchGrowth(ResultRecord):
+    """Memory and throughput by batch size; NaN beyond the batch that fits."""
 
-    requests: Int[np.ndarray, " requests"] = column("how many")
-    memory_bytes: Float[np.ndarray, "systems requests"] = column("with the weights")
-    tokens_per_s: Float[np.ndarray, "systems requests"] = column("drawn")
+    requests: Int[np.ndarray, " requests"] = column("batch size")
+    memory_bytes: Float[np.ndarray, "systems requests"] = column("weights included")
+    tokens_per_s: Float[np.ndarray, "systems requests"] = column("generated tokens")
 
 
 class Result(ResultRecord):
-    """All of it."""
+    """Memory, its use by system, and its growth."""
 
-    memory_bytes: float = column("of the GPU")
-    weight_bytes: float = column("parameters")
-    kv_bytes: float = column("left for keys and values")
-    token_bytes: float = column("of one token's")
+    memory_bytes: float = column("memory of the GPU")
+    weight_bytes: float = column("memory of the weights")
+    kv_bytes: float = column("memory of the KV cache")
+    token_bytes: float = column("K and V of a token")
     system: Texts = column("names of the rows of `waste`")
-    waste: Waste = column("of each system")
-    step_scales: Floats = column("of the steps, the rows of `scaled`")
-    scaled: Waste = column("of the paged system")
-    growth: Growth = column("by requests")
+    waste: Waste = column("by system")
+    step_scales: Floats = column("scales of the step time, the rows of `scaled`")
+    scaled: Waste = column("paged system by scale")
+    growth: BatchGrowth = column("by batch size")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves the load by every system."""
+    """Simulates the load with every system."""
     server = settings.SERVERS["13B"]
     setting = runs.Setting(server, settings.DATA["ShareGPT"])
     loads = [
         runs.draw_load(setting.law, config.rate, 3600 * config.hours, seed)
         for seed in range(config.num_seeds)
     ]
-    cost = settings.cost(server)
+    cost = settings.step_time(server)
     progress.show("contiguous memory")
     orca = [(name, load, cost) for name in settings.ORCAS for load in loads]
     last = settings.SYSTEMS[-1]
@@ -151,18 +155,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _serve(
     config: Config,
     setting: runs.Setting,
-    asked: Sequence[tuple[settings.System, runs.Load, Cost]],
+    cases: Sequence[tuple[settings.System, runs.Load, Cost]],
     progress: Progress,
 ) -> Waste:
-    """Serves loads in simulated time; rows are systems, or costs, columns seeds."""
+    """Simulates loads; rows are systems or cost models, columns are seeds."""
     served = driver.simulate(
         driver.stack(
             [
-                runs.member(setting, load, system, config.rate, cost, 1)
-                for system, load, cost in asked
+                runs.make_member(setting, load, system, config.rate, cost, 1)
+                for system, load, cost in cases
             ]
         ),
-        max_slots=max(setting.slots(system) for system, *_ in asked),
+        max_slots=max(setting.slots(system) for system, *_ in cases),
         head=runs.HEAD,
         since_s=config.warm_up_s,
         until_s=3600 * config.hours,
@@ -182,11 +186,12 @@ def _serve(
 
 def _growth(
     waste: Waste, server: settings.Machine, cost: Cost, token_bytes: float
-) -> Growth:
-    """Fills the memory with requests as they were met, one after the other."""
+) -> BatchGrowth:
+    """Extrapolates memory and throughput to each batch size that fits."""
     uses, batch = waste.uses.mean(axis=1), waste.batch.mean(axis=1)
     places = server.num_places
-    # What is external to contiguous regions is lost to others, too; free pages are not.
+    # External fragmentation of contiguous regions is lost to all requests; free pages
+    # are not.
     lost = np.where(np.array(SYSTEMS) == "paged", 0.0, uses[:, 3])
     held = (uses[:, :3].sum(axis=1) + lost) * places / batch
     context = uses[:, 0] * places / batch
@@ -202,7 +207,7 @@ def _growth(
         decode_context=jnp.asarray(tokens, jnp.int32),
     )
     seconds = np.asarray(jax.jit(jax.vmap(jax.vmap(cost)))(work))
-    return Growth(
+    return BatchGrowth(
         requests=requests,
         memory_bytes=np.where(fits, memory, np.nan),
         tokens_per_s=np.where(fits, requests / seconds, np.nan),
@@ -211,7 +216,7 @@ def _growth(
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds memory, waste and batches against the published ones."""
+    """Compares memory, waste and batch sizes with the published ones."""
     yield measured("weights", 100 * result.weight_bytes / result.memory_bytes)
     yield measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
     names = result.system.tolist()
@@ -220,11 +225,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         why = {"external waste and rest": CLAIMS.text("rounding")}
         if system == "paged":
             why["token states"] = CLAIMS.text("load")
-        words: dict[str, Any] = {"system": system, "who": by(system)}
+        words: dict[str, Any] = {
+            "system": system,
+            "system_name": name_in_sentence(system),
+        }
         for use, share in zip(USES.values(), found, strict=True):
             yield measured("uses", share, use=use, why=why.get(use, ""), **words)
         if system == "paged":
-            # Pages are reserved for one token ahead only, and no page lies outside.
+            # Pages are reserved for at most one token ahead; no page is external.
             yield measured("within", (found[1:3] / found[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
     for system, published in BATCHES.items():
@@ -234,7 +242,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             published=published,
             tolerance=batch_tolerance(system) * published,
             system=system,
-            who=by(system),
+            system_name=name_in_sentence(system),
             why=STEP if system == "paged" else "",
         )
     for other in CLAIMS.published("times"):
@@ -242,7 +250,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives what memory holds, and how large batches are."""
+    """Returns memory shares and batch sizes."""
     waste = result.waste
     found = {f"{use}_share": waste.uses[:, :, k] for k, use in enumerate(USES)}
     found |= {"batch": waste.batch, "step_s": waste.step_s}
@@ -257,7 +265,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Lays out the waste beside the published one, and what it depends on."""
+    """Returns tables of memory use, and of its dependence on the step time."""
     waste, scaled, names = result.waste, result.scaled, result.system.tolist()
     uses = {use: _spreads(100 * waste.uses[:, :, k]) for k, use in enumerate(USES)}
     served = {
@@ -280,28 +288,28 @@ def summary(result: Result) -> list[ReportPart]:
     many = waste.batch.shape[1]
     return [
         _sheet(
-            "per cent of the token places",
+            "percentage of the token places",
             {"system": names} | uses | printed,
             f"Means over time and {many} loads, and the standard deviation over loads.",
         ),
-        _sheet("served meanwhile", {"system": names} | served),
+        _sheet("served requests", {"system": names} | served),
         _sheet(
             "the paged system, by length of a step",
             slower,
-            "How long a step is against one on a GPU of 80 GB, of which times are "
-            "published; the last row is the one that the claims are about.",
+            "Time of a step over the published time on a GPU of 80 GB; "
+            "claims use the last row.",
         ),
     ]
 
 
 def _sheet(title: str, columns: Mapping[str, Sequence[str]], note: str = "") -> Sheet:
-    """A table of columns of text by their headings."""
+    """Returns a table from columns of text by heading."""
     rows = [*zip(*columns.values(), strict=True)]
     return Sheet(title, tuple(columns), rows, note)
 
 
 def _spreads(rows: PerSeed) -> list[str]:
-    """Mean and standard deviation of each row of a few numbers."""
+    """Formats mean and standard deviation of each row."""
     if rows.shape[1] < 2:
         return [f"{row.mean():.2f}" for row in rows]
     return [f"{row.mean():.2f} ({row.std(ddof=1):.2f})" for row in rows]

@@ -1,1 +1,1 @@
-"""Page size."""
+"""Cost of paged memory by page size."""

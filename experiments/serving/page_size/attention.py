@@ -1,9 +1,9 @@
-"""How long does attention over pages take, and over contiguous memory?
+"""Times attention over pages and over contiguous memory.
 
-One decode step, batch and context as in the paper's figure, over pages of every size
-against the fastest attention there is here over contiguous memory. Both are held
-against float64, and timed in turns. Where a page holds a whole sequence there is no
-table to follow: the price that is left is that of another kernel.
+A decode step with the batch and context sizes of the paper's figure is run over pages
+of every size, and with the fastest implementation over contiguous memory. Both are
+checked against float64 and timed alternately. A page that holds a whole sequence needs
+no page table lookups, so the remaining overhead is due to the kernel.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from pallas_kernels import devices
 from pallas_kernels.bench import AttentionProblem, HeadShape, Spec, problems, timing
 
 PAPER_PAGE_SIZE = 16
-"""vLLM's, and the default of section 7.2."""
+"""Default page size of vLLM and of section 7.2."""
 CONTIGUOUS = ("XLA head-major", "XLA contiguous", "cuDNN contiguous")
 
 
@@ -42,24 +42,24 @@ class Config:
     """Shapes of a decode step."""
 
     batches: tuple[int, ...] = (8, 32)
-    """Sequences."""
+    """Batch sizes."""
     contexts: tuple[int, ...] = (64, 128, 256)
-    """Tokens that each has, the new one among them; ascending."""
+    """Context lengths in tokens with the new token, ascending."""
     page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
     num_q_heads: int = 40
-    """Query heads; those of OPT-13B, of which the paper takes most of its numbers."""
+    """Query heads; OPT-13B, the model of most of the paper's numbers, has 40."""
     num_kv_heads: int = 40
     """Key and value heads."""
     head_dim: int = 128
     """Elements of a head."""
     repeats: int = 5
-    """Rounds, in which everyone is timed in turn."""
+    """Rounds, each of which times every implementation once."""
     num_calls: int = 3
     """Calls of a round, of which the median counts."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be measured."""
+        """Validates the fields."""
         validation.ascending(self, "batches", "contexts", "page_sizes", low=1)
         validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim", "repeats")
         validation.at_least(self, "num_calls", low=2)
@@ -92,33 +92,33 @@ Times = Float[np.ndarray, "rows page_sizes"]
 
 
 class Latency(ResultTable):
-    """A row for each case, a batch and a context; a number for each page size.
+    """Latency of each batch and context size, by page size.
 
-    NaN where nobody here attends to pages of that size.
+    NaN for page sizes that the implementation does not support.
     """
 
     batch: Ints = column("sequences")
-    context: Ints = column("tokens of each")
-    paged_s: Times = column("seconds of attention over pages")
+    context: Ints = column("tokens of each sequence")
+    paged_s: Times = column("attention over pages")
     contiguous_s: Times = column(
-        "beside each page size, in the same rounds; the fastest way counts"
+        "fastest attention over contiguous memory in the rounds of that page size"
     )
-    ratio: Times = column("median over the rounds of paged by contiguous")
-    error: Times = column("of the paged one, from float64")
+    ratio: Times = column("median over rounds of paged / contiguous")
+    error: Times = column("error of paged attention from float64")
 
 
 class Result(ResultRecord):
-    """What was measured, and where."""
+    """Latencies and the device they were measured on."""
 
-    device: str = column("kind of it")
-    clock: str = column("as that of `timing.Timing`")
-    paged: str = column("the implementation")
+    device: str = column("kind of device")
+    clock: str = column("clock, as in `timing.Timing`")
+    paged: str = column("implementation of paged attention")
     page_size: np.ndarray = column("token places in a page")
-    latency: Latency = column("what was measured")
+    latency: Latency = column("by batch and context")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Measures case after case; ended early, it has what is done."""
+    """Measures all shapes; if stopped, keeps the finished ones."""
     target = devices.current_target()
     on_gpu = target.platform == "gpu"
     paged = "mosaic_gpu" if on_gpu else "reference"
@@ -154,14 +154,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 type Cell = tuple[float, float, float, float]
-"""Seconds over pages and without, their ratio, and the error of the first."""
+"""Seconds over pages and over contiguous memory, their ratio, and the error."""
 
 
 def _fastest(problem: AttentionProblem) -> str:
-    """Names the fastest way to attend to contiguous memory, of those that are right.
+    """Returns the name of the fastest correct attention over contiguous memory.
 
     Raises:
-      RuntimeError: none is.
+      RuntimeError: no implementation is correct.
     """
     seconds = {
         name: timing.measure(run.call, num_calls=2).seconds
@@ -169,15 +169,17 @@ def _fastest(problem: AttentionProblem) -> str:
         if (run := _prepare(problem, name)) and _is_right(problem, run)
     }
     if not seconds:
-        raise RuntimeError(f"{problem.spec.name}: nobody is right without pages")
+        raise RuntimeError(
+            f"{problem.spec.name}: no contiguous attention has an error within bounds"
+        )
     return min(seconds, key=seconds.__getitem__)
 
 
 def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) -> Cell:
-    """Times both in turns; NaN where the first does not take such pages.
+    """Times both alternately; NaN if the first does not support the page size.
 
     Raises:
-      RuntimeError: it takes them, and its answer is wrong.
+      RuntimeError: the first supports it, and its result is wrong.
     """
     paged, contiguous = (_prepare(problem, name) for name in names)
     if paged is None or contiguous is None:
@@ -199,11 +201,11 @@ def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) 
 
 
 def _prepare(problem: AttentionProblem, name: str) -> KernelRun | None:
-    """Makes a run; None for one that refuses."""
-    everyone = {x.name: x for x in runs.attention_implementations()}
+    """Prepares an implementation; None if it refuses the problem."""
+    implementations = {x.name: x for x in runs.attention_implementations()}
     try:
-        return everyone[name].prepare(problem)
-    except ValueError:  # pages of such a size; a GPU that is not there
+        return implementations[name].prepare(problem)
+    except ValueError:  # unsupported page size, or no GPU
         return None
 
 
@@ -212,12 +214,12 @@ def _is_right(problem: AttentionProblem, run: KernelRun) -> bool:
 
 
 def _paper_column(result: Result) -> int:
-    """The page size of the paper, or the one nearest to it."""
+    """Returns the column of the paper's page size, or of the nearest one."""
     return int(np.argmin(np.abs(result.page_size - PAPER_PAGE_SIZE)))
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives the ratio of every case and page size, and the times at the paper's."""
+    """Returns ratios by shape and page size, and times at the paper's page size."""
     found, column = result.latency, _paper_column(result)
     sizes = result.page_size.tolist()
     usual = sizes[column]
@@ -226,8 +228,8 @@ def metrics(result: Result) -> dict[str, Any]:
         | {f"paged_s, pages of {usual}": row["paged_s"][column]}
         | {"contiguous_s": row["contiguous_s"][column]}
         | {f"ratio, {n}": x for n, x in zip(sizes, row["ratio"], strict=True)}
-        # The largest page holds all of a sequence side by side: what is left of the
-        # ratio there is the kernel's, and the rest the table's.
+        # The largest page holds a whole sequence: its ratio is the kernel's overhead,
+        # and the remainder is that of the page table.
         | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
         for row in found.rows()
     ]
@@ -236,20 +238,20 @@ def metrics(result: Result) -> dict[str, Any]:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the published price of pages against ours."""
+    """Compares the published overhead of pages with the measured one."""
     found, column = result.latency, _paper_column(result)
     ratios = found.ratio[:, column]
     known = ratios[np.isfinite(ratios)]
     low, high = (known.min(), known.max()) if known.size else (math.nan, math.nan)
     spread = f"Ours: {low:.2f} to {high:.2f} over all shapes"
     if known.size and np.isfinite(found.ratio[:, -1]).all():
-        alone = float(np.nanmedian(ratios / found.ratio[:, -1]))
+        relative = float(np.nanmedian(ratios / found.ratio[:, -1]))
         whole = int(result.page_size[-1])
-        spread += f"; {alone:.2f} times, in the middle, what pages of {whole} take"
-    here, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
+        spread += f"; {relative:.2f} times that of pages of {whole}, in the median"
+    on_cpu, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
     words: dict[str, Any] = {
         "size": int(result.page_size[column]),
-        "peers": on_gpu if result.paged == "mosaic_gpu" else here,
+        "peers": on_gpu if result.paged == "mosaic_gpu" else on_cpu,
         "device": result.device,
         "spread": spread,
     }
@@ -261,7 +263,7 @@ DASHES, COLORS, MARKS = ("-", "--", ":", "-."), (5, 6, 3, 1), "os^d"
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the ratio against the page size, and times as the paper does."""
+    """Draws the ratio by page size, and times as in the paper."""
     ratios, times = axes
     column, found = _paper_column(result), result.latency
     batches, contexts = found.distinct("batch"), found.distinct("context")
@@ -273,24 +275,23 @@ def plot(axes: Any, result: Result) -> None:
         label = f"{batch} x {context}"
         style.draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
-        mine = found.where(batch=batch)
-        paged, contiguous = mine.paged_s[:, column], mine.contiguous_s[:, column]
+        subset = found.where(batch=batch)
+        paged, contiguous = subset.paged_s[:, column], subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
         style.draw_curve(
-            times, mine.context, 1e3 * paged, color, f"{label}, pages", marker=mark
+            times, subset.context, 1e3 * paged, color, f"{label}, pages", marker=mark
         )
         look = {"linestyle": ":", "marker": mark}
         label = f"{label}, contiguous"
-        style.draw_curve(times, mine.context, 1e3 * contiguous, color, label, **look)
+        style.draw_curve(times, subset.context, 1e3 * contiguous, color, label, **look)
     style.draw_reference_line(ratios, 1, "contiguous")
     style.use_powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
-        here = found.ratio[:, column]
+        at_size = found.ratio[:, column]
         size = result.page_size[column]
-        title = (
-            f"Pages of {size} take {here.min():.2f} to {here.max():.2f} times as long "
-        )
+        least, most_ratio = at_size.min(), at_size.max()
+        title = f"Pages of {size} take {least:.2f} to {most_ratio:.2f} times as long "
         title += "as contiguous attention"
         most = 1e3 * found.paged_s[:, column].max()
         times_title = f"Pages of {size}: at most {most:.3g} ms a step"

@@ -1,8 +1,8 @@
-"""What does it cost that keys and values lie in pages, and how large should pages be?
+"""Measures the cost of paged memory and the best page size.
 
-One study times attention over pages, and over contiguous memory. The other serves whole
-workloads in simulated time: there a step takes as long whatever the pages, and what
-they leave unused is felt.
+One study times attention over pages and over contiguous memory. The other simulates
+whole workloads, where the time of a step does not depend on the page size, and pages
+differ only in their unused places.
 """
 
 from experiments.serving.page_size import attention, serving

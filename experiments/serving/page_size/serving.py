@@ -1,8 +1,8 @@
-"""What do page sizes mean for serving?
+"""Simulates workloads with pages of every size.
 
-Whole workloads are served with pages of every size, in simulated time. A step takes as
-long whatever the pages: what is left is memory, the places of the last page of each
-sequence that nobody uses yet. What tables cost is asked of the kernel.
+The time of a step does not depend on the page size, so that pages differ only by
+memory: the unused places of each sequence's last page. The `attention` study measures
+the cost of page table lookups.
 """
 
 import dataclasses
@@ -22,27 +22,27 @@ from jaxkv.simulation import Members, driver
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
-"""Requests a second at which latencies are compared: near what is sustained."""
+"""Requests/s at which latencies are compared, close to the sustained rate."""
 FULL: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
-"""More than is sustained: where memory is full."""
+"""Requests/s above the sustained rate, at which memory is full."""
 BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
-"""Sizes that figure 18b shows to be best."""
+"""Best page sizes in figure 18b."""
 CLAIMS = claims_file(__file__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Page sizes, and the load."""
+    """Page sizes and the load."""
 
     page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
     hours: float = 1 / 3
-    """Of load that is served in simulated time."""
+    """Hours of simulated load."""
     seed: int = 0
-    """Of its lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be served."""
+        """Validates the fields."""
         validation.ascending(self, "page_sizes", low=1)
         validation.above(self, "hours")
         validation.at_least(self, "seed", low=0)
@@ -55,28 +55,28 @@ CONFIGS = {"paper": Config()}
 
 
 class Serving(ResultTable):
-    """What became of every load, a row for each."""
+    """Latency and memory of each load and page size."""
 
-    data: Texts = column("whose lengths")
-    rate: Floats = column("requests a second")
+    data: Texts = column("dataset of the lengths")
+    rate: Floats = column("requests/s")
     page_size: Floats = column("token places in a page")
     normalised_s: Floats = column(
-        "seconds a token, arrival to answer; who has none counts with the time so far"
+        "mean latency / output tokens; elapsed time for requests without an answer"
     )
-    batch: Floats = column("sequences that run")
+    batch: Floats = column("mean batch size")
     tokens: Floats = column("share of the memory that holds keys and values")
-    unused: Floats = column("share that is held and does not")
-    preempted: Floats = column("times that a request was preempted, by the requests")
+    unused: Floats = column("share of the memory in allocated but unused places")
+    preempted: Floats = column("preemptions per request")
 
 
 class Result(ResultRecord):
-    """What was served."""
+    """Simulated loads."""
 
-    serving: Serving = column("every load")
+    serving: Serving = column("by dataset, rate and page size")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves either data at two rates; ended early, it has what is done."""
+    """Simulates each dataset at two rates; if stopped, keeps the finished ones."""
     page_sizes, seconds, seed = config.page_sizes, 3600 * config.hours, config.seed
     server = settings.SERVERS["13B"]
     rows = []
@@ -85,13 +85,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             break
         progress.show(f"{data}, pages of every size")
         load = runs.draw_load(law, FULL[data], seconds, seed)
-        asked = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
-        places, cost = server.num_places, settings.cost(server)
+        cases = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
+        places, cost = server.num_places, settings.step_time(server)
         members = [
             Members(
-                load.at(rate), runs.capacity(places // size, size), fcfs.fcfs(), cost
+                load.at(rate),
+                runs.pool_capacity(places // size, size),
+                fcfs.fcfs(),
+                cost,
             )
-            for rate, size in asked
+            for rate, size in cases
         ]
         served = driver.simulate(
             driver.stack(members),
@@ -101,7 +104,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             until_s=seconds,
             progress=progress,
         )
-        for i, (rate, size) in enumerate(asked):
+        for i, (rate, size) in enumerate(cases):
             w, means = load.at(rate), served.means
             num = w.prompt.shape[0]
             finish_s = served.finish_s[i][:num]
@@ -117,7 +120,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds latencies, and what is left of a full memory, against ours."""
+    """Compares latencies and memory use with published and expected ones."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
         rows, law = (
@@ -127,12 +130,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
         found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
         words: dict[str, Any] = {"data": data, "low": low, "high": high}
-        for id, here in found.items():
-            if here.any():
-                slowest = float(latency[here].max() / latency.min())
+        for id, selected in found.items():
+            if selected.any():
+                slowest = float(latency[selected].max() / latency.min())
                 yield measured(id, slowest, rate=LOADED[data], **words)
         rows = result.serving.where(data=data, rate=FULL[data])
-        # Both sources look before a step's tokens are written, ours after.
+        # Both sources count before the tokens of a step are written, the simulator
+        # after.
         written = rows.batch / places
         tokens, unused = 100 * (rows.tokens - written), 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
@@ -144,7 +148,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws latency, and the use of a full memory, against the page size."""
+    """Draws latency and memory use by page size."""
     latency, memory = axes
     worst, least = ("", 0, 0.0), ("", 0, 100.0)
     for data in ("ShareGPT", "Alpaca"):
@@ -159,11 +163,16 @@ def plot(axes: Any, result: Result) -> None:
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
         rows = result.serving.where(data=data, rate=FULL[data])
-        theirs = CLAIMS.published("tokens")[data]
+        reference = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
         style.draw_curve(
-            memory, [*map(int, theirs)], [*theirs.values()], "published", label, **look
+            memory,
+            [*map(int, reference)],
+            [*reference.values()],
+            "published",
+            label,
+            **look,
         )
         style.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < least[2]:

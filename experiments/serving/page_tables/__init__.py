@@ -1,1 +1,1 @@
-"""Page tables."""
+"""Walk-through of page tables, frame by frame."""

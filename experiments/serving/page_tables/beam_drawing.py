@@ -1,4 +1,4 @@
-"""Draws frames of beams that share pages, and the pool below."""
+"""Draws frames of beams that share pages, and the page pool below."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from experiments.serving.page_tables.frames import Frames
 from jaxkv.memory import NO_PAGE
 
 _LABEL, _THIN = 0.55, 0.06
-"""Widths: of what stands before the pages, of a page in the pool that is never used."""
+"""Widths: of the labels before the pages, and of a page that is never used."""
 _ROW, _LINE = 0.39, 0.08
-"""Heights: of a beam, of a line of text."""
+"""Heights: of a beam, and of a line of text."""
 
 HEIGHT = 4 * _ROW + 0.83
-"""Of a frame of four beams, in inches."""
+"""Height of a frame of 4 beams in inches."""
 
 
-def draw(
+def draw_beams(
     ax: Any,
     x: float,
     y: float,
@@ -27,16 +27,16 @@ def draw(
     *,
     width: float,
 ) -> None:
-    """Draws a frame of beams; each physical page once, across those that share it.
+    """Draws a frame of beams; a shared physical page spans its beams.
 
     Args:
-      ax: where to, in inches, y downwards.
+      ax: axes in inches, y downwards.
       x: left edge.
       y: upper edge.
       frames: states whose slots are the beams of one request.
-      i: which of them.
+      i: index of the frame.
       names: names of the beams.
-      width: inches to fill.
+      width: width in inches.
     """
     for slot, name in enumerate(names):
         middle, color = y + (slot + 0.5) * _ROW, boxes.slot_color(slot)
@@ -51,7 +51,7 @@ def draw(
     page_width = (width - _LABEL) / num_columns
     for column in range(num_columns):
         top = y
-        # Beams that share a page stand side by side.
+        # Beams that share a page are adjacent.
         for page, run in itertools.groupby(frames.page_ids[i, :, column].tolist()):
             height = _ROW * len([*run])
             left = x + _LABEL + column * page_width
@@ -65,7 +65,7 @@ def draw(
 def _draw_page(
     ax: Any, box: Box, frames: Frames, i: int, page: int, column: int
 ) -> None:
-    """A physical page across the rows of the beams that read it."""
+    """Draws a physical page across the rows of its beams."""
     slots = frames.owners(i, page)
     height, size = box.height / len(slots), frames.held.shape[2]
     for k, slot in enumerate(slots):
@@ -74,11 +74,11 @@ def _draw_page(
             ax, band, facecolor=boxes.lighten(boxes.slot_color(slot)), linewidth=0
         )
     boxes.draw_frame(ax, box, slots)
-    # What stands beyond the length was left by the last owner of the page.
+    # Places beyond the length hold tokens of the page's last owner.
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
     y = box.y + box.height / 2 - (len(held) - 1) / 2 * _LINE
-    for k, word in enumerate(frames.told(held)):
+    for k, word in enumerate(frames.words_of(held)):
         weight = "bold" if k == newest else "normal"
         boxes.draw_text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
     look = {"fontweight": "bold", "ha": "right", "va": "top", "color": boxes.GREY}
@@ -88,7 +88,7 @@ def _draw_page(
 def _draw_pool(
     ax: Any, x: float, y: float, frames: Frames, i: int, total: float
 ) -> None:
-    """All physical pages in a row: id, colours, reference count."""
+    """Draws all physical pages in a row: id, colours and reference count."""
     used = frames.ever_used()
     num = sum(used)
     width = (total - _LABEL - (len(used) - num) * _THIN) / num
@@ -109,6 +109,6 @@ def _draw_pool(
         if count:
             boxes.draw_reference_count(ax, middle, y + 0.32, before, count)
         else:
-            said = f"{before}→0" if before else "free"
+            change = f"{before}→0" if before else "free"
             color = boxes.COPY if before else boxes.GHOST
-            boxes.draw_text(ax, middle, y + 0.32, said, 5.4, color=color, ha="center")
+            boxes.draw_text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")

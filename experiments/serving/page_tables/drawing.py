@@ -1,4 +1,4 @@
-"""Draws frames of paged memory: logical pages, page table, physical pages."""
+"""Draws frames of paged memory: logical pages, page table and physical pages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,26 +12,26 @@ from experiments.serving.page_tables.frames import Frames
 SIZE_INCHES = (7.4, 15.35)
 
 type Scene = tuple[str, Frames, tuple[str, ...]]
-"""A title, the frames, and a name for each slot."""
+"""Title, frames, and the name of each slot."""
 
 _MARGIN = 0.1
 _COLUMN, _GAP = 3.5, 0.2
 _ROW, _THIN = 0.24, 0.09
-"""Heights: of a page of two lines of text, of one that is never used."""
+"""Heights: of a page with 2 lines of text, and of a page that is never used."""
 _PAGE = 1.22
-"""Width of a page of two words a line."""
+"""Width of a page with 2 words a line."""
 _LEGEND = (
     "Colour: sequence.   Black frame: shared page.   Number in a pill: references.   "
     "Bold: just written.   Italic: to be written next.   Pale: left in a free page."
 )
 
 
-def draw(ax: Any, scenes: Sequence[Scene]) -> None:
-    """Draws scenes below each other, two frames side by side.
+def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
+    """Draws scenes from top to bottom, with 2 frames per row.
 
     Args:
-      ax: where to; it is made to fill the figure.
-      scenes: those of requests, then one whose slots are the beams of one request.
+      ax: axes, resized to fill the figure.
+      scenes: scenes of requests, then one whose slots are the beams of one request.
     """
     width, bottom = SIZE_INCHES
     ax.set_position((0, 0, 1, 1))
@@ -48,7 +48,7 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
         y += 0.24
         height = beam_drawing.HEIGHT
         if not is_beams:
-            # The sequences, or the pool, of the frame that needs most.
+            # Height of the taller of sequences and pool over all frames.
             pool = sum(_ROW if used else _THIN for used in frames.ever_used())
             pages = -(-frames.length.max(axis=0) // frames.held.shape[2])
             sequences = 0.05 + sum(num * _ROW + 0.17 for num in pages if num)
@@ -57,7 +57,9 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
             x, top = (i % 2) * (_COLUMN + _GAP), y + height * (i // 2)
             boxes.draw_text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
             if is_beams:
-                beam_drawing.draw(ax, x, top + 0.22, frames, i, names, width=_COLUMN)
+                beam_drawing.draw_beams(
+                    ax, x, top + 0.22, frames, i, names, width=_COLUMN
+                )
             else:
                 _draw_frame(ax, x, top + 0.31, frames, i, names)
         y += height * -(-len(frames.caption) // 2)
@@ -66,7 +68,7 @@ def draw(ax: Any, scenes: Sequence[Scene]) -> None:
 def _draw_frame(
     ax: Any, x: float, y: float, frames: Frames, i: int, names: Sequence[str]
 ) -> None:
-    """One frame: each sequence's pages and table, lines to the pool, and the pool."""
+    """Draws a frame: pages and table of each sequence, lines to the pool, the pool."""
     table_x, pool_x = x + _PAGE + 0.11, x + _COLUMN - _PAGE - 0.2
     for place, head in (
         (x + _PAGE / 2, "logical pages"),
@@ -97,19 +99,19 @@ def _draw_slot(
     name: str,
     pool: dict[int, Box],
 ) -> float:
-    """A sequence's logical pages, the table's rows beside them; where they end."""
+    """Draws a sequence's logical pages and table rows; returns the lower edge."""
     color, size, table_x = (
         boxes.slot_color(slot),
         frames.held.shape[2],
         x + _PAGE + 0.11,
     )
-    length, told = int(frames.length[i, slot]), frames.told(frames.tokens[i, slot])
+    length, texts = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
         boxes.draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
-        if told[length]:
+        if texts[length]:
             look = {"style": "italic", "color": boxes.GREY, "ha": "right"}
-            where = (x + _PAGE, y + 0.075, f"next: {told[length]}", boxes.SMALL)
+            where = (x + _PAGE, y + 0.075, f"next: {texts[length]}", boxes.SMALL)
             boxes.draw_text(ax, *where, va="center", **look)
     y += 0.15
     before = int(frames.length[i - 1, slot]) if i else 0
@@ -118,23 +120,23 @@ def _draw_slot(
         box = Box(x, y, _PAGE, _ROW - 0.03)
         boxes.draw_rectangle(ax, box, facecolor=boxes.lighten(color), edgecolor=color)
         old = min(max(before - start, 0), size)
-        words = told[start : start + filled]
+        words = texts[start : start + filled]
         boxes.draw_words(ax, box, words, bold=range(old, filled) if i else ())
         middle = y + box.height / 2
         boxes.draw_text(ax, table_x + 0.04, middle, str(page), 6.6, ha="center")
         grew = f"{old} → {filled}" if old and old != filled else str(filled)
         boxes.draw_text(ax, table_x + 0.3, middle, grew, 6, ha="center")
         end = pool[page]
-        # Lines to a shared page end side by side.
-        apart = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
-        end_y = end.y + end.height / 2 + apart
+        # Lines to a shared page end at different heights.
+        offset = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
+        end_y = end.y + end.height / 2 + offset
         boxes.draw_arrow(ax, (table_x + 0.46, middle), (end.x - 0.14, end_y), color)
         y += _ROW
     return y + 0.02
 
 
 def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
-    """A physical page in the colours of its owners, its words read from K."""
+    """Draws a physical page in its owners' colours, with the words read from K."""
     count, copied = int(frames.ref[i, page]), int(frames.copied[i, page])
     owners, held = frames.owners(i, page), frames.held[i, page]
     middle = box.y + box.height / 2
@@ -144,7 +146,7 @@ def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     boxes.draw_frame(ax, box, owners, copied=copied >= 0)
     old = frames.held[max(i - 1, 0), page if copied < 0 else copied]
     bold = np.flatnonzero(held != old).tolist() if owners else ()
-    boxes.draw_words(ax, box, frames.told(held), bold=bold, color=color)
+    boxes.draw_words(ax, box, frames.words_of(held), bold=bold, color=color)
     if not owners:
         return
     before = int(frames.ref[i - 1, page]) if i else 0

@@ -1,11 +1,10 @@
-"""Where do the words of a sequence lie in paged memory?
+"""Walks through PagedAttention frame by frame.
 
-Walks through PagedAttention frame by frame: the logical pages of a sequence, the page
-table with the physical page and how much of it is filled, and the physical pages with
-their reference counts. One word is a token and a page holds four. What comes next is
-known by heart, but everything drawn is read from the engine between two of its steps:
-tables and counts from its state, the words in physical pages from K, where they were
-written, and where the model looks for them.
+Each frame shows the logical pages of a sequence, the page table with the physical page
+and its number of filled places, and the physical pages with their reference counts. A
+word is a token, and a page holds 4. The model recites known sentences, but all drawn
+values are read from the engine between two steps: tables and counts from its state, and
+words in physical pages from the cached keys.
 """
 
 import dataclasses
@@ -22,15 +21,20 @@ from experiments.framework import (
 from experiments.framework.table import field_values
 from experiments.harness.sentence_model import SentenceLanguage
 from experiments.serving.page_tables import drawing
-from experiments.serving.page_tables.frames import MAX_LENGTH, Ask, Frames, Stage
+from experiments.serving.page_tables.frames import (
+    MAX_LENGTH,
+    FrameRecorder,
+    FrameRequest,
+    Frames,
+)
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
 NUM_PAGES, PAGE_SIZE = 9, 4
-"""The pool of the paper's figures."""
+"""Page pool of the paper's figures."""
 WIDTH, NUM_BEAM_PAGES = 4, 17
-"""Beams, and the pages for them: a request is taken only if its worst case fits, in
-which no beam shares a page of its answer."""
+"""Number of beams, and pages for them: a request is admitted only if its worst case
+fits, in which beams share no page of their answers."""
 
 SENTENCES = {
     "Alan Turing is a computer scientist and mathematician renowned for his work": 1.0,
@@ -38,7 +42,8 @@ SENTENCES = {
     "Four score and seven years ago our mothers brought forth on this": 0.5,
     "It was the best of times it was the worst": 1.0,
 }
-"""What is known by heart. After "our", both words are as likely."""
+"""Sentences that the model recites, with weights. "our" has 2 equally likely next
+words."""
 
 PROMPT = "The young Alan Turing"
 _MACHINE = "imagined a machine that"
@@ -55,19 +60,20 @@ STORIES = {
     "loved long distance running": 0.18,
     "went to Princeton and worked there with Alonzo Church for two years": 0.05,
 }
-"""How the beams' prompt may go on. Beams 1 and 2 die out at the end of a page, twice;
-then all four continue beams 1 and 2, as in the paper's figure 9."""
+"""Continuations of the beam search prompt, with probabilities. Beams end at a page
+boundary twice, after which all four continue beams 1 and 2, as in the paper's figure
+9."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is left to chance: which of two words a sample takes."""
+    """Seed of the sampled words."""
 
     seed: int = 5
-    """Of the draws of the parallel samples; some let both take the same word."""
+    """Seed of the parallel samples; with some seeds, both choose the same word."""
 
     def __post_init__(self) -> None:
-        """Refuses a seed that the engine would refuse."""
+        """Validates the fields."""
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed!r} must be in [0, 2**64)")
 
@@ -78,7 +84,7 @@ CONFIGS = {"smoke": Config()}
 
 
 class Result(ResultRecord):
-    """The four scenes."""
+    """Frames of the 4 scenes."""
 
     one: Frames = column("one request")
     two: Frames = column("two requests")
@@ -87,76 +93,81 @@ class Result(ResultRecord):
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Plays the scenes."""
+    """Records the scenes."""
     language = SentenceLanguage(SENTENCES, MAX_LENGTH)
-    stage = Stage(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    recorder = FrameRecorder(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     progress.show("one request")
-    one = stage.play(
-        [Ask("Alan Turing is a computer scientist", Sampling.greedy(max_tokens=9))],
+    one = recorder.record(
         [
-            "The prompt is read: two pages, the second half full.",
-            "A word is written where there is room.",
+            FrameRequest(
+                "Alan Turing is a computer scientist", Sampling.greedy(max_tokens=9)
+            )
+        ],
+        [
+            "The prompt is prefilled: two pages, the second half full.",
+            "A word is written to the next free place.",
             "The second page is full.",
-            "Now the next page is taken, wherever it lies.",
+            "The next page is allocated; it may be any free page.",
         ],
         order=(7, 1, 5),
     )
     progress.show("two requests")
-    two = stage.play(
+    two = recorder.record(
         [
-            Ask("Four score and seven years ago our", Sampling.greedy(max_tokens=4)),
-            Ask("It was the best of", Sampling.greedy(max_tokens=9), step=1),
+            FrameRequest(
+                "Four score and seven years ago our", Sampling.greedy(max_tokens=4)
+            ),
+            FrameRequest("It was the best of", Sampling.greedy(max_tokens=9), step=1),
         ],
         [
-            "A's prompt is read.",
-            "B comes; its prompt is read while A goes on.",
-            "Pages lie in any order; only a sequence's last one has room.",
+            "A's prompt is prefilled.",
+            "B arrives; its prompt is prefilled while A decodes.",
+            "Pages are in any order; only a sequence's last one has room.",
             "A has ended: its pages are free, B goes on.",
         ],
         order=(7, 1, 5, 2, 3),
     )
     progress.show("two samples of one prompt")
-    samples = stage.play(
+    samples = recorder.record(
         [
-            Ask(
+            FrameRequest(
                 "Four score and seven years ago our",
                 Sampling(n=2, seed=config.seed, max_tokens=9),
             )
         ],
         [
-            "The prompt is read once; both samples share both pages.",
-            "Both write to page 1: A1 copies it first, A2 is then alone.",
+            "The prompt is prefilled once; both samples share both pages.",
+            "Both write to page 1: A1 copies it first, then A2 owns it.",
         ],
         order=(7, 1, 3),
     )
     progress.show("beams")
-    told = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
-    beams = Stage(
-        SentenceLanguage(told, MAX_LENGTH),
+    stories = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
+    beams = FrameRecorder(
+        SentenceLanguage(stories, MAX_LENGTH),
         num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
         max_slots=WIDTH,
         max_beams=WIDTH,
-    ).play(
-        [Ask(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
+    ).record(
+        [FrameRequest(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
         [
-            "",  # the prompt is read
+            "",  # prefill of the prompt
             "Four beams share the prompt, and each has written a word.",
             *[""] * 9,
-            "Beams 0 to 2 share two more pages, beam 3 went its own way.",
+            "Beams 0 to 2 share two more pages, beam 3 does not.",
             "A word later the best continue beams 1, 1, 2, 2: only table rows move.",
             "Each has written its word to a page of its own, freed just now.",
         ],
-        # Hands out the pages that the paper's figure shows; those of the beams that
-        # die out on the way are the next to be used.
+        # Pages in the order of the paper's figure, then those that ending beams free.
         order=(0, 1, 6, 3, 2, 5, 4, 7, 8),
     )
     return Result(one, two, samples, beams)
 
 
 def plot(ax: Any, result: Result) -> None:
-    """Draws the scenes one below the other."""
-    drawing.draw(
+    """Draws the scenes."""
+    drawing.draw_scenes(
         ax,
         [
             ("One request: pages taken as it grows", result.one, ("A",)),
@@ -168,7 +179,7 @@ def plot(ax: Any, result: Result) -> None:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives tables and counts of every frame in short."""
+    """Returns tables and counts of every frame as text."""
     return {
         name: [
             {
@@ -198,13 +209,13 @@ PUBLISHED = {
     "beams": [{0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}],
     "freed": [{0: 4, 1: 4, 3: 4, 6: 2, 7: 2}],
 }
-"""The figures' tables, by claim: pages, and how much of each is filled; of samples
-and beams, how often each is referred to."""
+"""Tables of the figures by claim: pages with their filled places, or, for samples and
+beams, with their reference counts."""
 
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the tables behind the frames against those of the published figures."""
+    """Compares the tables of the frames with those of the published figures."""
     samples, beams = result.samples, result.beams
     found = {
         "grows": [_row(result.one, i, 0) for i in range(4)],
@@ -216,10 +227,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         "freed": [_uses(beams, 2)],
     }
     for id, published in PUBLISHED.items():
-        # Entries, page and number, that are ours in that order.
+        # Equal entries of page and number, if the pages are in the same order.
         equal = sum(
-            len(theirs.items() & mine.items()) if [*theirs] == [*mine] else 0
-            for theirs, mine in zip(published, found[id], strict=True)
+            len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
+            for reference, subset in zip(published, found[id], strict=True)
         )
         yield measured(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]
@@ -227,11 +238,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
-    """Pages of a slot in token order, and how much of each is filled."""
+    """Returns a slot's pages in token order with their filled places."""
     pages, filled = frames.pages(frame, slot), frames.filled(frame, slot)
     return dict(zip(pages, filled, strict=True))
 
 
 def _uses(frames: Frames, frame: int) -> dict[int, int]:
-    """Pages in use, and their reference counts."""
+    """Returns pages in use with their reference counts."""
     return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}

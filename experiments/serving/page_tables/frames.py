@@ -1,4 +1,4 @@
-"""Scenes of paged memory, frame by frame: what pool, table and pages really held."""
+"""Records the page pool, page tables and page contents of an engine, frame by frame."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,51 +23,51 @@ PerPlace = Int[np.ndarray, "frames pages page_size"]
 
 
 class Frames(ResultRecord):
-    """States one after the other, as arrays with a leading axis of frames."""
+    """Engine states as arrays with a leading axis of frames."""
 
-    caption: Texts = column("what happened")
-    words: Texts = column("the words, by token: [vocab]")
+    caption: Texts = column("text of the frame")
+    words: Texts = column("word of each token: [vocab]")
     tokens: PerSlot = column("prompt and answer so far, -1 beyond")
-    page_ids: PerSlot = column("the page table")
+    page_ids: PerSlot = column("page table")
     length: Int[np.ndarray, "frames slots"] = column("tokens with K and V written")
-    ref: Int[np.ndarray, "frames pages"] = column("uses of each page")
-    held: PerPlace = column("tokens read from the keys, -1 where none was ever written")
-    place: PerPlace = column("their positions, read from the values")
+    ref: Int[np.ndarray, "frames pages"] = column("reference count of each page")
+    held: PerPlace = column("tokens read from the keys, -1 for places never written")
+    place: PerPlace = column("positions of these tokens, read from the values")
     copied: Int[np.ndarray, "frames pages"] = column(
-        "page that a page was copied from in this frame, or -1; not told of beams, "
-        "whose slots also map others' pages when they follow others"
+        "source of a page that was copied in this frame, or -1; always -1 for beams, "
+        "whose slots also map pages of other beams"
     )
 
     def filled(self, frame: int, slot: int) -> list[int]:
-        """Token places that are filled in each page of a slot."""
+        """Returns the number of filled places in each page of a slot."""
         size, length = self.held.shape[2], int(self.length[frame, slot])
         return [min(size, length - i) for i in range(0, length, size)]
 
     def ever_used(self) -> list[bool]:
-        """Whether each page is in use in any frame."""
+        """Returns True for each page that is in use in any frame."""
         return (self.ref > 0).any(0).tolist()
 
     def owners(self, frame: int, page: int) -> list[int]:
-        """Slots whose tables hold a page."""
+        """Returns the slots whose tables contain a page."""
         return (self.page_ids[frame] == page).any(1).nonzero()[0].tolist()
 
     def pages(self, frame: int, slot: int) -> list[int]:
-        """Pages of a slot, in token order."""
+        """Returns the pages of a slot in token order."""
         row = self.page_ids[frame, slot]
         return row[row != NO_PAGE].tolist()
 
-    def told(self, tokens: np.ndarray) -> list[str]:
-        """The words of tokens, nothing where there is none."""
+    def words_of(self, tokens: np.ndarray) -> list[str]:
+        """Returns the words of tokens, "" for -1."""
         return [str(self.words[token]) if token >= 0 else "" for token in tokens]
 
 
-class Ask(NamedTuple):
+class FrameRequest(NamedTuple):
     """A request.
 
     Attributes:
-      prompt: its words.
-      sampling: what it asks for.
-      step: the step from which on it is there.
+      prompt: words of the prompt.
+      sampling: sampling parameters.
+      step: step of its arrival.
     """
 
     prompt: str
@@ -75,10 +75,10 @@ class Ask(NamedTuple):
     step: int = 0
 
 
-class Stage(stepper.Stepper):
-    """An engine of few pages, handed out in an order of ours, that runs step by step.
+class FrameRecorder(stepper.Stepper):
+    """An engine with few pages in a chosen order, recorded step by step.
 
-    One program serves all scenes that are played on it.
+    One compiled program runs all scenes.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Stage(stepper.Stepper):
         max_slots: int = 2,
         max_beams: int = 0,
     ) -> None:
-        """Sets an engine up; see `EngineConfig` for the sizes."""
+        """Builds the engine; see `EngineConfig` for the sizes."""
         self.language = language
         config = model_shapes.make_engine_config(
             max_slots,
@@ -104,7 +104,7 @@ class Stage(stepper.Stepper):
         )
 
         def blank_pages() -> kv_pages.Pages:
-            """Pages of NaN, which mark places that were never written."""
+            """Returns pages of NaN, which mark places that were never written."""
             pages = kv_layout.DEFAULT_LAYOUT.make(
                 (1, num_pages, 1, page_size, 1), "float32"
             )
@@ -112,21 +112,23 @@ class Stage(stepper.Stepper):
 
         super().__init__(config, SentenceModel(language=language), blank_pages)
 
-    def play(
-        self, asks: Sequence[Ask], captions: Sequence[str], order: Sequence[int]
+    def record(
+        self,
+        asks: Sequence[FrameRequest],
+        captions: Sequence[str],
+        order: Sequence[int],
     ) -> Frames:
-        """Runs a step for each caption, and looks at the state after each.
+        """Runs a step for each caption and records the state after it.
 
         Args:
-          asks: the requests, sequences of all of them no more than slots.
-          captions: what each step does; an empty one makes no frame.
-          order: pages, in the order in which they shall be handed out; the others
-            follow.
+          asks: requests with at most `max_slots` sequences in total.
+          captions: text of each step; a step with an empty text is not recorded.
+          order: pages in the order of allocation; the remaining pages follow.
 
         Raises:
           ValueError: a request does not fit the engine.
-          RuntimeError: a step broke an invariant of the pool, or copied pages that the
-            tables do not show.
+          RuntimeError: a step broke an invariant of the pool, or the tables do not show
+            the pages that it copied.
         """
         self.clear()
         num_pages = self.config.num_pages
@@ -161,11 +163,11 @@ class Stage(stepper.Stepper):
 def _look(
     state: EngineState, before: np.ndarray, rows: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Reads one state.
+    """Reads a state.
 
     Slots are drawn in rows: a sequence keeps its row in `rows`, which is updated,
     though its slot changes when another one ends. `before` is the page table of the
-    step before, by row.
+    previous step, by row.
     """
     sequence = np.asarray(state.slots.sequence)
     rows[~np.isin(rows, sequence)] = NO_SEQUENCE
@@ -181,7 +183,7 @@ def _look(
 
     page_ids = by_row(state.table.page_ids, NO_PAGE)
     copied = np.full(state.pool.ref.shape, NO_PAGE, np.int32)
-    # A slot that runs on maps another page in a place only if it took a copy.
+    # A running slot maps another page in the same place only after a copy.
     moved = (before != page_ids) & (before != NO_PAGE) & (page_ids != NO_PAGE)
     if state.search is None:
         copied[page_ids[moved]] = before[moved]

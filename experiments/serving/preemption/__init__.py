@@ -1,1 +1,1 @@
-"""Preemption."""
+"""Cost of preemption: recomputation and swapping."""

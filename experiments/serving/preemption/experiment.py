@@ -1,12 +1,12 @@
-"""What does it cost when requests are preempted, and what makes it cheap?
+"""Measures the cost of preemption: recomputation and swapping.
 
-More requests run than the pool has pages for once they have grown. Then some are
-preempted: their pages are released and their tokens computed again, or the pages are
-moved to a buffer beside the pool, and from there to host memory, and come back. One
-study serves a real model in too little memory; the other, `paper`, simulates OPT-13B's
-chat requests. The recomputed share is tokens computed again / tokens computed.
+More requests run than the page pool holds once they have grown, so some are preempted.
+Either their pages are released and their tokens recomputed, or the pages are swapped to
+a buffer next to the pool, from there to host memory, and back. One study serves a real
+model in too little memory; the other, `paper`, simulates OPT-13B's chat requests. The
+recomputed share is recomputed tokens / computed tokens.
 """
 
-from experiments.serving.preemption import measured, simulated
+from experiments.serving.preemption import measurement, simulation
 
-STUDIES = (measured, simulated)
+STUDIES = (measurement, simulation)

@@ -1,7 +1,7 @@
-"""Serves one workload in too little memory, in many ways, and counts what it costs.
+"""Serves one workload in too little memory under many settings.
 
-Who was preempted, who came back and how is read off the trace of the engine: it says
-who was in which slot and how many tokens it fed.
+Preemptions and restores are counted from the engine's trace, which holds the request of
+each slot and its number of fed tokens.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, victims
 
 
-class Way(NamedTuple):
-    """A policy, and the memory that it has; fields as those of `Servings`."""
+class PreemptionSetting(NamedTuple):
+    """A policy and its memory; fields as in `Servings`."""
 
     name: str
     pool_pages: int
@@ -40,59 +40,55 @@ Times = Float[np.ndarray, "rows repeats"]
 
 
 class Servings(ResultTable):
-    """Ways of serving the same requests, a row for each."""
+    """Counts and times of each setting."""
 
-    name: Texts = column("for people", heading="way")
-    pool_pages: Ints = column("that requests may hold in all")
-    preemption: Texts = column("what becomes of the pages of preempted requests")
+    name: Texts = column("name in reports", heading="setting")
+    pool_pages: Ints = column("pages of the pool")
+    preemption: Texts = column('"recompute" or "swap"')
     hold_new: Bool[np.ndarray, " rows"] = column(
-        "whether new requests then wait until all preempted ones have completed"
+        "True if new requests wait until all preempted ones have completed"
     )
-    victim: Texts = column("who is preempted, a name of `victims.ranks`")
+    victim: Texts = column("rule for victims, a name of `victims.ranks`")
     watermark: Ints = column("pages kept free at admission", heading="pages kept free")
-    swap_pages: Ints = column(
-        "that the buffer for swapped requests has room for", heading="buffer, pages"
-    )
-    host_pages: Ints = column(
-        "that the host's memory has room for, beside them", heading="host, pages"
-    )
-    num_preempted: Ints = column("preemptions of a request", heading="preempted")
-    num_returned: Ints = column("times that one came back with its pages")
-    pages_moved: Ints = column("that these left and came back with, both ways counted")
+    swap_pages: Ints = column("pages of the device buffer", heading="buffer, pages")
+    host_pages: Ints = column("pages of the host memory", heading="host, pages")
+    num_preempted: Ints = column("preemptions", heading="preempted")
+    num_returned: Ints = column("restores with pages")
+    pages_moved: Ints = column("pages swapped by restored requests, out and in")
     num_fed: Ints = column("tokens fed")
-    num_recomputed: Ints = column("tokens lost, by requests that came back without")
+    num_recomputed: Ints = column("tokens lost by requests restored without pages")
     num_overtaken: Ints = column(
-        "requests let in for the first time while a preempted one had not completed"
+        "first admissions while a preempted request had not completed"
     )
-    steps: Ints = column("in which anybody had a slot")
-    num_swapped_out: Ints = column("preempted requests that kept their pages")
+    steps: Ints = column("steps with a running request")
+    num_swapped_out: Ints = column("preemptions that kept their pages")
     num_different: Ints = column(
-        "answers that differ from those where nobody is preempted",
+        "answers that differ from those without preemption",
         heading="other answers",
     )
     duration_s: Times = column(
-        "until the host held the last token of all", of=np.median
+        "until the host has the last token of all requests", of=np.median
     )
     mean_latency_s: Times = column(
-        "until it held each request's last token", of=np.median
+        "until the host has each request's last token", of=np.median
     )
-    p95_latency_s: Times = column("of that", of=np.median)
+    p95_latency_s: Times = column("P95 of that latency", of=np.median)
 
     @property
     @computed_column(heading="found no room")
     def num_fallbacks(self) -> Ints:
-        """Preempted requests that lost their pages at once."""
+        """Preemptions that lost their pages at once."""
         return self.num_preempted - self.num_swapped_out
 
     @property
     @computed_column(heading="computed again")
     def recomputed_share(self) -> Floats:
-        """Tokens computed again / tokens computed."""
+        """Recomputed tokens / computed tokens."""
         return self.num_recomputed / np.maximum(self.num_fed, 1)
 
     @property
     def seconds(self) -> Texts:
-        """How long all took, as text: median (lowest-highest)."""
+        """Durations as text: median (lowest-highest)."""
         found = (np.quantile(x, (0, 0.5, 1)) for x in self.duration_s)
         return np.array([f"{b:.2f} ({a:.2f}-{c:.2f})" for a, b, c in found])
 
@@ -107,10 +103,10 @@ class Servings(ResultTable):
         return self.swap_pages / self.pool_pages
 
 
-class Narrowed(NamedTuple):
-    """A policy that knows of less memory than there is.
+class LimitedMemoryPolicy(NamedTuple):
+    """A policy that hides a part of the memory.
 
-    What it hides is never used, so that one compiled program serves every size.
+    Hidden pages are never used, so that one compiled program serves every size.
     """
 
     policy: fcfs.FCFS
@@ -120,7 +116,7 @@ class Narrowed(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: interface.Counts) -> interface.Plan:
-        """Plans with what is not hidden."""
+        """Plans with the visible pages."""
         return self.policy.plan(
             counts._replace(
                 free_pages=counts.free_pages - self.hidden_pages,
@@ -129,35 +125,35 @@ class Narrowed(NamedTuple):
         )
 
 
-type Served = tuple[dict[str, int], np.ndarray, list[list[int]]]
+type ServedRun = tuple[dict[str, int], np.ndarray, list[list[int]]]
 """One serving: counts by columns of `Servings`, seconds from the start until the host
-held each request's last token, and the answers."""
-type Ways = list[tuple[Way, EngineConfig]]
-"""Ways to serve, each with bounds that hold at least its memory."""
+has each request's last token, and the answers."""
+type PreemptionSettings = list[tuple[PreemptionSetting, EngineConfig]]
+"""Settings with engine configs that hold at least their memory."""
 
 
-def serve(
+def serve_settings(
     model: checkpoints.LoadedModel,
     requests: list[PromptRequest],
-    asked: Iterable[tuple[str, str, int, Ways]],
+    cases: Iterable[tuple[str, str, int, PreemptionSettings]],
     progress: Progress,
 ) -> dict[str, Servings]:
-    """Serves all requests in each of some ways; in the first of all nobody waits.
+    """Serves all requests under each setting; the first has no preemption.
 
     Args:
-      model: that answers.
-      requests: always the same.
-      asked: a table's name, the label of its bar, servings of each of its ways, and
-        the ways; every round begins with another way.
-      progress: is shown answers, and asked whether to stop.
+      model: served model.
+      requests: requests, the same for all settings.
+      cases: name of a table, label of its progress bar, servings of each setting, and
+        the settings. Rounds start at different settings.
+      progress: receives progress; may stop.
 
     Returns:
-      The servings by table; if stopped, those of complete ways.
+      The servings by table; if stopped, those of finished settings.
     """
     tables, expected, compiled = {}, list[list[int]](), set[EngineConfig]()
     warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
-    for name, label, repeats, ways in asked:
-        found: list[list[Served]] = [[] for _ in ways]
+    for name, label, repeats, ways in cases:
+        found: list[list[ServedRun]] = [[] for _ in ways]
         num = len(ways)
         turns = [(k + turn) % num for turn in range(repeats) for k in range(num)]
         for i in progress.track(turns, label, "servings"):
@@ -173,7 +169,7 @@ def serve(
                 break
             answers = [done[k] for k in range(len(done))]
             again = sum(answer.num_recomputed for answer in answers)
-            counts = read_trace(server, num_recomputed=again)
+            counts = check_counts(server, num_recomputed=again)
             latency_s = np.array([answer.finish_s - started for answer in answers])
             found[i].append((counts, latency_s, [answer.tokens for answer in answers]))
         rows = []
@@ -183,7 +179,7 @@ def serve(
             counts, latencies, texts = zip(*runs, strict=True)
             expected = expected or texts[0]
             pairs = [zip(tokens, expected, strict=True) for tokens in texts]
-            # Counts are those of the first run: all runs have the same.
+            # Counts of the first run; all runs have the same.
             row = way._asdict() | counts[0]
             row["num_different"] = max(sum(x != y for x, y in pair) for pair in pairs)
             row["duration_s"] = [x.max() for x in latencies]
@@ -194,10 +190,12 @@ def serve(
     return tables
 
 
-def _server(model: checkpoints.LoadedModel, way: Way, config: EngineConfig) -> Server:
-    """An engine that serves a way; engines of the same bounds share one program."""
-    # Every rule in the program: one for all ways in the same memory, which none of
-    # them waits for while it is timed.
+def _server(
+    model: checkpoints.LoadedModel, way: PreemptionSetting, config: EngineConfig
+) -> Server:
+    """Builds an engine for a setting; equal configs share a compiled program."""
+    # The program contains every rule, so that settings with the same memory share it
+    # and none compiles while it is timed.
     policy = fcfs.fcfs(
         watermark=way.watermark,
         victim=way.victim,
@@ -208,53 +206,53 @@ def _server(model: checkpoints.LoadedModel, way: Way, config: EngineConfig) -> S
     hidden = (config.num_pages - way.pool_pages, config.max_swap_pages - way.swap_pages)
     if min(hidden) < 0:
         raise ValueError(f"{way.name}: needs more pages than {config=} has")
-    policy = Narrowed(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
+    policy = LimitedMemoryPolicy(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
     engine = model_shapes.make_engine(
         model, config, policy=policy, host_pages=way.host_pages
     )
     return Server(engine)
 
 
-def read_steps(
+def count_preemptions(
     request_id: Int[np.ndarray, "steps slots"],
     num_rows: Int[np.ndarray, "steps slots"],
     ended: Bool[np.ndarray, "steps slots"],
     *,
     page_size: int,
 ) -> dict[str, int]:
-    """Follows every request, each of one sequence, through a trace.
+    """Counts preemptions and restores in a trace of single-sequence requests.
 
-    One that is in a slot and then is not, though it has not ended, was preempted. When
-    it is back it either has its pages, and then feeds nothing in its first step, or it
-    feeds from the beginning.
+    A request that leaves its slot before it has ended was preempted. When it returns,
+    it feeds no token in its first step if its pages were restored, and starts from the
+    first token otherwise.
 
     Args:
-      request_id: of the request in each slot, -1 for none.
+      request_id: request in each slot, -1 if none.
       num_rows: tokens fed.
-      ended: where the request ended in this step.
+      ended: True if the request ended in this step.
       page_size: token places in a page.
 
     Returns:
-      What became of them, named as columns of `Servings`.
+      Counts by columns of `Servings`.
     """
     preempted = returned = moved = lost = overtaken = 0
     written: dict[int, int] = {}  # tokens with K and V, by request
     running: set[int] = set()
-    away: set[int] = set()
-    owed: set[int] = set()  # preempted, and have not completed
+    absent: set[int] = set()
+    incomplete: set[int] = set()  # preempted, not completed
     for ids, rows_fed, ends in zip(request_id, num_rows, ended, strict=True):
         slots = np.flatnonzero(ids >= 0)
-        here = dict(zip(ids[slots].tolist(), slots, strict=True))
-        gone = running - here.keys()
-        preempted += len(gone)
-        away |= gone
-        owed |= gone
-        for name, slot in here.items():
+        slots_by_request = dict(zip(ids[slots].tolist(), slots, strict=True))
+        newly_preempted = running - slots_by_request.keys()
+        preempted += len(newly_preempted)
+        absent |= newly_preempted
+        incomplete |= newly_preempted
+        for name, slot in slots_by_request.items():
             rows = int(rows_fed[slot])
             if name not in written:
-                overtaken += bool(owed)
-            elif name in away:
-                away.remove(name)
+                overtaken += bool(incomplete)
+            elif name in absent:
+                absent.remove(name)
                 if rows == 0:
                     returned += 1
                     moved += 2 * -(-written[name] // page_size)
@@ -262,9 +260,9 @@ def read_steps(
                     lost += written[name]
                     written[name] = 0
             written[name] = written.get(name, 0) + rows
-        done = {name for name, slot in here.items() if ends[slot]}
-        running = here.keys() - done
-        owed -= done
+        done = {name for name, slot in slots_by_request.items() if ends[slot]}
+        running = slots_by_request.keys() - done
+        incomplete -= done
     return {
         "num_preempted": preempted,
         "num_returned": returned,
@@ -276,18 +274,20 @@ def read_steps(
     }
 
 
-def read_trace(server: Server, *, num_recomputed: int) -> dict[str, int]:
-    """Reads a whole run, and compares with what the engine counted itself.
+def check_counts(server: Server, *, num_recomputed: int) -> dict[str, int]:
+    """Counts preemptions of a run, and checks them against the engine's own counts.
 
     Args:
-      server: whose last run came to its end.
-      num_recomputed: tokens that the engine says were computed again.
+      server: server whose last run finished.
+      num_recomputed: recomputed tokens by the engine's count.
 
     Raises:
       RuntimeError: trace and engine disagree.
     """
     info, size = server.steps, server.engine.config.page_size
-    found = read_steps(info.request_id, info.num_rows, info.reason > 0, page_size=size)
+    found = count_preemptions(
+        info.request_id, info.num_rows, info.reason > 0, page_size=size
+    )
     counted = {
         "num_preempted": int(info.num_preempted.sum()),
         "num_returned": int(info.num_swapped_in.sum()),

@@ -1,1 +1,1 @@
-"""Prefix caching."""
+"""Hit rates of the prefix cache by size, order and eviction rule."""

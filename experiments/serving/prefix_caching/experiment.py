@@ -1,14 +1,13 @@
-"""How much of what prompts have in common does a prefix cache find, at which size?
+"""Measures hit rates of the prefix cache by pool size, order and eviction rule.
 
-Requests that all wait are served one at a time by the engine, with its own scheduler,
-page pool and prefix cache, and a model that costs nothing. Their order is that of
-arrival; or whoever finds most in the cache goes first, among the first in the queue
-(`fcfs.fcfs(cached_first=True)`); or the tree of all prompts is walked depth first,
-for which one must know all of them: then every page is computed once, which is the
-best there is.
+Waiting requests are served one at a time by the engine's scheduler, page pool and
+prefix cache, with a model that does no work. The order is the order of arrival; or the
+request with the most cached tokens among the first in the queue
+(`fcfs.fcfs(cached_first=True)`); or a depth-first walk of the tree of all prompts,
+which needs all prompts in advance and computes every page once, the optimum.
 
-Hit rates are pages found / pages of all prompts. A pool is measured against the pages
-that are distinct: one that holds them all never evicts. All of it takes ten minutes of
+A hit rate is pages found / pages of all prompts. Pool sizes are relative to the number
+of distinct pages; a pool that holds them all never evicts. The run takes 10 minutes on
 one core.
 """
 
@@ -49,37 +48,37 @@ ORDERS = {
     "cached_first": "most cached first",
     "fcfs": "in order of arrival",
 }
-"""Orders, and how they are told."""
+"""Orders of service with their labels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The prompts, and the caches they meet."""
+    """The prompts and the caches."""
 
     trace: str = "traces/mooncake_synthetic.jsonl"
-    """A recording in Mooncake's format: a path, here or below the folder that the
-    environment variable JAXKV_DATA names; empty for none."""
+    """A recording in Mooncake's format: a path, or a path below the folder in the
+    environment variable JAXKV_DATA; empty for none."""
     num_users: int = 200
-    """Conversations; 0 for none."""
+    """Number of conversations; 0 for none."""
     num_turns: int = 6
-    """Turns of each."""
+    """Turns of each conversation."""
     num_tasks: int = 57
-    """Tasks of few-shot questions; 0 for none."""
+    """Number of few-shot tasks; 0 for none."""
     num_questions: int = 20
-    """Questions of each."""
+    """Questions of each task."""
     shares: tuple[float, ...] = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-    """Pages of the pool, as shares of the distinct ones. Beside these stand the fewest
-    that hold the longest prompt, and as many as hold everything."""
+    """Pool sizes as shares of the distinct pages. The smallest pool that holds the
+    longest prompt and the pool that holds all pages are added."""
     window: int = 32
-    """Waiting requests that are seen by who lets go first whoever finds most."""
+    """Waiting requests that "cached_first" chooses from."""
     evictions: tuple[Eviction, ...] = EVICTIONS
-    """Who is evicted, in order of arrival: the page that was not used for longest, the
-    one that entered first, or anyone. The other orders evict by the first of these."""
+    """Eviction rules for the order of arrival: least recently used, first in first out,
+    random. Other orders use the first rule."""
     seed: int = 0
-    """Of the prompts that are made up."""
+    """Seed of the generated prompts."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to serve, or no cache."""
+        """Validates the fields."""
         validation.at_least(self, "num_users", "num_tasks", "seed", low=0)
         validation.at_least(self, "num_turns", "num_questions", "window")
         if not (self.trace or self.num_users or self.num_tasks):
@@ -104,48 +103,49 @@ CONFIGS = {
 }
 
 
-class Loads(ResultTable):
-    """The workloads, a row for each."""
+class WorkloadTable(ResultTable):
+    """Sizes of the workloads."""
 
-    name: Texts = column("what they are")
+    name: Texts = column("workload")
     num_requests: Ints = column("prompts", key="requests")
-    num_pages: Ints = column("of all prompts, each counted every time", key="pages")
-    num_distinct: Ints = column("that somebody must compute", key="distinct_pages")
+    num_pages: Ints = column("pages of all prompts, with repetitions", key="pages")
+    num_distinct: Ints = column("distinct pages", key="distinct_pages")
     longest: Ints = column("pages of the longest prompt")
-    page_size: Ints = column("tokens that a page stands for")
+    page_size: Ints = column("tokens of a page")
 
     @property
     @computed_column(key="best_share")
     def best(self) -> np.ndarray:
-        """The highest hit rate there is: every page is computed once."""
+        """Highest possible hit rate: every page is computed once."""
         return 1 - self.num_distinct / self.num_pages
 
 
-class Runs(ResultTable):
-    """All servings, a row for each."""
+class CacheRuns(ResultTable):
+    """Cached pages of each serving."""
 
-    workload: Texts = column("its name")
-    order: Texts = column("of `ORDERS`")
-    eviction: Texts = column("of `EVICTIONS`")
-    pool: Ints = column("pages", key="pool_pages")
-    num_cached: Ints = column("pages found, summed over prompts", is_reported=False)
-    most_delayed: Ints = column(
-        "places by which a request was served after its turn, at most"
-    )
+    workload: Texts = column("name of the workload")
+    order: Texts = column("key of `ORDERS`")
+    eviction: Texts = column("one of `EVICTIONS`")
+    pool: Ints = column("pages of the pool", key="pool_pages")
+    num_cached: Ints = column("cached pages, summed over prompts", is_reported=False)
+    most_delayed: Ints = column("most places by which a request was overtaken")
 
 
-class Rated(Runs):
-    """Servings, with what follows from their workloads."""
+class CacheHitRates(CacheRuns):
+    """Servings with their hit rates."""
 
     rate: Floats = column("pages found / pages of all prompts", key="hit_share")
     is_whole: Bools = column(
         "True if the pool holds all distinct pages", is_reported=False
     )
 
-    def curve(self, workload: str, order: str, eviction: str | None = None) -> "Rated":
-        """Those that differ in the pool alone, by its size; of the first eviction.
+    def curve(
+        self, workload: str, order: str, eviction: str | None = None
+    ) -> "CacheHitRates":
+        """Returns the servings of an order and eviction rule, by pool size.
 
-        The pool that holds everything is left out: there all orders are the same.
+        The default is the first eviction rule. The pool that holds all pages is left
+        out, since all orders are equal there.
         """
         found = self.where(workload=workload, order=order, is_whole=False)
         wanted = [eviction] if eviction else found.distinct("eviction")[:1]
@@ -154,18 +154,18 @@ class Rated(Runs):
 
 
 class Result(ResultRecord):
-    """What was found."""
+    """Workloads and servings."""
 
-    loads: Loads = column("what was served", key="workloads")
-    runs: Runs = column("how", is_reported=False)
+    loads: WorkloadTable = column("workloads", key="workloads")
+    runs: CacheRuns = column("servings", is_reported=False)
 
     @property
     @computed_column(key="runs")
-    def rated(self) -> Rated:
-        """The servings with their rates."""
+    def rated(self) -> CacheHitRates:
+        """Servings with their hit rates."""
         names = self.loads.name.tolist()
         loads = self.loads.at([names.index(x) for x in self.runs.workload])
-        return Rated(
+        return CacheHitRates(
             **field_values(self.runs),
             rate=self.runs.num_cached / loads.num_pages,
             is_whole=self.runs.pool > loads.num_distinct,
@@ -173,41 +173,43 @@ class Result(ResultRecord):
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves every workload in every order with every pool; ended early, what is done.
+    """Serves every workload, order and pool; if stopped, keeps the finished ones.
 
     Raises:
-      ValueError: the trace is not there, or not a recording of prefixes.
+      ValueError: the trace does not exist, or has no prefixes.
     """
     loads = []
     if config.trace:
-        loads.append(workloads.recorded(config.trace))
+        loads.append(workloads.read_recording(config.trace))
     for num, num_each, make in (
-        (config.num_users, config.num_turns, workloads.chats),
-        (config.num_tasks, config.num_questions, workloads.few_shot),
+        (config.num_users, config.num_turns, workloads.make_chats),
+        (config.num_tasks, config.num_questions, workloads.make_few_shot),
     ):
         if num:
             loads.append(make(num, num_each, config.seed))
     usual, settings = config.evictions[0], []
     for load in loads:
-        # One page is always taken by the token that is computed in any case.
+        # One more page holds the token that is always computed.
         least, whole = load.longest + 1, load.num_distinct + 1
         some = (round(share * load.num_distinct) for share in config.shares)
         pools = sorted({least, *(max(least, num) for num in some), whole})
         for pool in pools:
-            # Where all pages fit, neither the order nor the eviction matters.
+            # In a pool that holds all pages, order and eviction have no effect.
             kinds = [("fcfs", usual)]
             if pool < whole:
                 kinds = [("depth_first", usual), ("cached_first", usual)]
                 kinds += [("fcfs", eviction) for eviction in config.evictions]
             settings += [(load, pool, *kind) for kind in kinds]
     most = max(load.num_distinct for load in loads) + 1
-    server = serving.make(most, max(load.longest for load in loads), config.window)
+    server = serving.make_cache_engine(
+        most, max(load.longest for load in loads), config.window
+    )
     rows = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
         turns = list(range(len(load.page_ids)))
         if order == "depth_first":
-            turns = workloads.depth_first(load.page_ids)
-        hits = serving.serve(
+            turns = workloads.depth_first_order(load.page_ids)
+        hits = serving.serve_prompts(
             server,
             [load.page_ids[i] for i in turns],
             num_pages=pool,
@@ -217,7 +219,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         if hits is None:
             break
-        # `turn` counts from the order in which they were handed over.
+        # `turn` counts from the order of submission.
         waited = hits.turn - np.asarray(turns)
         found = hits.num_cached.sum(), max(0, waited.max())
         rows.append((load.name, order, eviction, pool, *found))
@@ -225,21 +227,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         (x.name, len(x.page_ids), x.num_pages, x.num_distinct, x.longest, x.page_size)
         for x in loads
     ]
-    return Result(Loads.of(described), Runs.of(rows))
+    return Result(WorkloadTable.of(described), CacheRuns.of(rows))
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Makes a table of hit rates for each workload that was served."""
+    """Returns a table of hit rates for each workload that was served."""
     loads, served = result.loads.rows(), result.rated.distinct("workload")
     return [_sheet(load, result.rated) for load in loads if load["name"] in served]
 
 
-def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
+def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     runs = rated.where(workload=load["name"])
     kinds = {ORDERS[x]: runs.where(order=x) for x in ("depth_first", "cached_first")}
     for eviction in runs.distinct("eviction"):
-        here = runs.where(order="fcfs", eviction=eviction)
-        kinds[f"{ORDERS['fcfs']}, {eviction}"] = here
+        selected = runs.where(order="fcfs", eviction=eviction)
+        kinds[f"{ORDERS['fcfs']}, {eviction}"] = selected
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
@@ -254,8 +256,8 @@ def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
     eager = kinds[ORDERS["cached_first"]].most_delayed
     if eager.size:
         note += (
-            " Where those that find most go first, someone is served "
-            f"{eager.max():,} places after his turn."
+            ' With "most cached first" a request is overtaken by at most '
+            f"{eager.max():,} places."
         )
     heads = ["pool, pages", "of distinct", *kinds]
     return Sheet(f"pages found: {load['name']}", heads, rows, note)
@@ -263,7 +265,7 @@ def _sheet(load: dict[str, Any], rated: Rated) -> Sheet:
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds what must be so, and what was published, against ours; if it was served."""
+    """Judges identities and published hit rates for the workloads that were served."""
     loads, rated = result.loads.rows(), result.rated
     found = [claim for load in loads for claim in _of_load(load, rated)]
     for id in CLAIMS.ids:
@@ -278,7 +280,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("highest", 100 * float(rates.max()))
 
 
-def _of_load(load: dict[str, Any], rated: Rated) -> Iterator[MeasuredValue]:
+def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredValue]:
     name, best = load["name"], 100 * load["best_share"]
     whole = rated.where(workload=name, is_whole=True)
     if len(whole):
@@ -301,13 +303,13 @@ KINDS = (
     ("fcfs", "fifo", "in order, first in evicted first", "in order of arrival"),
     ("fcfs", "random", "in order, random eviction", "in order of arrival"),
 )
-"""Order, rule of eviction, its name, and the system whose colour it has."""
+"""Order, eviction rule, label, and the system whose colour it has."""
 LINES = {None: "-", "fifo": ":", "random": "-."}
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws hit rates against the size of the pool, a chart for each workload."""
+    """Draws hit rates by pool size, a panel for each workload."""
     loads = result.loads.rows()
     for ax, load in zip(axes, loads, strict=False):
         _draw(ax, load, result.rated)
@@ -318,7 +320,7 @@ def plot(axes: Any, result: Result) -> None:
 def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     """Draws the servings of a workload."""
     distinct, ends = load["distinct_pages"], {}
-    style.draw_reference_line(ax, 100 * load["best_share"], "all that repeats")
+    style.draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
     for order, eviction, label, system in KINDS:
         runs = rated.curve(load["name"], order, eviction)
         if not len(runs):

@@ -1,9 +1,9 @@
-"""Serves prompts by an engine whose model costs nothing, to see what its cache finds.
+"""Serves prompts with an engine whose model does no work, to count cache hits.
 
-Requests are scheduled, admitted, given pages and looked up in the prefix cache by the
-engine itself; only the forward pass is left out. Of a page nothing matters but whether
-it is equal to another one, so an id stands for its tokens: `PAGE_SIZE` of them here,
-however many a page would have.
+The engine schedules and admits requests, allocates pages and looks prompts up in the
+prefix cache; only the forward pass is left out. Hits depend only on the equality of
+pages, so an id represents the tokens of a page. A page has `PAGE_SIZE` tokens here,
+independent of the page size of the workload.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface
 
 PAGE_SIZE = 2
-"""Tokens of a page: the fewest of which an engine keeps its pages in place."""
+"""Tokens of a page: the smallest size at which the engine updates pages in place."""
 STEPS = 32
 """Steps of a call."""
 
@@ -33,28 +33,28 @@ Eviction = Literal["lru", "fifo", "random"]
 EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 
 
-class Hits(NamedTuple):
-    """What requests found.
+class CacheHits(NamedTuple):
+    """Cache hits of requests.
 
     Attributes:
-      num_cached: pages that each request found in the cache.
-      turn: how many requests were served before each.
+      num_cached: cached pages of each request.
+      turn: number of requests served before each.
     """
 
     num_cached: Int[np.ndarray, " requests"]
     turn: Int[np.ndarray, " requests"]
 
 
-def make(num_pages: int, longest: int, window: int) -> Stepper:
-    """Makes an engine that serves one request at a time; it compiles at its first call.
+def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
+    """Builds an engine that serves one request at a time; the first call compiles it.
 
-    So every request finds what those before it left, whatever is computed together
-    elsewhere: hits depend on the order, on the pool and on the eviction alone.
+    A request finds the pages of all requests before it, so that hits depend only on the
+    order, the pool and the eviction rule.
 
     Args:
-      num_pages: pages of the largest pool that it will be given.
+      num_pages: pages of the largest pool.
       longest: pages of the longest prompt.
-      window: requests of the queue that the policy sees.
+      window: waiting requests that the policy sees.
     """
     tokens = PAGE_SIZE * longest + 2
     config = EngineConfig(
@@ -73,21 +73,21 @@ def make(num_pages: int, longest: int, window: int) -> Stepper:
         kv_layout.make_pages,
         num_layers=1,
         num_pages=num_pages,
-        num_kv_heads=2,  # of one head, or place, they are laid out anew every step
+        num_kv_heads=2,  # with 1 head or place, the layout changes every step
         page_size=PAGE_SIZE,
         head_dim=2,
         dtype="float32",
     )
 
     def no_model(params: None, pages: Any, rows: kv_pages.Rows) -> ForwardResult:
-        """Reads and writes nothing; the next token is 0."""
+        """Leaves the pages as they are; the next token is 0."""
         logits = jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32)
         return ForwardResult(logits, pages)
 
     return Stepper(config, no_model, make_pages, step=_step)
 
 
-def serve(
+def serve_prompts(
     server: Stepper,
     prompts: Sequence[Sequence[int]],
     *,
@@ -95,22 +95,22 @@ def serve(
     cached_first: bool = False,
     eviction: Eviction = "lru",
     progress: Progress = QUIET,
-) -> Hits | None:
-    """Serves prompts that all wait from the start, in the order given.
+) -> CacheHits | None:
+    """Serves prompts that all arrive at once, in the given order.
 
     Args:
-      server: an engine that `make` made; its cache is emptied first.
-      prompts: ids of the pages of each, in [0, 2**31). Equal ids are equal pages.
-      num_pages: pages of the pool, one more at least than the longest prompt has;
-        None means all that the engine has.
-      cached_first: whether those go first who find the most tokens in the cache,
-        among the first that wait.
-      eviction: who is evicted: the page that was not used for longest, the one
-        that entered first, or anyone; always after all pages that go on from it.
-      progress: is asked whether to stop.
+      server: an engine from `make_cache_engine`; its cache is emptied first.
+      prompts: page ids of each prompt, in [0, 2**31). Equal ids are equal pages.
+      num_pages: pages of the pool, more than the longest prompt has; None means all
+        pages of the engine.
+      cached_first: True to serve the request with the most cached tokens first, among
+        those in the window.
+      eviction: eviction rule: least recently used, first in first out, or random. A
+        page is evicted only after all pages that extend it.
+      progress: receives progress; may stop.
 
     Returns:
-      What they found; None if it was stopped.
+      The hits; None if stopped.
 
     Raises:
       ValueError: the pool is out of range, or a prompt does not fit.
@@ -121,42 +121,42 @@ def serve(
         raise ValueError(f"{num_pages=} must be in [{longest + 1}, {most}]")
     server.clear()
     if surplus := most - num_pages:
-        # All other pages are taken out of the pool: one program serves any size.
+        # Surplus pages are allocated, so that one program serves any pool size.
         want = jnp.asarray([surplus], jnp.int32)
         pool, _, _ = page_pool.allocate(server.state.pool, want, max_pages=surplus)
         server.state = server.state._replace(pool=pool)
-    # While one runs, no number of free pages lets another one in. Both rules are in
-    # the program either way, so that one serves all.
+    # With this watermark a second request is never admitted. The program contains both
+    # orders, so that one program serves both.
     policy = fcfs.fcfs(watermark=interface.NO_LIMIT, cached_first=True)
     served = server.serve(
-        # The last token is always computed: one more than the pages have, so that
-        # all of them can be found. Its page is its own, and never full.
+        # The last token is always computed. It follows the pages, on an unfilled page
+        # of its own, so that all pages can be found.
         [[*np.repeat(ids, PAGE_SIZE).tolist(), 0] for ids in prompts],
         [Sampling.greedy(max_tokens=1)] * len(prompts),
         policy=policy._replace(cached_first=jnp.asarray(cached_first)),
-        eviction=_Rule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
+        eviction=_EvictionRule(jnp.asarray(EVICTIONS.index(eviction), jnp.int32)),
         progress=progress,
     )
     if served is None:
         return None
     order = served.step_infos.request_id[served.step_infos.reason > 0]
-    return Hits(served.num_cached // PAGE_SIZE, np.argsort(order))
+    return CacheHits(served.num_cached // PAGE_SIZE, np.argsort(order))
 
 
-class _Rule(NamedTuple):
-    """One of `EVICTIONS`, all in one program."""
+class _EvictionRule(NamedTuple):
+    """One of `EVICTIONS`, selected at run time."""
 
     index: Int32[Array, ""]
 
     def priority(self, uses: Uses) -> Int32[Array, "..."]:
-        """The tick of the last use, or that of entry."""
+        """Returns the tick of entry for "fifo", else that of the last use."""
         return jnp.where(self.index == 1, uses.entered, uses.last_used)
 
 
 def _step(
-    params: None, state: EngineState, *, eviction: _Rule, **rest: Any
+    params: None, state: EngineState, *, eviction: _EvictionRule, **rest: Any
 ) -> tuple[EngineState, StepInfo]:
-    """A step, behind which "random" draws all ranks anew."""
+    """Runs a step, after which "random" redraws all eviction ranks."""
     state, info = step.step(params, state, eviction=eviction, **rest)
 
     def draw(_: Array, cache: Prefixes) -> Prefixes:

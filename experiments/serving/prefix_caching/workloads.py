@@ -1,6 +1,6 @@
-"""Prompts that begin alike, as lists of page ids: recorded ones, chats, few-shot ones.
+"""Prompts with common prefixes as lists of page ids: recorded, chats and few-shot.
 
-Where ids are equal, pages are, and all pages before them.
+Equal ids mean equal pages with equal pages before them.
 """
 
 import itertools
@@ -14,20 +14,20 @@ import numpy as np
 from jaxkv.workloads import recordings
 
 DATA = "JAXKV_DATA"
-"""Environment variable: a folder of recordings."""
+"""Environment variable with the folder of recordings."""
 INSTRUCTION = 8
-"""Pages of what stands before everything."""
+"""Pages of the instruction at the start of a prompt."""
 PAGE_SIZE = 16
-"""Tokens that a page of a made-up prompt stands for."""
+"""Tokens of a page of a generated prompt."""
 
 
-class Prompts(NamedTuple):
+class PromptPages(NamedTuple):
     """A workload: prompts in order of arrival.
 
     Attributes:
-      name: what they are.
-      page_ids: of each prompt.
-      page_size: tokens that a page stands for.
+      name: name of the workload.
+      page_ids: page ids of each prompt.
+      page_size: tokens of a page.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Prompts(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Pages of all prompts, each counted every time."""
+        """Pages of all prompts, with repetitions."""
         return sum(map(len, self.page_ids))
 
     @property
     def num_distinct(self) -> int:
-        """Pages that somebody has to compute."""
+        """Distinct pages."""
         return len({page for ids in self.page_ids for page in ids})
 
     @property
@@ -50,26 +50,26 @@ class Prompts(NamedTuple):
         return max(map(len, self.page_ids))
 
 
-def depth_first(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Says in which order to visit prompts so that their tree is walked depth first.
+def depth_first_order(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the order of a depth-first walk of the tree of all prompts.
 
-    The tree has a node for each page and a prompt for each path from the root. Those
-    that go on from a page follow one another if prompts are sorted as words are.
+    The tree has a node for each page and a path from the root for each prompt. Sorted
+    prompts that share a page are adjacent.
 
     Returns:
-      Indices of the prompts; equal ones keep their order.
+      Indices of the prompts; equal prompts keep their order.
     """
     return sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
 
 
-def recorded(name: str) -> Prompts:
+def read_recording(name: str) -> PromptPages:
     """Reads a recording in Mooncake's format.
 
     Args:
-      name: its path, or one below the folder that `JAXKV_DATA` names.
+      name: path, or path below the folder in `JAXKV_DATA`.
 
     Raises:
-      ValueError: there is no such file, or it is no such recording.
+      ValueError: the file does not exist, or has no prefixes.
     """
     folder = os.environ.get(DATA, "")
     paths = [Path(name), Path(folder, name)] if folder else [Path(name)]
@@ -81,50 +81,52 @@ def recorded(name: str) -> Prompts:
         )
     chunk_ids = recordings.read_recording(path).chunk_ids
     if chunk_ids is None:
-        raise ValueError(f"{path}: does not say what its prompts have in common")
-    return Prompts(path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK_TOKENS)
+        raise ValueError(f"{path}: has no prefixes that prompts have in common")
+    return PromptPages(
+        path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK_TOKENS
+    )
 
 
-def chats(num_users: int, num_turns: int, seed: int) -> Prompts:
-    """Makes conversations: every turn begins with all that was said before.
+def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
+    """Generates conversations: every turn's prompt contains all earlier turns.
 
-    Whose turn it is, is drawn. Half of the users have one instruction in common, of
-    `INSTRUCTION` pages, half another. A turn adds 2 to 40 pages, question and answer.
+    The order of the users is drawn. Half of the users share one instruction of
+    `INSTRUCTION` pages, the other half another. A turn adds 2 to 40 pages.
 
     Args:
-      num_users: at least 1.
-      num_turns: of each, at least 1.
-      seed: of all draws.
+      num_users: conversations, at least 1.
+      num_turns: turns of each, at least 1.
+      seed: seed of all draws.
     """
     rng, fresh = np.random.default_rng(seed), itertools.count()
     common = [_take(fresh, INSTRUCTION) for _ in range(2)]
-    said = [common[user % 2] for user in range(num_users)]
+    histories = [common[user % 2] for user in range(num_users)]
     prompts = []
     for user in rng.permutation(np.repeat(np.arange(num_users), num_turns)):
-        said[user] = said[user] + _take(fresh, rng.integers(2, 41))
-        prompts.append(said[user])
-    return Prompts("chats", prompts, PAGE_SIZE)
+        histories[user] = histories[user] + _take(fresh, rng.integers(2, 41))
+        prompts.append(histories[user])
+    return PromptPages("chats", prompts, PAGE_SIZE)
 
 
-def few_shot(num_tasks: int, num_questions: int, seed: int) -> Prompts:
-    """Makes questions that come behind the examples of their task, in any order.
+def make_few_shot(num_tasks: int, num_questions: int, seed: int) -> PromptPages:
+    """Generates questions that follow the examples of their task, in random order.
 
-    Examples are 16 to 64 pages long, a question 2 to 8; `INSTRUCTION` pages come first,
-    the same for all.
+    Prompts start with the same `INSTRUCTION` pages. Examples take 16 to 64 pages, a
+    question 2 to 8.
 
     Args:
-      num_tasks: at least 1.
-      num_questions: of each task, at least 1.
-      seed: of all draws.
+      num_tasks: tasks, at least 1.
+      num_questions: questions of each task, at least 1.
+      seed: seed of all draws.
     """
     rng, fresh = np.random.default_rng(seed), itertools.count()
     common = _take(fresh, INSTRUCTION)
     shots = [common + _take(fresh, num) for num in rng.integers(16, 65, num_tasks)]
     tasks = rng.permutation(np.repeat(np.arange(num_tasks), num_questions))
     prompts = [shots[task] + _take(fresh, rng.integers(2, 9)) for task in tasks]
-    return Prompts("few-shot", prompts, PAGE_SIZE)
+    return PromptPages("few-shot", prompts, PAGE_SIZE)
 
 
 def _take(fresh: Iterator[int], num: int | np.integer) -> list[int]:
-    """Ids that were never taken."""
+    """Returns unused ids."""
     return list(itertools.islice(fresh, int(num)))

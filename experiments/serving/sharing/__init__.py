@@ -1,1 +1,1 @@
-"""Sharing."""
+"""Memory that sequences with a common prefix share."""

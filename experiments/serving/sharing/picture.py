@@ -1,4 +1,4 @@
-"""Four sequences of one prompt: which pages they hold in an engine, and a drawing."""
+"""Page tables of 4 sequences with one prompt, and their drawing."""
 
 import dataclasses
 import itertools
@@ -21,39 +21,39 @@ PROMPT = '''def read_lines(path):
     '''
 NUM_SEQUENCES = 4
 NUM_TOKENS = 40
-"""Of each sequence, at least, beyond the prompt."""
+"""Fewest tokens of each sequence after the prompt."""
 
 
-class Picture(ResultTable):
-    """Page tables of four sequences, scene by scene."""
+class PageTableScenes(ResultTable):
+    """Page tables of 4 sequences in each scene."""
 
-    title: Texts = column("what the sequences are", key="scene", heading="scene")
+    title: Texts = column("kind of sequences", key="scene", heading="scene")
     page_ids: Int[np.ndarray, "rows sequences columns"] = column(
-        "physical page of every logical one, -1 beyond", is_reported=False
+        "physical page of each logical page, -1 beyond", is_reported=False
     )
     num_filled: Int[np.ndarray, "rows sequences columns"] = column(
-        "tokens in each", is_reported=False
+        "tokens in each page", is_reported=False
     )
-    text: np.ndarray = column("what they say", is_reported=False)
+    text: np.ndarray = column("text of each page", is_reported=False)
 
     @property
     @computed_column()
     def logical_pages(self) -> np.ndarray:
-        """Pages that the tables name."""
+        """Number of entries of the page tables."""
         return np.array([np.sum(ids != NO_PAGE) for ids in self.page_ids])
 
     @property
     @computed_column(heading="physical pages")
     def pages(self) -> np.ndarray:
-        """Pages that are there."""
+        """Number of distinct pages."""
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
 
 
-def take(client: Client) -> Picture:
-    """Serves the prompt three ways, each until its sequences have grown.
+def serve_scenes(client: Client) -> PageTableScenes:
+    """Serves the prompt as requests, samples and beams, until its sequences have grown.
 
     Args:
-      client: its engine has at least four slots, and beam search of that width.
+      client: client of an engine with at least 4 slots and beam search of width 4.
     """
     num, server, progress = NUM_SEQUENCES, client.engine, client.progress
     tokenizer: Any = client.model.tokenizer
@@ -61,7 +61,7 @@ def take(client: Client) -> Picture:
     same["max_tokens"] = NUM_TOKENS + 2 * server.config.steps_per_call
     drawn = dataclasses.replace(client.ask, seed=server.config.seed, **same)
     scenes = {
-        "four requests with the same prompt, nothing shared": [
+        "four requests with the same prompt, without sharing": [
             dataclasses.replace(drawn, seed=server.config.seed + i) for i in range(num)
         ],
         "one request, four answers": [dataclasses.replace(drawn, n=num)],
@@ -75,13 +75,13 @@ def take(client: Client) -> Picture:
                 rows.append((title, *_look(call.state, server, tokenizer)))
                 break
         server.clear()
-    return Picture.of(rows)
+    return PageTableScenes.of(rows)
 
 
 def _look(
     state: EngineState, server: stepper.Stepper, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pages of every sequence, tokens in each, and what they say."""
+    """Returns pages, filled places and texts of every sequence."""
     slots = np.flatnonzero(np.asarray(state.slots.sequence) >= 0)
     places = np.asarray(state.table.length)[slots, None]
     starts = np.arange(0, places.max(), server.config.page_size)
@@ -99,15 +99,15 @@ def _look(
 
 INK = "0.15"
 _LINE_CHARS, _MOST_COLUMNS = 9, 7
-"""Of each of two lines of a page's text, and pages of a sequence; more do not fit."""
+"""Characters in each of the 2 lines of a page, and pages of a sequence, that fit."""
 _FIRST_FOREIGN = "\N{LATIN SMALL LETTER TURNED A}"
-"""Beyond European letters a font may have no sign."""
+"""First character beyond the European letters; a font may lack the following ones."""
 _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
-"""Fills of pages of one reader, of two, of three, and of four."""
+"""Fills of pages by number of readers, 1 to 4."""
 
 
-def draw(ax: Any, picture: Picture, i: int) -> None:
-    """Draws the sequences of a scene as rows, their pages in token order, each once."""
+def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
+    """Draws the sequences of a scene as rows; a shared page spans its rows."""
     ax.set_axis_off()
     row, ids = picture.rows()[i], picture.page_ids[i]
     columns = min(ids.shape[1], _MOST_COLUMNS)
@@ -116,7 +116,7 @@ def draw(ax: Any, picture: Picture, i: int) -> None:
     title += f"{row['pages']} physical ones"
     prompt = PROMPT.splitlines()[0]
     ax.set_title(title if i else f"{prompt} ... {title}")
-    # Those that share a page are next to each other: they share all pages before it.
+    # Sequences that share a page are adjacent, since they share all pages before it.
     order = np.lexsort(ids.T[::-1])
     filled = picture.num_filled[i] / picture.num_filled[i].max()
     for k in range(columns):
@@ -133,14 +133,14 @@ def draw(ax: Any, picture: Picture, i: int) -> None:
 def _draw_page(
     ax: Any, box: Box, filled: float, page: int, readers: int, words: str
 ) -> None:
-    """A page as high as its readers, filled in part."""
+    """Draws a page with its filled part, as high as its number of readers."""
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
     boxes.draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
     boxes.draw_rectangle(ax, box, facecolor="none", **look)
     middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
-    # Line ends show, and a dot is drawn for a character that the font may lack.
+    # Line ends are visible; characters that the font may lack are dots.
     shown = "".join(
         "↵" if x == "\n" else x if x.isprintable() and x < _FIRST_FOREIGN else "·"
         for x in words

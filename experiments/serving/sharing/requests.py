@@ -1,8 +1,8 @@
-"""What requests share: answers a prompt, beams what they wrote, many a beginning.
+"""Serves requests that share pages: parallel samples, beams, and common prefixes.
 
 The page tables are read in the middle of every step, where a step needs most pages:
-pages are reserved for what it writes, and shared pages are copied before a write. A
-page that is about to be copied does not count as shared.
+pages of its writes are allocated, and shared pages are copied before a write. A page
+that is about to be copied does not count as shared.
 """
 
 import dataclasses
@@ -41,62 +41,62 @@ PUBLISHED = {
         ("long", 6): 0.663,
     },
 }
-"""Shares of pages saved by so many: figures 15a and 15b for Alpaca; for ShareGPT the
-ends of the ranges that the text gives."""
+"""Share of saved pages by number of sequences: figures 15a and 15b for Alpaca (short),
+and the ends of the printed ranges for ShareGPT (long)."""
 
 
 class Savings(ResultTable):
-    """Requests of several answers, or beams, each; a row for each setting served."""
+    """Page sharing of requests with several samples or beams."""
 
     lengths: Texts = column('"short" or "long"')
-    num_sequences: Ints = column("of a request", key="sequences", heading="n")
-    num_requests: Ints = column("how many", key="requests", heading="requests")
+    num_sequences: Ints = column("sequences per request", key="sequences", heading="n")
+    num_requests: Ints = column("requests", key="requests", heading="requests")
     mean_prompt: Floats = column("tokens", form="{:.0f}")
     mean_answer: Floats = column("tokens", form="{:.0f}")
-    logical_pages: Ints = column("each sequence's own, over steps", is_reported=False)
-    distinct_pages: Ints = column("in use, summed over steps", is_reported=False)
-    expected_share: Floats = column("saved, as lengths alone say; NaN for beams")
-    steps: Ints = column("that fed tokens")
-    num_copied: Ints = column("before written", key="copied_pages", heading="copied")
+    logical_pages: Ints = column("without sharing, over steps", is_reported=False)
+    distinct_pages: Ints = column("in use, over steps", is_reported=False)
+    expected_share: Floats = column("saved share by lengths; NaN for beams")
+    steps: Ints = column("non-empty steps")
+    num_copied: Ints = column("copy-on-write", key="copied_pages", heading="copied")
     num_preempted: Ints = column("sequences", key="preempted", heading="preempted")
-    duration_s: Floats = column("to serve all of them", is_reported=False)
+    duration_s: Floats = column("time to serve all requests", is_reported=False)
 
     @property
     @computed_column()
     def saved_share(self) -> np.ndarray:
-        """Pages saved / pages without sharing, both summed over steps."""
+        """Saved pages / pages without sharing, both summed over steps."""
         return saved_share(self)
 
     @property
     @computed_column()
     def published_share(self) -> np.ndarray:
-        """The paper's; NaN where there is none."""
+        """Published share; NaN if there is none."""
         is_drawn = np.isfinite(self.expected_share).all()
         return published_share("answers" if is_drawn else "beams", self)
 
     def saved(self, lengths: str, num_sequences: int) -> float:
-        """The share saved in one setting; not a number if it was not served."""
+        """Returns the saved share in a setting; NaN if it was not served."""
         found = self.where(lengths=lengths, num_sequences=num_sequences)
         return float(found.saved_share[0]) if len(found) else float("nan")
 
 
 def saved_share(rows: Any) -> np.ndarray:
-    """Pages saved / pages without sharing, both summed over steps."""
+    """Returns saved pages / pages without sharing, both summed over steps."""
     return 1 - rows.distinct_pages / np.maximum(rows.logical_pages, 1)
 
 
 def published_share(kind: str, rows: Any) -> np.ndarray:
-    """The published share for each row's lengths and number of sequences, or NaN."""
+    """Returns the published share for each row; NaN if there is none."""
     keys = zip(rows.lengths.tolist(), rows.num_sequences.tolist(), strict=True)
     return np.array([PUBLISHED[kind].get(key, np.nan) for key in keys])
 
 
-class Readings(ResultTable):
-    """Prompts of requests of several answers, read in chunks."""
+class PrefillCounts(ResultTable):
+    """Prompt tokens fed by requests with several samples under chunked prefill."""
 
-    chunk_size: Ints = column("tokens that one prompt may feed in a step")
-    num_sequences: Ints = column("answers of each request")
-    prompt_tokens: Ints = column("of all requests, each counted once")
+    chunk_size: Ints = column("tokens of a prompt per step")
+    num_sequences: Ints = column("samples per request")
+    prompt_tokens: Ints = column("prompt tokens, once per request")
     prompt_rows: Ints = column("prompt tokens that the engine fed")
 
 
@@ -107,20 +107,20 @@ def _pair(values: list[int]) -> str:
     return "{:,} / {:,}".format(*values)
 
 
-class Prefixes(ResultTable):
-    """Requests that begin alike, without the prefix cache and with it."""
+class PrefixSavings(ResultTable):
+    """Requests with a common prefix, without and with the prefix cache."""
 
-    prefix_tokens: Ints = column("with which all begin", heading="in common")
-    num_requests: Ints = column("how many", key="requests", heading="requests")
-    prompt_tokens: Ints = column("of all prompts")
-    num_cached: Ints = column("fewest tokens that a request found in the cache")
+    prefix_tokens: Ints = column("tokens of the prefix", heading="in common")
+    num_requests: Ints = column("requests", key="requests", heading="requests")
+    prompt_tokens: Ints = column("tokens of all prompts")
+    num_cached: Ints = column("fewest cached tokens of a request")
     logical_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
     distinct_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
     prompt_rows: Pairs = column("prompt tokens fed", heading="computed", form=_pair)
-    steps: Pairs = column("taken", form=_pair)
+    steps: Pairs = column("steps", form=_pair)
     rate: Float[np.ndarray, "rows repeats 2"] = column("tokens/s", is_reported=False)
     num_different: Ints = column(
-        "not the same with and without",
+        "answers that differ without and with the cache",
         key="different_answers",
         heading="other answers",
     )
@@ -128,7 +128,7 @@ class Prefixes(ResultTable):
     @property
     @computed_column(heading="pages saved", form=units.format_percent)
     def saved_share(self) -> np.ndarray:
-        """Pages saved / pages without sharing, as of `Savings`."""
+        """Saved pages / pages without sharing, as in `Savings`."""
         return saved_share(self)
 
     @property
@@ -137,12 +137,12 @@ class Prefixes(ResultTable):
         form=lambda x: "{1:.2f} ({0:.2f}-{2:.2f})".format(*x),
     )
     def speed_ups(self) -> np.ndarray:
-        """Ratios of answer tokens per second: least, median, most: [rows, 3]."""
+        """Ratios of answer tokens/s: lowest, median, highest: [rows, 3]."""
         ratios = [np.sort(rate[:, 1] / rate[:, 0]) for rate in self.rate]
         return np.array([[x[0], np.median(x), x[-1]] for x in ratios])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows for JSON, without and with the cache apart."""
+        """Returns rows for JSON with separate keys without and with the cache."""
         found = self.rows()
         for row, rate in zip(found, self.rate, strict=True):
             names = ("speed_up_lowest", "speed_up", "speed_up_highest")
@@ -158,19 +158,19 @@ class Prefixes(ResultTable):
         return found
 
 
-class Served(NamedTuple):
-    """The answers of some requests, and the pages that they held meanwhile.
+class ServedPages(NamedTuple):
+    """Answers of requests, and the pages that were in use.
 
     Attributes:
-      logical_pages: pages in the tables of all slots, each slot's own count: [steps].
-      distinct_pages: pages in use by any of them: [steps].
+      logical_pages: entries in the tables of all slots: [steps].
+      distinct_pages: distinct pages in use: [steps].
       num_rows: tokens fed: [steps].
-      num_copied: pages copied before they were written.
-      num_preempted: sequences preempted.
-      prompt_rows: tokens of each request's prompt that were fed, again included.
-      num_cached: tokens of each prompt that were found in the cache.
-      tokens: every answer, by request and sample.
-      duration_s: from the first request handed over until the last answer was there.
+      num_copied: pages copied on write.
+      num_preempted: preempted sequences.
+      prompt_rows: prompt tokens fed of each request, recomputation included.
+      num_cached: prompt tokens of each request found in the cache.
+      tokens: answers by request and sample.
+      duration_s: time from submission until the last answer.
     """
 
     logical_pages: Int[np.ndarray, " steps"]
@@ -184,7 +184,7 @@ class Served(NamedTuple):
     duration_s: float
 
     def totals(self) -> dict[str, Any]:
-        """Numbers of the whole, as tables have them."""
+        """Returns totals under the names of table columns."""
         return self._asdict() | {
             "logical_pages": self.logical_pages.sum(),
             "distinct_pages": self.distinct_pages.sum(),
@@ -195,13 +195,13 @@ class Served(NamedTuple):
 
 
 class Client(NamedTuple):
-    """An engine whose page tables are read, and the requests that it is sent.
+    """An engine whose page tables are read, with the sampling of its requests.
 
     Attributes:
-      engine: made with `seen_step`.
-      model: that it serves.
-      ask: how answers are drawn; studies replace single fields.
-      progress: is asked whether to stop.
+      engine: engine with `step_with_tables`.
+      model: served model.
+      ask: default sampling.
+      progress: receives progress; may stop.
     """
 
     engine: stepper.Stepper
@@ -212,12 +212,12 @@ class Client(NamedTuple):
     def requests(
         self, sizes: list[int], samplings: list[Sampling]
     ) -> list[PromptRequest]:
-        """Requests of held-out text, the same at every call."""
+        """Returns requests of held-out text, the same at every call."""
         rng = np.random.default_rng(self.engine.config.seed)
         return prompts.cut_held_out_prompts(self.model.tokenizer, sizes, samplings, rng)
 
     def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
-        """How answers of so many tokens are drawn; no token ends an answer."""
+        """Returns sampling for answers of fixed lengths; end tokens are ignored."""
         ask, seed = self.ask, self.engine.config.seed
         ask = dataclasses.replace(ask, ignore_eos=True, **fields)
         return [
@@ -227,18 +227,18 @@ class Client(NamedTuple):
 
     def serve(
         self, requests: Sequence[PromptRequest], policy: interface.Policy | None = None
-    ) -> Served | None:
-        """Answers requests.
+    ) -> ServedPages | None:
+        """Serves requests that all arrive at once.
 
         Args:
-          requests: what to serve, all there at once, those first in the queue first.
-          policy: of the scheduler; None means first come, first served.
+          requests: requests in order of the queue.
+          policy: scheduling policy; None means first come, first served.
 
         Returns:
-          What happened; None if it was stopped, the engine then empty.
+          Answers and pages; None if stopped, after which the engine is empty.
 
         Raises:
-          RuntimeError: the engine counts other pages than its tables hold.
+          RuntimeError: the engine's page count differs from that of its tables.
         """
         texts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
         done = self.engine.serve(texts, asks, policy=policy, progress=self.progress)
@@ -256,7 +256,7 @@ class Client(NamedTuple):
         prompt_rows, rows, name = np.zeros_like(sizes), info.num_rows, info.request_id
         of_prompt = np.clip(sizes[name] - pages.length, 0, rows) * (name >= 0)
         np.add.at(prompt_rows, name, of_prompt)
-        return Served(
+        return ServedPages(
             logical_pages=num_pages.sum(axis=1),
             distinct_pages=distinct,
             num_rows=rows.sum(axis=1),
@@ -269,11 +269,11 @@ class Client(NamedTuple):
         )
 
 
-def seen_step(
+def step_with_tables(
     params: Any, state: EngineState, *, forward: Any, **rules: Any
 ) -> tuple[EngineState, tuple[StepInfo, PageTable]]:
-    """A step, and the page tables in its middle."""
-    # What the step itself does first; the compiler finds that it is the same.
+    """Runs a step; also returns the page table in its middle."""
+    # The step plans again; the compiler removes the duplicate.
     middle, *_ = step.plan_step(state, **rules)
     state, info = step.step(params, state, forward=forward, **rules)
     return state, (info, middle.table)
@@ -282,16 +282,16 @@ def seen_step(
 def serve_groups(
     client: Client, kinds: dict[str, Lengths], sizes: Iterable[int], *, beams: bool
 ) -> Savings:
-    """Serves every kind of requests with every number of sequences.
+    """Serves each kind of requests with each number of sequences.
 
-    The same requests whatever their number of sequences. They keep out of the prefix
-    cache and go on after the model's own end token, so that lengths are as drawn.
+    The requests are the same for every number of sequences. They bypass the prefix
+    cache and ignore the model's end token, so that lengths are as drawn.
 
     Args:
       client: sends the requests.
       kinds: lengths of the requests by name.
-      sizes: sequences of a request.
-      beams: whether to search instead of drawing.
+      sizes: sequences per request.
+      beams: True for beam search, False for sampling.
     """
     settings = [(name, size) for name in kinds for size in sizes]
     page_size = client.engine.config.page_size
@@ -306,7 +306,7 @@ def serve_groups(
         served = client.serve(requests)
         if served is None:
             break
-        # As served: a file may have been shorter than the prompt drawn.
+        # Actual lengths: a file may be shorter than the drawn prompt.
         prompt = np.array([len(request.tokens) for request in requests])
         answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
         expected = length_distributions.shared_page_saving(
@@ -326,16 +326,16 @@ def serve_groups(
     return Savings.of(rows)
 
 
-def read_in_chunks(
+def count_prompt_rows(
     client: Client, lengths: Lengths, num_answers: int, chunk_sizes: Iterable[int]
-) -> Readings:
-    """Counts the prompt tokens that several answers of a request make an engine feed.
+) -> PrefillCounts:
+    """Counts the prompt tokens that an engine feeds for requests with several samples.
 
     Args:
       client: sends the requests.
-      lengths: of the requests; answers are of two tokens.
-      num_answers: of each request.
-      chunk_sizes: tokens that one prompt may feed in a step.
+      lengths: lengths of the requests; answers have 2 tokens.
+      num_answers: samples per request.
+      chunk_sizes: tokens of a prompt per step.
     """
     ask = client.samplings(np.array([2]), n=num_answers, prefix_cache=False)
     sizes = lengths.prompt.tolist()
@@ -348,33 +348,33 @@ def read_in_chunks(
         if served is None:
             break
         rows.append((size, num_answers, num_tokens, served.prompt_rows.sum()))
-    return Readings.of(rows)
+    return PrefillCounts.of(rows)
 
 
 def serve_prefixes(
     client: Client, prefixes: Iterable[int], own: Lengths, *, repeats: int
-) -> Prefixes:
-    """Serves requests with a common beginning, again and again, with and without cache.
+) -> PrefixSavings:
+    """Serves requests with a common prefix repeatedly, without and with the cache.
 
-    The beginning is read before the clock starts, as a provider's own prompt would be.
-    Without means that the requests keep out of the cache: one program runs both, and
-    which goes first alternates.
+    The prefix is cached before the clock starts, like a provider's system prompt.
+    Without the cache, requests bypass it, so that one program runs both. The order
+    alternates.
 
     Args:
       client: sends the requests.
-      prefixes: tokens with which all requests begin.
-      own: tokens that each request has beyond them, and its answer's.
+      prefixes: tokens of the common prefix.
+      own: lengths of the rest of each prompt and of its answer.
       repeats: servings of each kind, at least 1.
     """
     rows = []
     for num in client.progress.track(prefixes, "common beginnings", "lengths"):
-        # One leaves the beginning in the cache, and the others go on there.
+        # The first request leaves the prefix in the cache.
         samplings = [Sampling.greedy(max_tokens=1), *client.samplings(own.output, n=1)]
         first, *rest = client.requests([num, *own.prompt.tolist()], samplings)
-        runs: dict[bool, list[Served]] = {False: [], True: []}
+        runs: dict[bool, list[ServedPages]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
-            asked = [
+            prefixed = [
                 x._replace(
                     tokens=first.tokens + x.tokens,
                     sampling=dataclasses.replace(x.sampling, prefix_cache=uses),
@@ -383,9 +383,9 @@ def serve_prefixes(
             ]
             client.engine.clear()
             client.serve([first])
-            served = client.serve(asked)
+            served = client.serve(prefixed)
             if served is None:
-                return Prefixes.of(rows)
+                return PrefixSavings.of(rows)
             runs[uses].append(served)
         off, on = runs[False][0], runs[True][0]
         both, answers = (off.totals(), on.totals()), sum(map(len, on.tokens.values()))
@@ -402,4 +402,4 @@ def serve_prefixes(
                 "num_different": sum(off.tokens[x] != on.tokens[x] for x in on.tokens),
             }
         )
-    return Prefixes.of(rows)
+    return PrefixSavings.of(rows)

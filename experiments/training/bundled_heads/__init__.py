@@ -1,1 +1,1 @@
-"""Bundled heads."""
+"""Training of the bundled Medusa and EAGLE heads."""

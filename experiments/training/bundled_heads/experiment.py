@@ -1,9 +1,9 @@
-"""How often do trained heads guess what a small model will say?
+"""Trains the bundled Medusa and EAGLE heads, and measures their acceptance.
 
 The `shipped` config trained the heads in `models/stdlib-bytes-medusa` and
-`models/stdlib-bytes-eagle`, which draft for the bundled model: it stays as it is, and
-they learn its whole law on the text that it was trained on. Guesses are scored on its
-greedy answers to files that neither has seen.
+`models/stdlib-bytes-eagle`, which draft for the bundled model. The model is frozen, and
+heads learn its output distribution on its training text. Drafts are scored on greedy
+answers to held-out files.
 """
 
 import dataclasses
@@ -39,31 +39,30 @@ _TRUNK = bundled_model.CONFIGS["shipped"].trunk
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which heads, how they are trained, and where they go."""
+    """Heads, their training, and the export folders."""
 
     model: str = "stdlib-bytes"
-    """That they draft for: a folder, or a bundled model; of the shape that the recipes
-    name."""
+    """Target model: a folder or a bundled model, of the shape that the recipes name."""
     kinds: tuple[Kind, ...] = ("medusa", "eagle")
-    """Trained one after the other."""
+    """Kinds of heads, trained in this order."""
     medusa: drafting_heads.HeadRecipe
     eagle: drafting_heads.HeadRecipe
     num_blocks: int = 2
-    """Residual blocks of each of Medusa's heads."""
+    """Residual blocks of each Medusa head."""
     taps: tuple[int, ...] = (2, 3, 4)
-    """Features that EAGLE reads: what goes into these layers; the number of layers
-    stands for the last hidden state."""
+    """Features that EAGLE reads: inputs of these layers; the number of layers means the
+    last hidden state."""
     num_ranks: int = 8
-    """Best guesses of each depth that are scored."""
+    """Best drafts of each depth that are scored."""
     num_answers: int = 256
-    """Held-out pieces of text that the model goes on from, half as long as the windows
-    of training; as many tokens of its answers are scored."""
+    """Held-out pieces of text that the model continues, half as long as the training
+    windows; as many tokens of each answer are scored."""
     export: str = ""
-    """Folders for the trained heads in bfloat16, each with its kind behind this name;
-    empty: not written."""
+    """Prefix of the export folders in bfloat16, completed by the kind; empty: not
+    exported."""
 
     def __post_init__(self):
-        """Refuses what cannot be trained."""
+        """Validates the fields."""
         validation.among(self, "kinds", known=("medusa", "eagle"))
         validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
         for recipe in (self.medusa, self.eagle):
@@ -71,11 +70,11 @@ class Config:
                 raise ValueError(f"{recipe.run.corpus=} must be text")
 
     def recipe(self, kind: Kind) -> drafting_heads.HeadRecipe:
-        """How heads of a kind are trained."""
+        """Returns the training recipe of a kind."""
         return self.medusa if kind == "medusa" else self.eagle
 
     def shape(self, kind: Kind, model: Any) -> head_folders.HeadsConfig:
-        """The heads of a kind, for a model."""
+        """Returns the shape of the heads of a kind for a target model."""
         if kind == "eagle":
             return eagle.EagleConfig(target=model, taps=self.taps)
         depth = self.medusa.depth
@@ -118,41 +117,41 @@ CONFIGS = {
 }
 
 
-class Heads(ResultTable):
-    """What was trained."""
+class HeadTraining(ResultTable):
+    """Training of each kind of heads."""
 
-    kind: Texts = column("of the heads")
+    kind: Texts = column("kind of the heads")
     status: Texts = column("`done`, `stopped` or `diverged`")
-    num_params: Ints = column("weights of their own", heading="parameters")
-    num_tokens: Ints = column("trained on", heading="tokens")
+    num_params: Ints = column("parameters of the heads", heading="parameters")
+    num_tokens: Ints = column("trained tokens", heading="tokens")
     loss: Floats = column(
-        "nats of the model's law under theirs, mean of the last ten reports",
+        "cross-entropy with the model's distribution in nats, mean of 10 last reports",
         heading="loss",
     )
-    duration_s: Floats = column("time spent in training, on the clock")
+    duration_s: Floats = column("wall-clock time of training")
 
 
-class Acceptance(ResultTable):
-    """How often guesses are right."""
+class GuessAcceptance(ResultTable):
+    """Acceptance rates by depth and rank."""
 
-    kind: Texts = column("of the heads")
-    depth: Ints = column("places behind the model's own token", heading="depth")
-    rank: Ints = column("of the guess at its depth, 0 the best")
+    kind: Texts = column("kind of the heads")
+    depth: Ints = column("draft position after the model's own token", heading="depth")
+    rank: Ints = column("rank of the draft at its depth, 0 for the best")
     right_share: Floats = column(
-        "right, where a step of greedy decoding begins",
+        "share of correct drafts in greedy decoding",
         heading="right",
     )
 
 
 class Result(ResultRecord):
-    """Heads, and how often they are right."""
+    """Trained heads and their acceptance rates."""
 
-    heads: Heads = column("of each kind")
-    acceptance: Acceptance = column("by the weights rounded to bfloat16")
+    heads: HeadTraining = column("by kind")
+    acceptance: GuessAcceptance = column("with weights rounded to bfloat16")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains, scores held-out text and exports."""
+    """Trains heads, scores held-out text and exports."""
     target = checkpoints.load_model(bundled.find_model_folder(config.model))
     heads, acceptance = [], []
     for kind in config.kinds:
@@ -177,7 +176,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         heads.append(row)
         if found.status != "done":
             break
-        shares = score(config, kind, shape, params, target)
+        shares = score_heads(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
         if config.export:
             head_folders.save_heads(
@@ -185,21 +184,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 shape,
                 params,
                 acceptance=shares.tolist(),
-                model_card=model_card(config, kind, row, shares),
+                model_card=heads_card(config, kind, row, shares),
                 overwrite=True,
             )
     rows = [(kind, depth + 1, rank, x) for kind, depth, rank, x in acceptance]
-    return Result(Heads.of(heads), Acceptance.of(rows))
+    return Result(HeadTraining.of(heads), GuessAcceptance.of(rows))
 
 
-def score(
+def score_heads(
     config: Config,
     kind: Kind,
     shape: head_folders.HeadsConfig,
     params: Params,
     target: checkpoints.LoadedModel,
 ) -> np.ndarray:
-    """Finds how often guesses are right, by depth and rank, in greedy answers."""
+    """Returns the share of correct drafts by depth and rank, in greedy answers."""
     recipe = config.recipe(kind)
     held_out = corpora.open_corpus(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
@@ -224,7 +223,7 @@ def score(
 
 
 def plot(ax: Any, result: Result) -> None:
-    """Draws how often the best guesses are right, by depth."""
+    """Draws the acceptance rate of the best drafts by depth."""
     names, ends = {"medusa": "Medusa", "eagle": "EAGLE"}, []
     for kind in result.acceptance.distinct("kind"):
         best = result.acceptance.where(kind=kind, rank=0)
@@ -232,7 +231,7 @@ def plot(ax: Any, result: Result) -> None:
         style.draw_curve(ax, best.depth, 100 * best.right_share, name, name)
         ends.append(f"{name} {100 * best.right_share[0]:.0f} %")
     depths = result.acceptance.distinct("depth")
-    title = f"First guesses that are right: {', '.join(ends)}"
+    title = f"First drafts that are correct: {', '.join(ends)}"
     x = "distance from the model's own token [tokens]"
     style.set_labels(ax, title, x, "best guess right [%]")
     ax.set(xticks=depths or [1], ylim=(0, 100))
@@ -245,21 +244,21 @@ _ABOUT: dict[Kind, str] = {
     {blocks} residual blocks on the last hidden state, then the model's own output
     matrix.""",
     "eagle": """An EAGLE-3 drafter (Li et al. 2025, arXiv:2503.01840): one layer like
-    the model's own on fused features, what goes into its layers {taps} (its number of
-    layers stands for the last hidden state), and on the embedding of the token that
-    follows; embeddings and output matrix are the model's own.""",
+    the model's own on fused features, the inputs of its layers {taps} (its number of
+    layers denotes the last hidden state), and on the embedding of the next token;
+    embeddings and output matrix are shared with the model.""",
 }
 _LOSS: dict[Kind, str] = {
-    "medusa": "the heads side by side",
+    "medusa": "over the heads in parallel",
     "eagle": """the drafter unrolled for as many steps on its own states ("training-time
     test")""",
 }
 
 
-def model_card(
+def heads_card(
     config: Config, kind: Kind, row: dict[str, Any], shares: np.ndarray
 ) -> str:
-    """Writes the card of heads, in Markdown; every number in it is the run's."""
+    """Returns the model card of heads in Markdown; all numbers are the run's."""
     recipe = config.recipe(kind)
     run, text = recipe.run, recipe.run.corpus
     assert isinstance(text, corpora.CorpusConfig)
@@ -288,27 +287,28 @@ def model_card(
         "## Use",
         f"    jaxkv generate {name} --prompt 'def ' --speculate {kind}",
         "## Shape",
-        f"""{about} {row["num_params"]:,} weights in bfloat16, which were trained for
-        this model and fit no other.""",
+        f"""{about} {row["num_params"]:,} weights in bfloat16, trained for this model
+        only.""",
         "## Data",
         f"""The {len(split.train)} files of {corpora.describe_source(text)} that the
-        model was trained on; the {len(split.held_out)} files held out are those that
-        were held out from it.""",
+        model was trained on; the {len(split.held_out)} held-out files are the same as the
+        model's.""",
         "## Result",
         "\n".join(table),
-        f"""How often a guess is the token that the model will say, in greedy answers of
-        {run.seq_len // 2} tokens to {config.num_answers} pieces of held-out files, each
-        {run.seq_len // 2} tokens long: where a step begins whose drafts are the best
-        guesses in a row. Depth 1 is the token behind the one that the model has just
-        said. All ranks that were scored stand in `config.json`, for trees.""",
+        f"""Share of drafts that equal the model's token, in greedy answers of
+        {run.seq_len // 2} tokens to {config.num_answers} pieces of held-out files of
+        {run.seq_len // 2} tokens each, at the steps of speculative decoding with the
+        best drafts. Depth 1 is the token after the model's own last one. `config.json`
+        has all ranks, for draft trees.""",
         "## Training",
         "    jaxkv run bundled_heads shipped",
         f"""{row["num_tokens"]:,} tokens ({epochs:.1f} epochs): {run.num_steps:,} steps
         of {run.batch_size} x {run.seq_len} tokens, learning rate {run.learning_rate}
-        with {run.warmup_steps} steps of rise and {run.cooldown_steps:,} of fall to
-        zero, Muon for matrices of layers, AdamW for the rest, seed {run.seed}. The loss
-        is the cross-entropy with the model's own law, {recipe.depth} guesses deep, each
-        weighing {recipe.decay} of the one before it, {_LOSS[kind]}. It ended at
-        {row["loss"]:.4f} nats. {bundled_model.made_with(row["duration_s"])}""",
+        with {run.warmup_steps} steps of warm-up and {run.cooldown_steps:,} of decay to
+        zero, Muon for matrices of layers, AdamW for other parameters, seed {run.seed}.
+        The loss is the cross-entropy with the model's own distribution,
+        {recipe.depth} drafts deep, each weighted {recipe.decay} of the one before it,
+        {_LOSS[kind]}. It ended at {row["loss"]:.4f} nats.
+        {bundled_model.training_note(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)

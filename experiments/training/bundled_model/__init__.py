@@ -1,3 +1,3 @@
-"""Bundled model."""
+"""Training of the bundled byte-level model."""
 
 __all__ = ["experiment"]

@@ -1,9 +1,9 @@
-"""How well does a small byte-level model learn Python's standard library?
+"""Trains the bundled byte-level model on Python's standard library.
 
-The `shipped` config trained the model in `models/stdlib-bytes`: a trunk at a constant
-learning rate on short windows, then a cool-down on windows as long as the contexts that
-the model is served with. The same command takes up a run that was stopped. `deep`
-trains one of three times as many layers, for which the shipped one is a cheap drafter.
+The `shipped` config trained the model in `models/stdlib-bytes`: a constant learning
+rate on short windows (the trunk), then a cooldown on windows as long as served
+contexts. The same command resumes a stopped run. `deep` trains a model with 3 times as
+many layers, for which the shipped one is a draft model.
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ from scaling.training import TrainConfig, architectures, objectives, train
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A trunk, its cool-down, and where the model goes."""
+    """Training of the trunk and the cooldown, and the export folder."""
 
     trunk: TrainConfig
-    """The run at a constant rate, `cooldown_steps=0`."""
+    """Run at a constant learning rate, `cooldown_steps=0`."""
     cooldown_steps: int
-    """Steps after the trunk, of linear fall to zero."""
+    """Steps of linear decay to 0 after the trunk."""
     cooldown_batch_size: int
-    """Windows per step of the cool-down."""
+    """Windows per step of the cooldown."""
     cooldown_seq_len: int
-    """Predictions per window of the cool-down, and of scoring held-out text."""
+    """Predictions per window of the cooldown and of scoring."""
     folder: str = ""
-    """Where checkpoints are kept, for a run to be taken up; empty: not kept."""
+    """Folder of checkpoints to resume from; empty: not kept."""
     export: str = ""
-    """Folder for the trained model in bfloat16; empty: not written."""
+    """Folder for the trained model in bfloat16; empty: not exported."""
 
     def __post_init__(self):
-        """Refuses a cool-down that is none."""
+        """Validates the fields."""
         validation.at_least(self, "cooldown_steps")
         if self.trunk.cooldown_steps:
             raise ValueError(
@@ -55,13 +55,13 @@ class Config:
 
     @property
     def text(self) -> corpora.CorpusConfig:
-        """What is learnt."""
+        """Training text."""
         assert isinstance(self.trunk.corpus, corpora.CorpusConfig)
         return self.trunk.corpus
 
     @property
     def cooldown(self) -> TrainConfig:
-        """The run that starts from the trunk's last checkpoint."""
+        """Run that starts from the trunk's last checkpoint."""
         return dataclasses.replace(
             self.trunk,
             num_steps=self.trunk.num_steps + self.cooldown_steps,
@@ -114,7 +114,7 @@ CONFIGS = {
                 mlp_size=32,
                 max_positions=64,
             ),
-            # So little text is held out that scoring it takes a moment.
+            # Little text is held out, so that scoring is quick.
             corpus=corpora.CorpusConfig(held_out=0.02),
             batch_size=8,
             seq_len=32,
@@ -139,31 +139,29 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """What was learnt; bits per byte are not numbers if training did not end."""
+    """Training curve and final bits per byte; NaN if training did not end."""
 
-    tokens: np.ndarray = column("trained on before each report, both runs together")
-    loss: np.ndarray = column("nats per token of training since the report before")
-    status: str = column("of the last run: `done`, `stopped` or `diverged`")
-    num_params: int = column("of the model")
+    tokens: np.ndarray = column("trained tokens at each report, over both runs")
+    loss: np.ndarray = column("training loss in nats per token since the last report")
+    status: str = column("status of the last run: `done`, `stopped` or `diverged`")
+    num_params: int = column("parameters of the model")
     bits_per_byte: float = column(
-        "of the held-out documents, by the weights rounded to bfloat16",
+        "on held-out documents, with weights rounded to bfloat16",
         heading="held-out bits per byte",
         key="held_out_bits_per_byte",
     )
     bits_per_byte_float32: float = column(
-        "the same before rounding",
+        "before rounding",
         heading="held-out bits per byte, float32",
         key="held_out_bits_per_byte_float32",
     )
-    num_held_out_bytes: int = column("size of the held-out documents")
-    duration_s: float = column(
-        "time spent in training, on the clock", key="train_duration_s"
-    )
+    num_held_out_bytes: int = column("bytes of the held-out documents")
+    duration_s: float = column("wall-clock time of training", key="train_duration_s")
 
     @property
     @table.computed_column()
     def num_tokens(self) -> int:
-        """Trained on."""
+        """Trained tokens."""
         return int(self.tokens[-1]) if len(self.tokens) else 0
 
 
@@ -220,7 +218,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def plot(ax: Any, result: Result) -> None:
-    """Draws the loss over the tokens, and the held-out text's loss at the end."""
+    """Draws the training loss by tokens, and the final held-out loss."""
     loss = result.loss / np.log(2)
     style.draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
     title = "Loss of training"
@@ -238,7 +236,7 @@ def plot(ax: Any, result: Result) -> None:
 
 
 def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
-    """Writes the model's card, in Markdown; every number in it is the run's."""
+    """Returns the model card in Markdown; all numbers are the run's."""
     model, trunk = architectures.serving_config(config.trunk.model), config.trunk
     epochs = result.num_tokens / len(corpora.encode_documents(split.train))
     data = corpora.describe_source(config.text)
@@ -253,12 +251,12 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         f"# {Path(config.export).name}",
         f"""A decoder-only transformer of {result.num_params / 1e6:.2f} million
         parameters that writes text like {data}. It is small enough to ship with the
-        project and to be served on any machine: a model to test and to show a serving
-        engine with, not one to write programs with.""",
+        project and to run on any machine: a model for tests and demonstrations of a
+        serving engine, not for writing programs.""",
         "## Use",
         f"    jaxkv generate {Path(config.export).name} --prompt 'def '",
         f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {corpora.END} ends a
-        document, and stands before one too. Contexts of up to {window} tokens were
+        document and also precedes one. Contexts of up to {window} tokens were
         trained.""",
         "## Shape",
         f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied embeddings):
@@ -282,14 +280,14 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         {trunk.num_steps:,} steps of {trunk.batch_size} x {trunk.seq_len} tokens at a
         constant learning rate of {trunk.learning_rate}, then
         {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
-        it falls to zero. Muon for the layers' matrices, AdamW for the rest, seed
-        {trunk.seed}. {made_with(result.duration_s)}""",
+        it falls to zero. Muon for the layers' matrices, AdamW for other parameters,
+        seed {trunk.seed}. {training_note(result.duration_s)}""",
     ]
     return card_text(parts)
 
 
-def made_with(duration_s: float) -> str:
-    """How long training took, on which processor and with which versions."""
+def training_note(duration_s: float) -> str:
+    """Returns a sentence on training time, processor and versions."""
     env = environment.describe_machine()
     versions = env["versions"]
     return (
@@ -300,10 +298,10 @@ def made_with(duration_s: float) -> str:
 
 
 def card_text(parts: Sequence[str]) -> str:
-    """The Markdown of weights trained on the standard library, licence included."""
+    """Returns the Markdown of a model card, licence included."""
     licence = """The text is under the licence of the Python Software Foundation; the
-        weights are given on the same terms."""
-    # Paragraphs are filled; headings, tables and commands stay as they are.
+        weights are under the same terms."""
+    # Paragraphs are wrapped; headings, tables and commands are kept.
     filled = [
         part
         if part.startswith(("-", "#", "|", "    "))

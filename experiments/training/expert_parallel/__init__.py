@@ -1,1 +1,1 @@
-"""Expert parallelism."""
+"""Expert parallelism against tensor parallelism."""

@@ -1,14 +1,14 @@
-"""Experts whole on a device each, or a part of every expert on all?
+"""Compares expert parallelism with tensor parallelism of a mixture of experts.
 
-Tensor parallelism cuts every expert over all devices, which then all work on all
-tokens; expert parallelism keeps experts whole and sends tokens to them. What either
-sends in a training step stands by the formulas of `jaxkv cost` and by the compiled
-programs; how long a step takes is measured on devices that a CPU plays.
+Tensor parallelism splits every expert over all devices, which then process all tokens.
+Expert parallelism keeps experts whole and sends tokens to them. The bytes that each
+layout sends in a training step are compared with the formulas of `jaxkv cost` and with
+the compiled programs. Step times are measured on virtual CPU devices.
 
-Expert parallelism waits for the device whose experts are chosen most, and buffers of
-one size for all experts drop what does not fit. So two mixtures are trained, with and
-without the load-balancing loss, and what their routers choose on held-out text says how
-uneven experts and devices are, and what each capacity drops and costs.
+Expert parallelism waits for the device with the most tokens, and buffers of equal
+capacity drop tokens that exceed it. Two mixtures are trained, with and without the
+load-balancing loss. Their routing of held-out text shows the imbalance of experts and
+devices, and the drops and traffic at each capacity.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ BALANCING = {"with": 0.01, "without": 0.0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A mixture, its training, and ways to divide it."""
+    """A mixture of experts, its training, and layouts."""
 
     width: int = 64
     num_layers: int = 2
@@ -72,7 +72,7 @@ class Config:
     size: int = 64
     """FFN width of an expert."""
     batch_size: int = 16
-    """Windows of a step, over all devices."""
+    """Windows of a step over all devices."""
     seq_len: int = 128
     num_steps: int = 600
     learning_rate: float = 1e-2
@@ -80,16 +80,16 @@ class Config:
     devices: tuple[int, ...] = (2, 4, 8)
     """Degrees of tensor and of expert parallelism."""
     capacities: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-    """Places of an expert over the even share, ascending."""
+    """Capacity factors: places of an expert over the even share, ascending."""
     sent_capacity: float = 1.25
-    """That of the layouts whose bytes and time are shown."""
+    """Capacity factor of the layouts whose bytes and times are reported."""
     num_windows: int = 256
-    """Held-out windows, on whose tokens routers are asked."""
+    """Held-out windows whose routing is measured."""
     rounds: int = 7
-    """Steps of every layout that are timed, in turns."""
+    """Timed steps of every layout, interleaved."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be divided."""
+        """Validates the fields."""
         validation.at_least(self, "num_steps", "rounds")
         validation.ascending(self, "devices", low=2)
         validation.ascending(self, "capacities", low=0)
@@ -109,17 +109,17 @@ class Config:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """All ways to divide the mixture, as `jaxkv cost` takes them."""
+        """Layouts of the mixture in the notation of `jaxkv cost`."""
         ways = "tp={}", "ep={},gather", "ep={},capacity=" + f"{self.sent_capacity:g}"
         return tuple(way.format(p) for way in ways for p in self.devices)
 
     @property
     def mesh_devices(self) -> int:
-        """A CPU is to count as so many."""
+        """Number of virtual CPU devices."""
         return max(self.devices)
 
     def model(self, balancing: str) -> ModelConfig:
-        """The mixture, trained with or without the load-balancing loss."""
+        """Returns the mixture, with or without the load-balancing loss."""
         mixed = Experts(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -137,7 +137,7 @@ class Config:
         return dataclasses.replace(dense, experts=mixed)
 
     def training(self, balancing: str) -> TrainConfig:
-        """How it is trained, on one device."""
+        """Returns the training config on one device."""
         return TrainConfig(
             model=self.model(balancing),
             corpus=self.corpus,
@@ -161,64 +161,63 @@ CONFIGS = {
 }
 
 
-class Ways(ResultTable):
-    """Ways to divide the mixture, a row each."""
+class LayoutTable(ResultTable):
+    """Traffic, gradient error and step time of each layout."""
 
-    layout: Texts = column("as `jaxkv cost` takes it")
-    devices: Ints = column("of the mesh")
+    layout: Texts = column("notation of `jaxkv cost`")
+    devices: Ints = column("devices of the mesh")
     layers_bytes: Floats = column(
-        "that a device sends for activations, by the formulas", heading="activations"
+        "bytes that a device sends for activations, by formula", heading="activations"
     )
-    sent_bytes: Floats = column("that it sends in a step", heading="sent")
-    found_bytes: Floats = column("by the program's collectives", heading="found")
+    sent_bytes: Floats = column("bytes that it sends in a step", heading="sent")
+    found_bytes: Floats = column("bytes of the program's collectives", heading="found")
     error: Floats = column(
-        "of the gradient against one device's, over the largest number of a parameter",
+        "gradient error against one device, over the largest value of a parameter",
         form="{:.1e}",
     )
     step_s: Floats = column(
-        "median of a gradient's", heading="time", form=units.format_seconds
+        "median time of a gradient", heading="time", form=units.format_seconds
     )
 
 
-class Drops(ResultTable):
-    """What a capacity does to held-out text, over as many devices as there are."""
+class CapacityDrops(ResultTable):
+    """Effect of a capacity factor on held-out text, over all devices."""
 
-    balancing: Texts = column("with the loss, or without", heading="balancing loss")
-    capacity: Floats = column("over the even share", form="{:g}")
+    balancing: Texts = column("with or without the loss", heading="balancing loss")
+    capacity: Floats = column("capacity factor", form="{:g}")
     dropped: Floats = column(
-        "of the choices, mean over the layers", form=units.format_percent
+        "share of choices, mean over layers", form=units.format_percent
     )
-    loss: Floats = column("nats per token then", form="{:.3f}")
+    loss: Floats = column("nats per token with drops", form="{:.3f}")
     sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
 
 
-class Loads(ResultTable):
-    """How unevenly experts are met, and devices that have a part of them each."""
+class ExpertLoads(ResultTable):
+    """Load imbalance of experts, and of devices that hold a part of them."""
 
-    balancing: Texts = column("with the loss, or without", heading="balancing loss")
-    layer: Ints = column("counted from 1")
-    devices: Ints = column("over which experts are divided")
-    busiest: Floats = column("device's load over the mean", form="{:.2f}")
-    busiest_expert: Floats = column("its load over the mean", form="{:.2f}")
-    variation: Floats = column("standard deviation of experts' loads", form="{:.2f}")
-    idle: Floats = column("experts that nobody meets", form=units.format_percent)
+    balancing: Texts = column("with or without the loss", heading="balancing loss")
+    layer: Ints = column("layer, from 1")
+    devices: Ints = column("devices that share the experts")
+    busiest: Floats = column("largest load of a device / mean", form="{:.2f}")
+    busiest_expert: Floats = column("largest load of an expert / mean", form="{:.2f}")
+    variation: Floats = column("standard deviation of expert loads", form="{:.2f}")
+    idle: Floats = column("share of experts without tokens", form=units.format_percent)
 
 
 class Result(ResultRecord):
-    """What was counted, measured and trained."""
+    """Traffic, drops, loads and losses."""
 
-    ways: Ways = column("a row for each layout")
-    drops: Drops = column("a row for each capacity")
-    loads: Loads = column("a row for each layer and number of devices")
-    params: int = column("of a mixture")
+    ways: LayoutTable = column("by layout")
+    drops: CapacityDrops = column("by capacity factor")
+    loads: ExpertLoads = column("by layer and number of devices")
+    params: int = column("parameters of a mixture")
     losses: np.ndarray = column(
-        "held-out nats per token with nothing dropped, with and without the balancing "
-        "loss"
+        "held-out nats per token without drops, with and without the balancing loss"
     )
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains two mixtures and divides them; ended early, it has what is done."""
+    """Trains two mixtures and divides them; if stopped, keeps finished parts."""
     corpus = corpora.open_corpus(config.corpus)
     windows = objectives.stream_windows(
         corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
@@ -244,9 +243,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         drops += more
     ways = _divide(config, trained, windows, progress) if trained is not None else []
     return Result(
-        ways=Ways.of(ways),
-        drops=Drops.of(drops),
-        loads=Loads.of(loads),
+        ways=LayoutTable.of(ways),
+        drops=CapacityDrops.of(drops),
+        loads=ExpertLoads.of(loads),
         params=architectures.count_model_parameters(config.model("with")).total,
         losses=np.array(losses),
     )
@@ -255,11 +254,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _dropped(
     config: Config, balancing: str, params: Params, windows: np.ndarray
 ) -> tuple[float, list[tuple[Any, ...]]]:
-    """The loss without drops; and of each capacity what it drops, and the loss."""
+    """Returns the loss without drops, and drops and loss of each capacity factor."""
     model, p = config.model(balancing), max(config.devices)
-    asked = jnp.asarray(windows)
+    held_out = jnp.asarray(windows)
     whole = parallelism.parse_layout(f"ep={p},gather")
-    rows, base = [], _loss(model, whole, params, asked)
+    rows, base = [], _loss(model, whole, params, held_out)
 
     @jax.jit
     def read(params: Params, tokens: Array) -> list[moe.Routing]:
@@ -267,8 +266,8 @@ def _dropped(
             transformer.merge(model, params), tokens
         ).routings
 
-    # What all rows choose in each layer, where nothing is dropped.
-    routings = read(params, asked[:, :-1])
+    # Routing of all tokens in each layer without drops.
+    routings = read(params, held_out[:, :-1])
     for capacity in config.capacities:
         layout = parallelism.parse_layout(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
@@ -277,19 +276,19 @@ def _dropped(
         for routing in routings:
             for begin in range(0, p * own, own):
                 part = operator.itemgetter(slice(begin, begin + own))
-                mine = jax.tree.map(part, routing)
-                lost.append(experts.dropped_fraction(mine, capacity=limit))
+                local_routing = jax.tree.map(part, routing)
+                lost.append(experts.dropped_fraction(local_routing, capacity=limit))
         sent = sharded_steps.predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         to_experts = sum(x.forward for x in sent if x.scheme == "expert")
-        loss = _loss(model, layout, params, asked)
+        loss = _loss(model, layout, params, held_out)
         rows.append((balancing, capacity, float(np.mean(lost)), loss, to_experts))
     return base, rows
 
 
 def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
-    """Mean nats of windows under a layout."""
+    """Returns mean nats per token of windows under a layout."""
     gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
     nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
     return float(nats(meshes.place_tree(model, layout, params), windows))
@@ -298,17 +297,17 @@ def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> fl
 def _divide(
     config: Config, params: Params, windows: np.ndarray, progress: Progress
 ) -> list[tuple[Any, ...]]:
-    """Compiles every layout; counts, compares and times it."""
+    """Compiles every layout; compares its traffic and gradient, and times it."""
     model = config.model("with")
-    asked = jnp.asarray(windows[: config.batch_size])
+    held_out = jnp.asarray(windows[: config.batch_size])
     one = jax.jit(parallel.divided_gradient(model, StepConfig()))
-    wanted = one(params, asked)[1]
+    wanted = one(params, held_out)[1]
     rows, steps = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parallelism.parse_layout(words)
         mesh = meshes.make_training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        placed = jax.device_put(asked, everywhere)
+        placed = jax.device_put(held_out, everywhere)
         given = meshes.place_tree(model, layout, params), placed
         gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
@@ -338,24 +337,24 @@ def _divide(
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists all layouts, capacities and loads, a row each, and the losses."""
+    """Returns rows of all layouts, capacities and loads, and the losses."""
     return table.metrics(result) | {"losses": result.losses.tolist()}
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: what is sent and how long it takes; what is dropped; how uneven it is."""
+    """Returns tables of traffic and times, drops, and load imbalance."""
     both = zip(BALANCING, result.losses, strict=False)
     losses = ", ".join(f"{loss:.3f} {name}" for name, loss in both)
     return [
         result.ways.sheet(
             f"a device's part of a training step, {result.params:,} parameters",
-            note="Activations: all but gradients of weights, which copies exchange. "
-            "Time is that of devices that a CPU plays, between which sending costs "
-            "next to nothing. What a capacity drops is missing from the gradient.",
+            note="Activations: all traffic but gradients of weights, which replicas "
+            "exchange. Times are of virtual CPU devices, between which sending is "
+            "nearly free. Dropped choices are missing from the gradient.",
         ),
         result.drops.sheet(
-            "what a capacity drops of held-out text",
-            note=f"Nats per token with nothing dropped: {losses} the balancing loss.",
+            "drops by capacity factor, held-out text",
+            note=f"Nats per token without drops: {losses} the balancing loss.",
         ),
         result.loads.sheet("load of devices and experts, held-out text"),
     ]
@@ -363,7 +362,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds formulas against programs, gradients against one device's."""
+    """Compares formulas with programs, and gradients with those of one device."""
     for row in result.ways.rows():
         words: dict[str, Any] = {"layout": row["layout"]}
         yield measured(
@@ -373,14 +372,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             yield measured("gradient", row["error"], **words)
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
-        mine = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
-        if len(mine) == len(BALANCING) and mine["without"]:
+        dropped = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
+        if len(dropped) == len(BALANCING) and dropped["without"]:
             words: dict[str, Any] = {"capacity": f"{capacity:g}"}
-            yield measured("drops", mine["with"], published=mine["without"], **words)
+            yield measured(
+                "drops", dropped["with"], published=dropped["without"], **words
+            )
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws what is sent by number of devices, and what each capacity drops."""
+    """Draws traffic by number of devices, and drops by capacity factor."""
     from matplotlib import ticker
 
     left, right = axes
@@ -388,11 +389,11 @@ def plot(axes: Any, result: Result) -> None:
     kinds = [words.partition(",")[2] or "tensor parallel" for words in ways.layout]
     last = {}
     for kind in dict.fromkeys(kinds):
-        here = np.array([each == kind for each in kinds])
+        selected = np.array([each == kind for each in kinds])
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
-        sent = ways.layers_bytes[here] / 1e6
+        sent = ways.layers_bytes[selected] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
-        style.draw_curve(left, ways.devices[here], sent, system, label)
+        style.draw_curve(left, ways.devices[selected], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -406,14 +407,14 @@ def plot(axes: Any, result: Result) -> None:
     left.legend()
     dropped = {}
     for name in BALANCING:
-        mine, label = result.drops.where(balancing=name), f"{name} balancing"
+        subset, label = result.drops.where(balancing=name), f"{name} balancing"
         style.draw_curve(
-            right, mine.capacity, 100 * mine.dropped, label, f"{label} loss"
+            right, subset.capacity, 100 * subset.dropped, label, f"{label} loss"
         )
-        pairs = zip(mine.capacity, mine.dropped, strict=True)
+        pairs = zip(subset.capacity, subset.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
-    title = "Choices that find no place"
+    title = "Dropped choices by capacity factor"
     if shared and all((name, shared[0]) in dropped for name in BALANCING):
         shares = [100 * dropped[name, shared[0]] for name in BALANCING]
         title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "

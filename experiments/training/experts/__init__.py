@@ -1,1 +1,1 @@
-"""Experts."""
+"""Mixture-of-experts against dense models."""

@@ -1,12 +1,12 @@
-"""What does a mixture of experts gain over a dense model of equal active compute?
+"""Compares mixtures of experts with dense models of equal active compute.
 
-Pairs of one width: a dense model, and a mixture whose tokens meet as many weights. They
-see the same text in the same order, at learning rates tried alike at the smallest
-widths, and are scored on the same held-out windows. A power law of loss against the
-compute of each kind, and how much more of it the dense models need for equal loss.
+For each width a dense model and a mixture of equal active parameters are trained. Both
+see the same text in the same order, with learning rates tuned in the same way at the
+smallest widths, and are scored on the same held-out windows. A power law of loss by
+compute is fitted to each kind, which gives the compute ratio at equal loss.
 
-The mixture holds more weights, which this count of compute does not see: memory, and in
-serving the bytes of every expert that some token of the batch meets.
+The mixture has more parameters, which active compute does not count: they need memory,
+and serving reads every expert that a token of the batch is routed to.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from experiments.framework import (
 from experiments.harness import sweep_tables
 from experiments.plotting import style, systems
 from experiments.training.experts import runs
-from experiments.training.experts.runs import PAIR, Config, Run, Shapes
+from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
 from jaxkv.models import moe
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
@@ -68,67 +68,67 @@ CONFIGS = {
 BALANCING = ("with", "without")
 
 
-class Runs(ResultTable):
-    """All runs, a row each."""
+class PairRuns(ResultTable):
+    """All training runs."""
 
-    kind: Texts = column("as `runs.Kind`")
+    kind: Texts = column("a `runs.Kind`")
     width: Ints = column("hidden size")
-    learning_rate: Floats = column("at that width", heading="rate", form="{:.2g}")
-    seed: Ints = column("of parameters and the order of the text")
-    num_params: Ints = column("every expert counted", heading="parameters")
-    num_active: Ints = column("weights that a token meets", heading="active")
-    num_tokens: Ints = column("trained on", heading="tokens")
+    learning_rate: Floats = column("peak at that width", heading="rate", form="{:.2g}")
+    seed: Ints = column("seed of parameters and data order")
+    num_params: Ints = column("parameters of all experts", heading="parameters")
+    num_active: Ints = column("active parameters of a token", heading="active")
+    num_tokens: Ints = column("trained tokens", heading="tokens")
     flops: Floats = column(
-        "of experts in use, causal attention",
+        "active FLOPs, causal attention",
         heading="compute",
         form=units.format_flops,
     )
     loss: Floats = column("nats per token of held-out text", form="{:.3f}")
-    loss_se: Floats = column("its", heading="standard error", form="{:.3f}")
+    loss_se: Floats = column("of the loss", heading="standard error", form="{:.3f}")
     seconds: Floats = column("of training", heading="time", form=units.format_seconds)
     is_fitted: table.Bools = column(
-        "at its kind's chosen rate; not without the balancing loss", heading="fitted"
+        "True at the chosen rate, unless without the balancing loss", heading="fitted"
     )
 
 
 class Laws(ResultTable):
-    """Loss as a power of compute, with 90 % intervals."""
+    """Power laws of loss by compute, with 90 % intervals."""
 
     kind: Texts = column("dense or mixture")
-    runs: Ints = column("that were fitted")
-    exponent: Floats = column("of compute, negative", form="{:.3f}")
-    low: Floats = column("where its interval begins", form="{:.3f}")
-    high: Floats = column("where it ends", form="{:.3f}")
+    runs: Ints = column("fitted runs")
+    exponent: Floats = column("exponent of compute, negative", form="{:.3f}")
+    low: Floats = column("lower end of its interval", form="{:.3f}")
+    high: Floats = column("upper end of its interval", form="{:.3f}")
 
 
-class Imbalance(ResultTable):
-    """How unevenly the experts of one pair of runs are met, over the mean load."""
+class LoadImbalance(ResultTable):
+    """Load imbalance of the experts of two runs, relative to the mean load."""
 
-    balancing: Texts = column("with the loss, or without", heading="balancing loss")
-    layer: Ints = column("counted from 1")
-    busiest: Floats = column("of the experts", form="{:.2f}")
-    variation: Floats = column("the standard deviation", form="{:.2f}")
+    balancing: Texts = column("with or without the loss", heading="balancing loss")
+    layer: Ints = column("layer, from 1")
+    busiest: Floats = column("largest load of an expert", form="{:.2f}")
+    variation: Floats = column("standard deviation of loads", form="{:.2f}")
     idle: Floats = column(
-        "nobody meets them", heading="idle experts", form=units.format_percent
+        "without tokens", heading="idle experts", form=units.format_percent
     )
 
 
 class Result(ResultRecord):
-    """All runs, and what was fitted to them."""
+    """All runs, fitted laws, and expert loads."""
 
-    runs: Runs = column("all that ended", prefix="")
+    runs: PairRuns = column("finished runs", prefix="")
     loads: Float[np.ndarray, "2 mixtures experts"] = column(
-        "of the pair trained with and without the balancing loss: share of held-out "
-        "tokens over the mean, so 1 if even"
+        "with and without the balancing loss: share of held-out tokens over the mean, "
+        "1 if even"
     )
-    curve_flops: np.ndarray = column("where the laws are drawn")
+    curve_flops: np.ndarray = column("compute of the drawn laws")
     curve_loss: Float[np.ndarray, "2 points 3"] = column(
-        "dense and mixture; the fitted law and its 90 % interval"
+        "dense and mixture: fitted law and its 90 % interval"
     )
     slope: Float[np.ndarray, "2 3"] = column("exponent of compute, with its interval")
     ratio: Float[np.ndarray, "3"] = column(
-        "compute that the dense models need over the mixtures', in the middle of the "
-        "losses that both reached, with its interval"
+        "compute of dense models over that of mixtures at the middle of the losses "
+        "that both reached, with its interval"
     )
     routing_error: float = column(
         "largest difference between the shares of a trained router and the formula"
@@ -137,14 +137,14 @@ class Result(ResultRecord):
     @property
     @table.computed_column()
     def laws(self) -> Laws:
-        """What was fitted to each kind."""
+        """Fitted law of each kind."""
         counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
         return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
 
     @property
     @table.computed_column()
-    def imbalance(self) -> Imbalance:
-        """Loads, layer by layer; of an early end none."""
+    def imbalance(self) -> LoadImbalance:
+        """Load imbalance by layer; empty if stopped before."""
         rows = []
         for name, loads in zip(BALANCING, self.loads, strict=True):
             if not loads.size:
@@ -152,35 +152,37 @@ class Result(ResultRecord):
             one = moe.imbalance(jnp.asarray(loads, jnp.float32))
             for layer, values in enumerate(zip(*one, strict=True), 1):
                 rows.append((name, layer, *map(float, values)))
-        return Imbalance.of(rows)
+        return LoadImbalance.of(rows)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains all pairs, then fits; ended early, it has the runs that are done."""
-    found: list[Run] = []
+    """Trains all pairs, then fits; if stopped, keeps the finished runs."""
+    found: list[TrainingRun] = []
     corpus = executors.open_on_device(config.corpus)
-    jobs = (*runs.tuning(config), *runs.rest(config, ()))
+    jobs = (*runs.tuning_jobs(config), *runs.remaining_jobs(config, ()))
     workers = Workers(
         corpus,
-        functools.partial(runs.score, corpus, config.num_windows),
+        functools.partial(runs.score_mixture, corpus, config.num_windows),
         progress,
-        num_steps=sum(runs.num_steps(width, config.shapes) for _, width, *_ in jobs),
+        num_steps=sum(
+            runs.steps_for_width(width, config.shapes) for _, width, *_ in jobs
+        ),
         num_threads=config.num_threads,
     )
-    train = functools.partial(runs.train, config=config, workers=workers)
-    found += workers.map(train, runs.tuning(config))
-    # What is trained after the tuning follows from all of it.
-    found += workers.map(train, runs.rest(config, found))
+    train = functools.partial(runs.train_model, config=config, workers=workers)
+    found += workers.map(train, runs.tuning_jobs(config))
+    # The rates of the remaining jobs follow from the tuning runs.
+    found += workers.map(train, runs.remaining_jobs(config, found))
     rates = runs.best_rates(config, found)
     rows = [
         row | {"is_fitted": kind in PAIR and rate == config.scaled(rates[kind], width)}
         for row in (each.row for each in found)
         for kind, width, rate in [(row["kind"], row["width"], row["learning_rate"])]
     ]
-    all_runs, top_k = Runs.of(rows), config.shapes.top_k
+    all_runs, top_k = PairRuns.of(rows), config.shapes.top_k
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
     routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
-    # Of a pair, over their mean; none if one was not trained.
+    # Loads relative to their mean; empty unless both kinds were trained.
     by_kind = [
         [run.score.loads for run in found if run.is_of(kind, config.shown)]
         for kind in ("mixture", "unbalanced")
@@ -197,8 +199,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
-    """Fits a power law of compute to each kind; without resamples to none."""
+def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
+    """Fits a power law of compute to each kind; returns NaN without resamples."""
     curves, slopes = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan)
     grid, ratio = np.zeros(0), np.full(3, np.nan)
     if num_resamples:
@@ -206,8 +208,8 @@ def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
         law = published.find_law("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
         curves, fits = np.full((2, 50, 3), np.nan), []
-        for i, mine in enumerate(used.where(kind=kind) for kind in PAIR):
-            data = {"flops": mine.flops, "loss": mine.loss}
+        for i, subset in enumerate(used.where(kind=kind) for kind in PAIR):
+            data = {"flops": subset.flops, "loss": subset.loss}
             one = fit.fit(law, data, loss="mse", bootstrap=num_resamples)
             curves[i] = np.stack(fit.predict(one, {"flops": grid}, "confidence"), 1)
             low, high = one.intervals["b"]
@@ -222,15 +224,15 @@ def fit_both(fitted: Runs, num_resamples: int) -> dict[str, np.ndarray]:
 
 
 def routing_error(router: np.ndarray, *, top_k: int) -> float:
-    """Holds the shares of a router against the lecture's formula, in float64.
+    """Compares the shares of a router with the lecture's formula in float64.
 
     Args:
-      router: its weights, `[experts, hidden]`.
-      top_k: experts of a token.
+      router: weights, `[experts, hidden]`.
+      top_k: experts per token.
 
     Returns:
-      The largest difference over 4,096 random inputs: of expert i among the chosen T,
-      g_i = p_i / sum_{j in T} p_j with p = softmax(W x).
+      The largest difference over 4,096 random inputs. The share of expert i among the
+      chosen set T is g_i = p_i / sum_{j in T} p_j with p = softmax(W x).
     """
     x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
     scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
@@ -247,7 +249,7 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds routing, gain and balance against what was said of them."""
+    """Compares routing, gain and balance with expected and published values."""
     yield measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
     words: dict[str, Any] = {"interval": sweep_tables.format_interval(*ends)}
@@ -262,75 +264,77 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives laws, the ratio of compute, the imbalance, and every run."""
+    """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))
     return table.metrics(result) | ratios
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts the laws, the gain, the imbalance and the runs in tables."""
+    """Returns tables of laws, gain, imbalance and runs."""
     ratio, *ends = result.ratio
     gain = (sweep_tables.format_interval(*ends), sweep_tables.judge_direction(*ends))
     rates = _rates(result.runs)
     return [
         result.laws.sheet(
             "laws of loss by active compute, factor * FLOP ^ exponent",
-            note="Fitted to the runs at the rate that was best for their kind; 90 % "
-            "intervals by resampling runs, seeds among them.",
+            note="Fitted to the runs at each kind's best learning rate; 90 % intervals "
+            "by resampling runs, including seeds.",
         ),
         Sheet(
             "compute of dense models over the mixtures', to equal loss",
             ("ratio", "90 %", "mixtures need less"),
             [(f"{ratio:.2f}", *gain)],
-            "In the middle of the losses that both reached. Active compute: experts "
-            "that a token does not meet are not counted.",
+            "At the middle of the losses that both reached. Active compute leaves out "
+            "experts that a token is not routed to.",
         ),
         result.imbalance.sheet(
             "load of the experts, held-out tokens",
-            note="The busiest and the standard deviation, over the mean; of one pair "
-            "of runs. A token's shares differ from the formula by "
-            f"{result.routing_error:.1e} at most.",
+            note="Largest load and standard deviation over the mean, for one pair of "
+            "runs. A token's shares differ from the formula by at most "
+            f"{result.routing_error:.1e}.",
         ),
         *([rates] if rates.rows else []),
         result.runs.sheet(
             "runs",
-            note="The standard error is of the held-out text, which all runs share.",
+            note="The standard error is that of the held-out text, shared by all runs.",
         ),
     ]
 
 
-def _rates(found: Runs) -> Sheet:
-    """Every rate tried with the first seed, where there were several."""
+def _rates(found: PairRuns) -> Sheet:
+    """Returns a table of the rates tried with the first seed, if there were several."""
     rows = []
     for kind in PAIR:
         for width in sorted(found.distinct("width")):
-            mine = found.where(kind=kind, width=width, seed=0)
-            if len(mine) > 1:
-                taken = mine.where(is_fitted=True).learning_rate[0]
-                cells = sweep_tables.format_rates(mine.learning_rate, mine.loss, taken)
+            subset = found.where(kind=kind, width=width, seed=0)
+            if len(subset) > 1:
+                taken = subset.where(is_fitted=True).learning_rate[0]
+                cells = sweep_tables.format_rates(
+                    subset.learning_rate, subset.loss, taken
+                )
                 rows.append((kind, str(width), *cells))
     return Sheet(
         "learning rates tried",
         ("kind", "width", *sweep_tables.RATE_HEADS),
         rows,
-        "The rate taken is best on average over the widths that tried several; other "
-        "widths have it in inverse proportion to their size.",
+        "The chosen rate is the best on average over the tuned widths; other widths "
+        "use it in inverse proportion to their size.",
     )
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws the runs with their laws on the left, the loads of a pair on the right."""
+    """Draws the runs with their laws, and the expert loads of a pair."""
     from matplotlib import ticker
 
     left, right = axes
     for i, kind in enumerate(PAIR):
-        mine = result.runs.where(kind=kind)
+        subset = result.runs.where(kind=kind)
         look: dict[str, Any] = {"linestyle": ""}
-        fitted, others = (mine.where(is_fitted=x) for x in (True, False))
+        fitted, other_rates = (subset.where(is_fitted=x) for x in (True, False))
         style.draw_curve(left, fitted.flops, fitted.loss, kind, kind, **look)
         look |= {"marker": "x", "alpha": 0.5}
-        style.draw_curve(left, others.flops, others.loss, kind, **look)
+        style.draw_curve(left, other_rates.flops, other_rates.loss, kind, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
             style.draw_curve(left, result.curve_flops, at, kind, marker="")

@@ -1,4 +1,4 @@
-"""Dense models and mixtures of equal active compute, trained and scored alike."""
+"""Trains and scores dense models and mixtures of equal active compute."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from scaling.sweeps import FinishedRun, Workers
 from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
 
 Kind = Literal["dense", "mixture", "unbalanced"]
-"""`unbalanced`: a mixture trained without the load-balancing loss."""
+"""`unbalanced` is a mixture trained without the load-balancing loss."""
 PAIR: tuple[Kind, Kind] = ("dense", "mixture")
-"""What is compared."""
+"""Compared kinds."""
 
 type Job = tuple[Kind, int, float, int]
 """Kind, width, learning rate and seed of a run."""
@@ -29,49 +29,48 @@ _HEAD_DIM = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What the models have in common."""
+    """Shape parameters that all models share."""
 
     num_layers: int = 2
     mlp_ratio: int = 3
-    """FFN width of a dense model over its hidden size; gated, so three matrices."""
+    """FFN width of a dense model over its hidden size; gated, so 3 matrices."""
     num_experts: int = 8
     top_k: int = 2
-    """Experts of a token. Each has 1/top_k of the dense FFN's width, so that a token
-    meets as many weights in both models, the router's apart."""
+    """Experts per token. Each has 1/top_k of the dense FFN's width, so that both models
+    have equal active parameters, except for the router."""
     seq_len: int = 128
     batch_size: int = 16
     """Windows per step."""
     tokens_per_param: float = 20.0
-    """Tokens a run is trained on over the weights that a token of the dense model of
-    its width is multiplied with."""
+    """Trained tokens over the matrix parameters of the dense model of that width."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which models, on which text."""
+    """Models, training text and tuning."""
 
     widths: tuple[int, ...] = (16, 24, 32, 40, 48)
-    """Hidden sizes, ascending multiples of 8; a pair of models each."""
+    """Hidden sizes, ascending multiples of 8; one pair of models each."""
     num_tuned: int = 2
-    """Widths, the smallest ones, at which both kinds try every learning rate."""
+    """Number of smallest widths at which both kinds try every learning rate."""
     learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
-    """Peaks at the smallest width; at another they are smaller by as much as it is
-    wider (Yang et al. 2022, arXiv:2203.03466, table 3). Each kind uses the one that is
-    best for it at the tuned widths."""
+    """Peak learning rates at the smallest width; rates scale as 1 / width (Yang et al.
+    2022, arXiv:2203.03466, table 3). Each kind uses its best rate at the tuned
+    widths."""
     num_repeated: int = 5
-    """Widths, the smallest ones, with a second seed."""
+    """Number of smallest widths with a second seed."""
     shapes: Shapes = Shapes()
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     num_threads: int = 2
-    """Models that are trained at a time: while one is compiled on a core the other has
-    work for the next. The numbers do not depend on it."""
+    """Models trained concurrently, so that compilation overlaps with training. Results
+    do not depend on it."""
     num_windows: int = 512
     """Held-out windows that are scored."""
     num_resamples: int = 1000
-    """Resamples of the runs, for the intervals."""
+    """Resamples of the runs for intervals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be compared."""
+        """Validates the fields."""
         validation.ascending(self, "widths", low=8, least=3)
         if any(width % 8 for width in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
@@ -88,23 +87,23 @@ class Config:
         validation.at_least(self, "num_windows", "num_resamples", low=2)
 
     def scaled(self, rate: float, width: int) -> float:
-        """A learning rate of the smallest width, at another."""
+        """Returns a learning rate of the smallest width, scaled to another width."""
         return rate * self.widths[0] / width
 
     @property
     def shown(self) -> int:
-        """The width whose loads are compared."""
+        """Width whose expert loads are compared."""
         return self.widths[len(self.widths) // 2]
 
 
-class Score(NamedTuple):
-    """What a run is worth.
+class MixtureScore(NamedTuple):
+    """Held-out loss and routing of a run.
 
     Attributes:
-      loss: nats per token of held-out text, the load-balancing loss not counted.
-      loss_se: its standard error.
-      loads: share of held-out tokens; of a dense model nothing.
-      router: weights of the first layer's; of a dense model none.
+      loss: nats per token of held-out text, without the load-balancing loss.
+      loss_se: standard error of the loss.
+      loads: share of held-out tokens; empty for a dense model.
+      router: router weights of the first layer; empty for a dense model.
     """
 
     loss: float
@@ -113,25 +112,25 @@ class Score(NamedTuple):
     router: Float[np.ndarray, "experts hidden"]
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """One training run.
 
     Attributes:
-      row: numbers by the names of `Result`'s columns.
-      score: its score.
+      row: values by column of `Result.runs`.
+      score: score of the run.
     """
 
     row: dict[str, Any]
-    score: Score
+    score: MixtureScore
 
     def is_of(self, kind: Kind, width: int) -> bool:
-        """Whether it is the first run of a kind and width."""
+        """Returns True for the first run of a kind and width."""
         row = self.row
         return (row["kind"], row["width"], row["seed"]) == (kind, width, 0)
 
 
-def tuning(config: Config) -> list[Job]:
-    """The runs that decide on the rates."""
+def tuning_jobs(config: Config) -> list[Job]:
+    """Returns the jobs that tune the learning rates."""
     return [
         (kind, width, config.scaled(rate, width), 0)
         for width in config.widths[: config.num_tuned]
@@ -140,8 +139,8 @@ def tuning(config: Config) -> list[Job]:
     ]
 
 
-def best_rates(config: Config, found: Sequence[Run]) -> Mapping[Kind, float]:
-    """Each kind's rate, at the smallest width: best at the tuned ones, on average."""
+def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, float]:
+    """Returns each kind's best rate on average over the tuned widths."""
     rows = [run.row for run in found]
     names = ("kind", "width", "learning_rate", "seed")
     losses = {tuple(row[name] for name in names): row["loss"] for row in rows}
@@ -158,22 +157,22 @@ def best_rates(config: Config, found: Sequence[Run]) -> Mapping[Kind, float]:
     return best | {"unbalanced": best["mixture"]}
 
 
-def rest(config: Config, found: Sequence[Run]) -> list[Job]:
-    """The other runs, at the rate that each kind is given by then."""
+def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
+    """Returns the jobs after tuning, at each kind's best rate."""
     rates = best_rates(config, found)
     by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
-    asked: list[tuple[Kind, int, int]] = [
+    remaining: list[tuple[Kind, int, int]] = [
         (kind, width, seed)
         for seed, widths in enumerate(by_seed)
         for width in widths
         for kind in PAIR
     ]
-    asked.append(("unbalanced", config.shown, 0))
-    return [(k, width, config.scaled(rates[k], width), x) for k, width, x in asked]
+    remaining.append(("unbalanced", config.shown, 0))
+    return [(k, width, config.scaled(rates[k], width), x) for k, width, x in remaining]
 
 
 def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
-    """Gives the model of a kind and width."""
+    """Returns the model of a kind and width."""
     size = shapes.mlp_ratio * width
     experts = Experts(
         num_experts=shapes.num_experts, top_k=shapes.top_k, size=size // shapes.top_k
@@ -191,8 +190,8 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     return dense if kind == "dense" else dataclasses.replace(dense, experts=experts)
 
 
-def num_steps(width: int, shapes: Shapes) -> int:
-    """Counts the steps of every run of a width, whatever its kind."""
+def steps_for_width(width: int, shapes: Shapes) -> int:
+    """Returns the steps of a run, equal for all kinds of a width."""
     weights = architectures.count_model_parameters(
         make_model("dense", width, shapes)
     ).matmul
@@ -200,13 +199,13 @@ def num_steps(width: int, shapes: Shapes) -> int:
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
 
-def score(
+def score_mixture(
     corpus: streams.Corpus,
     num_windows: int,
     run: TrainConfig,
     params: transformer.Params,
-) -> Score:
-    """Scores a run, and counts what its experts got."""
+) -> MixtureScore:
+    """Scores a run and measures its expert loads."""
     found = objectives.score_stream(
         params,
         corpus.held_out,
@@ -222,7 +221,7 @@ def score(
         output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
         loads = np.asarray(output.loads, np.float64)
         router = np.asarray(params["layers"][0]["mixture"]["router"]["weight"])
-    return Score(found.loss, found.loss_se, loads, router)
+    return MixtureScore(found.loss, found.loss_se, loads, router)
 
 
 @functools.cache
@@ -230,15 +229,15 @@ def _outputs(model: ModelConfig):
     return jax.jit(functools.partial(transformer.outputs, config=model))
 
 
-def train(job: Job, *, config: Config, workers: Workers) -> Run:
+def train_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
     """Trains and scores one model.
 
     Raises:
       ValueError: the run diverged.
-      branching.Stopped: somebody asked to stop before its end.
+      branching.Stopped: training was stopped before its end.
     """
     kind, width, learning_rate, seed = job
-    shapes, steps = config.shapes, num_steps(width, config.shapes)
+    shapes, steps = config.shapes, steps_for_width(width, config.shapes)
     run = TrainConfig(
         model=make_model(kind, width, shapes),
         corpus=config.corpus,
@@ -272,4 +271,4 @@ def train(job: Job, *, config: Config, workers: Workers) -> Run:
         "loss_se": done.score.loss_se,
         "seconds": done.seconds,
     }
-    return Run(row, done.score)
+    return TrainingRun(row, done.score)

@@ -1,3 +1,3 @@
-"""How often intervals cover the truth."""
+"""Coverage of the confidence intervals of fits."""
 
 __all__ = []

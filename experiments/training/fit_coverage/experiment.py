@@ -1,10 +1,10 @@
-"""Do 90 % intervals of a fit hold the truth, and is what cannot be fitted doubted?
+"""Measures the coverage of fitted confidence intervals, and their warnings.
 
-Surfaces with known coefficients are fitted again and again. On sound ones the interval
-of the optimum's exponent `a = beta / (alpha + beta)`, of the floor E, and of the loss
-at ten times the largest compute should hold the truth in nine of ten, and nothing
-should be doubted. Ill-posed ones (collinear, few, spoilt, or with a term or floor that
-is next to nothing) should be doubted, unless all three intervals hold the truth.
+Surfaces with known coefficients are fitted repeatedly. On sound surfaces, the 90 %
+intervals of the exponent `a = beta / (alpha + beta)`, of the floor E, and of the loss
+at 10 times the largest compute should contain the truth in 90 % of the fits, without
+warnings. Ill-posed surfaces (collinear, few, corrupted, or with a negligible term or
+floor) should cause a warning, unless all 3 intervals contain the truth.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from scaling.laws.synthetic import SOUND
 
 QUANTITIES = ("a", "E", "loss at 10 C")
 _ENOUGH = 200
-"""Surfaces from which on a share is judged."""
+"""Fewest surfaces for a verdict on a share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How many surfaces of which size are fitted."""
+    """Numbers and sizes of the surfaces."""
 
     sizes: tuple[int, ...] = (32, 240)
     """Runs on a surface."""
@@ -45,10 +45,10 @@ class Config:
     num_resamples: int = 400
     """Resamples of each surface."""
     seed: int = 1000
-    """Of the first surface; the next has the next."""
+    """Seed of the first surface; following surfaces have following seeds."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be fitted or counted."""
+        """Validates the fields."""
         if not self.sizes or min(self.sizes) < 10:
             raise ValueError(f"sizes={self.sizes!r} must be numbers of at least 10")
         if min(self.num_datasets, self.num_ill_posed) < 1 or self.num_resamples < 20:
@@ -68,7 +68,7 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
-    """Fits all surfaces, a row for each kind; ended early, it has whole kinds."""
+    """Fits all surfaces, a row per kind; if stopped, keeps the finished kinds."""
     kinds = [
         (SOUND, size, noise, config.num_datasets)
         for size in config.sizes
@@ -104,7 +104,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 def _fit(
     kind: str, size: int, noise: Any, seed: int, config: Config
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """What is covered and how wide by quantity, and whether the fit is doubted."""
+    """Returns coverage and width by quantity, and True if the fit has warnings."""
     data, truth = synthetic.simulate_runs(kind, size, seed=seed, noise=noise)
     result = fit.fit(
         published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
@@ -126,17 +126,17 @@ def _fit(
 def _kinds(
     result: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of sound surfaces, and of ill-posed ones."""
+    """Splits the rows into sound and ill-posed surfaces."""
     sound = [row for row in result if row["kind"] == SOUND]
     return sound, [row for row in result if row["kind"] != SOUND]
 
 
 def plot(axes: Any, result: list[dict[str, Any]]) -> None:
-    """Draws the coverage of sound surfaces, and the fate of ill-posed ones."""
+    """Draws the coverage on sound surfaces, and the results on ill-posed ones."""
     sound, ill = _kinds(result)
     left, right = axes
     left.axhspan(86, 98, color="0.92")
-    style.draw_reference_line(left, 90, "promised")
+    style.draw_reference_line(left, 90, "nominal")
     marks = ((systems.BLUE, "o"), (systems.ORANGE, "s"), (systems.GREEN, "^"))
     covered = []
     for i, (name, (color, mark)) in enumerate(zip(QUANTITIES, marks, strict=False)):
@@ -158,10 +158,10 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     names = [row["kind"] for row in ill]
     doubted = 100 * np.array([row["doubted"] for row in ill])
     neither = 100 * np.array([row["neither"] for row in ill])
-    unharmed, start = 100 - doubted - neither, np.zeros(len(ill))
+    covered_only, start = 100 - doubted - neither, np.zeros(len(ill))
     for values, label, color, hatch in (
-        (doubted, "doubted", systems.BLUE, ""),
-        (unharmed, "covered", systems.GREEN, "//"),
+        (doubted, "warning", systems.BLUE, ""),
+        (covered_only, "covered", systems.GREEN, "//"),
         (neither, "neither", systems.RED, "\\\\"),
     ):
         look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
@@ -173,14 +173,14 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     if ill:
         weights = [row["surfaces"] for row in ill]
         share = np.average(neither, weights=weights)
-        title = f"Ill-posed surfaces: {share:.1f} % are neither doubted nor covered"
+        title = f"Ill-posed surfaces: {share:.1f} % have no warning and no coverage"
         right.legend()
     style.set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
 
 
 @claims_file(__file__).judge
 def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
-    """Holds coverage against what the intervals promise."""
+    """Compares coverage with the nominal one."""
     sound, ill = _kinds(result)
     for row in sound:
         few = row["surfaces"] < _ENOUGH
@@ -198,7 +198,7 @@ def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
-    """Tells coverage and widths, then doubts."""
+    """Returns tables of coverage and widths, and of warnings."""
     sound, ill = _kinds(result)
     heads = ["runs", "noise", *(f"{x}: covers, width" for x in QUANTITIES), "doubted"]
     lines = [

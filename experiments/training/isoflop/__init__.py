@@ -1,1 +1,1 @@
-"""Experiments training isoflop."""
+"""Compute-optimal model sizes from isoFLOP curves."""

@@ -13,7 +13,7 @@ from experiments.plotting import (
     style,
     systems,
 )
-from experiments.training.isoflop.outcomes import Powers, Result
+from experiments.training.isoflop.outcomes import ComputePowers, Result
 
 _GREY = "0.6"
 METHODS = {
@@ -21,11 +21,11 @@ METHODS = {
     "akima": (systems.SKY, "o"),
     "projection": (systems.GREEN, "s"),
 }
-"""Colour and marker of the minima of each method."""
+"""Colour and marker of each method's minima."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on three rows of two axes."""
+    """Draws a result on 3 rows of 2 axes."""
     from matplotlib import ticker
 
     _draw_curves(axes[0, 0], result)
@@ -40,18 +40,18 @@ def plot(axes: Any, result: Result) -> None:
         _draw_optima(ax, result, name)
     _draw_losses(axes[2, 0], result)
     _draw_rates(axes[2, 1], result)
-    for ax in axes.flat:  # only powers of ten: others overlap
+    for ax in axes.flat:  # powers of ten only: other labels overlap
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
-    """Every run's training loss by compute, and the lower envelope."""
+    """Draws the training loss of every run by compute, and the lower envelope."""
     curves = result.curves
     shade = sequential_colors(np.log(curves.num_params))
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
-        mine = curves.where(run=run)
-        mine = mine.at(np.argsort(mine.flops))
-        ax.plot(mine.flops, mine.loss, color=shade[first], linewidth=0.6, alpha=0.8)
+        subset = curves.where(run=run)
+        subset = subset.at(np.argsort(subset.flops))
+        ax.plot(subset.flops, subset.loss, color=shade[first], linewidth=0.6, alpha=0.8)
     for at, words in (
         (curves.num_params.argmin(), "smallest model"),
         (curves.num_params.argmax(), "largest model"),
@@ -76,7 +76,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
 
 
 def _draw_optima(ax: Any, result: Result, name: str) -> None:
-    """The optimum by three approaches, as far as the held-out run."""
+    """Draws the optimum by 3 approaches, up to the held-out run."""
     optima, predicted = result.optima, result.predicted
     ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
@@ -91,7 +91,7 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
         i = [*optima.methods].index(method)
         ax.plot(optima.flops, getattr(optima, name)[i], mark, color=colors()[color])
         powers = getattr(optima, f"{name}_power")
-        one = Powers(powers.coefficient[i], powers.exponent[i])
+        one = ComputePowers(powers.coefficient[i], powers.exponent[i])
         _line(ax, one, ends, colors()[color], method)
         exponents.append(one.exponent)
     surface = result.surface
@@ -112,7 +112,9 @@ def _star(ax: Any, x: float, y: float) -> None:
     ax.plot(x, y, "*", label="held-out run", **look)
 
 
-def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> None:
+def _line(
+    ax: Any, powers: ComputePowers, x: np.ndarray, color: Any, label: str
+) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
         label = f"{label}, C^{powers.exponent:.2f}"
@@ -120,7 +122,7 @@ def _line(ax: Any, powers: Powers, x: np.ndarray, color: Any, label: str) -> Non
 
 
 def _draw_losses(ax: Any, result: Result) -> None:
-    """What was predicted, and what came."""
+    """Draws fitted, predicted and held-out losses."""
     fit, predicted, truth = result.fit, result.predicted, result.truth
     dots = {"color": _GREY, "markersize": 4}
     ax.plot(fit.flops, fit.loss, ".", label="fitted runs", **dots)
@@ -147,15 +149,15 @@ def _draw_losses(ax: Any, result: Result) -> None:
 
 
 def _draw_rates(ax: Any, result: Result) -> None:
-    """The best learning rate of every cell, by the tokens of its runs."""
+    """Draws the best learning rate of every cell by tokens."""
     rates, predicted = result.rates, result.predicted
     widths = np.unique(rates.width)
     looks = zip(sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths)
     for color, mark, width in looks:
-        mine = rates.where(width=width)
-        mine = mine.at(np.argsort(mine.num_tokens))
+        subset = rates.where(width=width)
+        subset = subset.at(np.argsort(subset.num_tokens))
         look = {"color": color, "marker": mark, "label": f"width {width:.0f}"}
-        ax.plot(mine.num_tokens, mine.learning_rate, **look)
+        ax.plot(subset.num_tokens, subset.learning_rate, **look)
     _star(ax, predicted["num_tokens"], predicted["learning_rate"])
     title = "Best learning rates by tokens and width"
     if len(widths):

@@ -1,9 +1,9 @@
-"""What do small models say of the best size for a budget, and of a larger one's loss?
+"""Fits isoFLOP curves of small models, and predicts the loss of a larger one.
 
-Many small models are trained on real text, each size for several budgets and learning
-rates, and once more for each budget under a cosine. Three approaches read the best size
-and number of tokens off them; the law that is fitted to them then predicts the loss of
-a run with ten times the compute of the largest, with an interval, and is written down
+Many small models are trained on real text: each size for several budgets and learning
+rates, and once more for each budget with a cosine schedule. Three approaches estimate
+the compute-optimal size and number of tokens. The fitted law then predicts the loss of
+a run with 10 times the largest compute, with an interval; the prediction is saved
 before that run is trained.
 
 Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3; the lectures' three panels.
@@ -23,7 +23,13 @@ from experiments.fitting import report as fit_report
 from experiments.framework import config_json
 from experiments.harness import sweep_tables
 from experiments.training.isoflop import drawing, held_out, prediction, report
-from experiments.training.isoflop.outcomes import Line, Points, Rates, Result, optima
+from experiments.training.isoflop.outcomes import (
+    BestRates,
+    CurvePoints,
+    LawOptima,
+    Result,
+    stack_frontiers,
+)
 from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
@@ -34,7 +40,7 @@ from scaling.logs.log import Log, read_log
 from scaling.sweeps import SweepConfig, family, learning_rates
 
 COSINE = "cosine"
-"""Within the folder of the sweep, that of the runs under a cosine."""
+"""Subfolder of the sweep with the runs under a cosine schedule."""
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
@@ -45,21 +51,21 @@ claims, metrics, summary = report.claims, report.metrics, report.summary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(family.FamilySweep):
-    """Which sizes and budgets to fit, and how much larger the held-out run is."""
+    """Sizes and budgets to fit, and the size of the held-out run."""
 
     held_out_factor: float = 10.0
-    """Compute of the run that is predicted, over the largest budget."""
+    """Compute of the predicted run over the largest budget."""
     bootstrap: int = 2000
-    """Resamples behind the intervals."""
+    """Resamples for intervals."""
     level: float = 0.9
     """Probability of the intervals."""
     folder: str = ""
-    """Where runs are kept, for a sweep to be taken up; empty: not kept."""
+    """Folder of runs to resume a sweep from; empty: not kept."""
     keep_models: bool = False
-    """Whether the trained models are kept in that folder, for the engine to serve."""
+    """True to keep the trained models in that folder, for serving."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be predicted."""
+        """Validates the fields."""
         validation.above(self, "held_out_factor", low=1)
         validation.within(self, "level", low=0, high=1, ends="()")
         validation.at_least(self, "bootstrap", low=2)
@@ -67,7 +73,7 @@ class Config(family.FamilySweep):
             raise ValueError(f"budgets={self.budgets!r} must be at least three")
         if self.keep_models and not self.folder:
             raise ValueError(f"keep_models={self.keep_models!r} needs a folder")
-        _ = self.sweep  # refuses the rest
+        _ = self.sweep  # validates the remaining fields
 
 
 CONFIGS = {
@@ -95,9 +101,9 @@ CONFIGS = {
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains, fits, predicts, and trains what was predicted.
+    """Trains, fits, predicts, and trains the predicted run.
 
-    Where its folder holds runs it takes them up.
+    Runs that exist in the config's folder are resumed.
     """
     with folder_or_temporary(config.folder) as folder:
         return _run(config, folder, progress)
@@ -131,11 +137,11 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
         f"{predicted['predicted']:.4f} predicted"
     )
-    truth = held_out.train(config, folder, predicted, progress)
+    truth = held_out.train_held_out(config, folder, predicted, progress)
     decayed = frontier_set.find_frontiers(log, resamples=0, **how).frontiers
     curves = cosine.curves.columns
     rates = learning_rates.optimal_rates(rows)
-    # From the smallest run to the one that is predicted.
+    # From the smallest run to the predicted one.
     least = log.columns["flops"].min() / 2
     budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
     law = fits_result.from_json(fit.document)
@@ -154,43 +160,45 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
             }
         ),
-        curves=Points(
+        curves=CurvePoints(
             cosine.curves.labels(),
             *(curves[x] for x in ("num_params", "num_tokens", "flops", "loss")),
         ),
-        optima=optima([x for x in decayed if x.method != frontier_set.ENVELOPE]),
-        envelope=optima(
+        optima=stack_frontiers(
+            [x for x in decayed if x.method != frontier_set.ENVELOPE]
+        ),
+        envelope=stack_frontiers(
             [x for x in by_cosine if x.method == frontier_set.ENVELOPE], is_one=True
         ),
-        surface=Line(budgets, *(np.asarray(x, float) for x in surface)),
-        rates=Rates(*np.array(rates, float).reshape(-1, 3).T),
+        surface=LawOptima(budgets, *(np.asarray(x, float) for x in surface)),
+        rates=BestRates(*np.array(rates, float).reshape(-1, 3).T),
     )
 
 
 def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Carries a sweep out, or takes it up; the runs that are done."""
+    """Runs or resumes a sweep; returns the records of finished runs."""
     outcome = sweep_tables.run_sweep(sweep, folder, progress)
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
             "same command goes on"
             if config.folder
-            else "interrupted before anything could be fitted"
+            else "interrupted before a fit"
         )
     return [row for row in outcome.records if row["status"] == "done"]
 
 
 def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
-    """Every size at every length, each a schedule of its own, at one rate for a width.
+    """Returns a sweep of every size and length, each with its own cosine schedule.
 
-    The published envelope is of such curves: at its end each has a rate that is
-    decayed.
+    The published envelope is of such curves: each ends at a decayed rate. There is one
+    learning rate per width.
 
     Args:
       config: the experiment.
-      rows: the runs of its sweep; the rate suits a middle length of them.
+      rows: runs of its sweep; the learning rate is that of their middle length.
     """
     middle = math.exp(np.mean(np.log([row["num_tokens"] for row in rows])))
     rate, (of_width, _) = learning_rates.extrapolate(
@@ -210,11 +218,11 @@ def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
 def cosine_ratios(
     rows: list[dict[str, Any]], under_cosine: list[dict[str, Any]], seed: int
 ) -> list[float]:
-    """What a cosine costs each size and length.
+    """Returns the excess loss of a cosine schedule for each size and length.
 
     Returns:
-      Natural logarithms of the loss under a cosine over that of the best run of the
-      same size and length whose rate was constant and then fell.
+      ln(loss under a cosine / loss of the best run of the same size and length with a
+      constant rate that then decays).
     """
     best: dict[tuple[int, int], float] = {}
     for row in rows:
@@ -234,29 +242,31 @@ def _predict(
     document: str,
     errors: dict[str, float],
 ) -> dict[str, Any]:
-    """Writes the prediction down, unless it stands there from the same runs.
+    """Saves the prediction, unless an equal one from the same runs exists.
 
     Raises:
-      ValueError: it stands there from others, and the held-out run is known.
+      ValueError: another prediction exists, and its held-out run was trained.
     """
     path = log.source / PREDICTION
-    made = prediction.predict(config, log, rows, document, errors)
+    prediction_document = prediction.predict_held_out(
+        config, log, rows, document, errors
+    )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(config_json.dumps({**made, "made_at": ""}))
+        undated = json.loads(config_json.dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.FILE).exists():
             raise ValueError(
                 f"{path}: was made from other runs or another config, and its truth is "
-                "known; name another folder"
+                "known; choose another folder"
             )
-    write_atomically(path, config_json.dumps(made))
+    write_atomically(path, config_json.dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 
 def files(result: Result) -> dict[str, str]:
-    """Keeps the log beside, so that `jaxkv fit` and `plan` can go on from it."""
+    """Returns the log and the fit, which `jaxkv fit` and `plan` read."""
     return {
         "runs.jsonl": result.runs,
         "sweep.json": result.header,

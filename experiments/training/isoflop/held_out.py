@@ -1,7 +1,7 @@
-"""The held-out run, trained after the prediction stands.
+"""Trains the held-out run after the prediction was saved.
 
-As every size and length that was fitted, it has several learning rates, and the best of
-them is what it is worth.
+Like every fitted size and length, the run is trained at several learning rates, of
+which the best counts.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from scaling.training import train as training_train
 from scaling.training.train import TrainResult
 
 FILE = "held_out.json"
-"""The best run's record, and what the others came to."""
+"""Record of the best run, and the losses of all rates."""
 
 
-class Truth(NamedTuple):
-    """What came of the run.
+class HeldOutRun(NamedTuple):
+    """Result of the held-out run.
 
     Attributes:
-      record: as in `FILE`; None if it was stopped before.
+      record: record as in `FILE`; None if training was stopped.
       curve: FLOPs and training loss of the best run.
     """
 
@@ -36,16 +36,16 @@ class Truth(NamedTuple):
     curve: list[tuple[float, float]]
 
 
-def train(
+def train_held_out(
     config: Any, folder: Path, prediction: dict[str, Any], progress: Progress
-) -> Truth:
-    """Trains the run at every rate, or reads what it gave.
+) -> HeldOutRun:
+    """Trains the run at every learning rate, or reads its results.
 
     Args:
-      config: the experiment's.
-      folder: of its sweep; each rate has a folder within, and is taken up there.
-      prediction: what `prediction.json` holds.
-      progress: watches, and may stop it.
+      config: config of the experiment.
+      folder: folder of its sweep; each rate has a subfolder, from which it resumes.
+      prediction: content of `prediction.json`.
+      progress: receives progress; may stop.
     """
     sweep, path = config.sweep, folder / FILE
     model = family.family_shape(prediction["width"], config.num_layers, config.seq_len)
@@ -58,7 +58,7 @@ def train(
         at = folder / "held_out" / str(i)
         tried[rate] = run, training_train.train(run, at, progress=progress)
         if tried[rate][1].status == "stopped":
-            return Truth(None, [])
+            return HeldOutRun(None, [])
     if not path.exists():
         corpus = executors.open_on_device(sweep.corpus)
         records = []
@@ -89,6 +89,6 @@ def train(
     curve = [
         (x["tokens"] * per_token, x["loss"])
         for x in result.curve
-        if x["step"] % run.report_every == 0  # a shorter stretch is mostly noise
+        if x["step"] % run.report_every == 0  # shorter intervals are mostly noise
     ]
-    return Truth(record, curve)
+    return HeldOutRun(record, curve)

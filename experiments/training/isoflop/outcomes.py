@@ -1,4 +1,4 @@
-"""What comes out of `isoflop`, as a run folder keeps it, and how it is laid out."""
+"""Results of `isoflop` as stored in a run folder."""
 
 import functools
 import json
@@ -15,102 +15,96 @@ from scaling.frontiers.frontier import PowerLaw
 _UNKNOWN = PowerLaw(np.nan, np.nan)
 
 
-class Points(ResultTable):
-    """Training curves of some runs, one after another."""
+class CurvePoints(ResultTable):
+    """Training curves of several runs, one after another."""
 
-    run: Ints = column("a number for the run of each point")
-    num_params: Floats = column("its size")
-    num_tokens: Floats = column("trained on so far")
-    flops: Floats = column("spent so far")
-    loss: Floats = column("of training, nats per token")
+    run: Ints = column("number of the run")
+    num_params: Floats = column("parameters")
+    num_tokens: Floats = column("tokens trained so far")
+    flops: Floats = column("FLOPs spent so far")
+    loss: Floats = column("training loss in nats per token")
 
 
-class Powers(ResultRecord):
-    """Powers of the compute, `coefficient C^exponent`; not numbers where unknown."""
+class ComputePowers(ResultRecord):
+    """Power laws of compute, `coefficient C^exponent`; NaN if unknown."""
 
     coefficient: np.ndarray = column("by method")
     exponent: np.ndarray = column("by method")
 
 
-class Optima(ResultRecord):
-    """Optima at some budgets by some methods, and the powers through them."""
+class BudgetOptima(ResultRecord):
+    """Optima of budgets by method, and power laws through them."""
 
-    methods: np.ndarray = column("their names")
-    flops: np.ndarray = column("the budgets")
-    num_params: np.ndarray = column(
-        "by method and budget, not a number where there is no minimum"
-    )
+    methods: np.ndarray = column("names of the methods")
+    flops: np.ndarray = column("budgets")
+    num_params: np.ndarray = column("by method and budget, NaN without a minimum")
     num_tokens: np.ndarray = column("by method and budget")
     loss: np.ndarray = column("by method and budget")
-    num_params_power: Powers = column("through the sizes")
-    num_tokens_power: Powers = column("through the tokens")
-    loss_power: Powers = column("through the losses")
+    num_params_power: ComputePowers = column("through the sizes")
+    num_tokens_power: ComputePowers = column("through the tokens")
+    loss_power: ComputePowers = column("through the losses")
 
 
-class Line(ResultTable):
-    """The law's optimum at some budgets."""
+class LawOptima(ResultTable):
+    """Optimum of the fitted law by budget."""
 
-    flops: Floats = column("the budgets")
-    num_params: Floats = column("the best size")
-    num_tokens: Floats = column("the tokens to train it on")
-    loss: Floats = column("that the law predicts")
+    flops: Floats = column("budget")
+    num_params: Floats = column("optimal parameters")
+    num_tokens: Floats = column("optimal tokens")
+    loss: Floats = column("predicted loss")
 
 
-class Rates(ResultTable):
-    """Best learning rates, of the cells that have one between others."""
+class BestRates(ResultTable):
+    """Best learning rates of cells whose best rate is not at the end of the grid."""
 
-    width: Floats = column("of the model")
-    num_tokens: Floats = column("trained on")
-    learning_rate: Floats = column("the best")
+    width: Floats = column("hidden size")
+    num_tokens: Floats = column("trained tokens")
+    learning_rate: Floats = column("best rate")
 
 
 class Result(ResultRecord):
-    """What came out."""
+    """Runs, fits, prediction and held-out run."""
 
-    runs: str = column("the lines of `runs.jsonl`")
+    runs: str = column("lines of `runs.jsonl`")
     header: str = column("`sweep.json`")
     prediction: str = column("`prediction.json`")
-    held_out: str = column("the record of the held-out run; empty if it did not end")
-    held_out_flops: np.ndarray = column("its training curve")
-    held_out_loss: np.ndarray = column("of training, at each")
-    fit: Fit = column("what `jaxkv fit` makes of the folder")
-    cosine: str = column(
-        "`cosine.json`, what every size at several lengths says, its rate a cosine"
-    )
-    curves: Points = column("training curves of those")
-    optima: Optima = column(
-        "approach 2, from the runs whose rate was constant and then fell"
-    )
-    envelope: Optima = column("approach 1, from `curves`; without an axis of methods")
-    surface: Line = column("approach 3")
-    rates: Rates = column("of the cells")
+    held_out: str = column("record of the held-out run; empty if it did not end")
+    held_out_flops: np.ndarray = column("FLOPs of its training curve")
+    held_out_loss: np.ndarray = column("training loss at each")
+    fit: Fit = column("result of `jaxkv fit` for the folder")
+    cosine: str = column("`cosine.json`, results of the runs under a cosine schedule")
+    curves: CurvePoints = column("training curves of these runs")
+    optima: BudgetOptima = column("approach 2, constant rates that then decay")
+    envelope: BudgetOptima = column("approach 1, from `curves`; no axis of methods")
+    surface: LawOptima = column("approach 3")
+    rates: BestRates = column("by cell")
 
     @functools.cached_property
     def predicted(self) -> dict[str, Any]:
-        """What `prediction.json` holds."""
+        """Content of `prediction.json`."""
         return json.loads(self.prediction)
 
     @functools.cached_property
     def truth(self) -> dict[str, Any]:
-        """The record of the held-out run; empty if it has no loss."""
+        """Record of the held-out run; empty if it has no loss."""
         record = json.loads(self.held_out) if self.held_out else {}
         return {} if record.get("loss") is None else record
 
 
-def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
-    """Puts frontiers of equal budgets side by side.
+def stack_frontiers(found: Sequence[Frontier], *, is_one: bool = False) -> BudgetOptima:
+    """Stacks the frontiers of several methods over the same budgets.
 
     Args:
-      found: the frontiers, at least one.
-      is_one: whether there is but one, which needs no axis of methods.
+      found: frontiers, at least 1.
+      is_one: True for a single frontier without an axis of methods.
     """
 
     def by_method(rows: list[Any]) -> np.ndarray:
         return np.asarray(rows[0] if is_one else np.stack(rows))
 
-    def power(name: str) -> Powers:
+    def power(name: str) -> ComputePowers:
         laws = [getattr(each, name) or _UNKNOWN for each in found]
-        return Powers(
+        return ComputePowers(
             by_method([law.coefficient for law in laws]),
             by_method([law.exponent for law in laws]),
         )
@@ -118,7 +112,7 @@ def optima(found: Sequence[Frontier], *, is_one: bool = False) -> Optima:
     def minima(name: str) -> np.ndarray:
         return by_method([getattr(each.minima, name)[0] for each in found])
 
-    return Optima(
+    return BudgetOptima(
         np.array([each.method for each in found]),
         found[0].flops,
         num_params=minima("num_params"),

@@ -1,4 +1,4 @@
-"""The held-out run: which one, at what learning rate, with what loss; said before."""
+"""Chooses the held-out run and its learning rates, and predicts its loss."""
 
 import contextlib
 import hashlib
@@ -18,10 +18,10 @@ from scaling.sweeps import family, learning_rates
 from scaling.sweeps.grid import count_cost
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
-"""Whose predictions are averaged, each by how well it predicts the larger of the
-fitted runs; the best of them is the law of the report."""
+"""Laws whose predictions are averaged, weighted by their errors on the larger fitted
+runs. The best of them is the law of the report."""
 CUTS = (1, 2)
-"""How many of the largest budgets are kept from the fits that choose the law."""
+"""Numbers of largest budgets that are held out to choose the law."""
 CONVENTIONS = (
     "N: all parameters. D: tokens trained on. C: exact FLOPs, attention counted "
     "causally. Loss: nats per token of held-out windows, the same for every model, at "
@@ -39,15 +39,15 @@ CONVENTIONS = (
 
 
 def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
-    """Scores the laws on the largest of the runs that are fitted.
+    """Scores the laws on the largest of the fitted runs.
 
     Args:
-      log: of a finished sweep.
-      budgets: its budgets.
+      log: log of a finished sweep.
+      budgets: budgets of the sweep.
 
     Returns:
-      The mean of |ln(predicted / seen)| by law, the best first; infinite where too
-      few runs are left to fit.
+      The mean of |ln(predicted / observed)| by law, best first; infinite if too few
+      runs remain to fit.
     """
     flops, rising = log.columns["flops"], sorted(budgets)
     found = {}
@@ -55,7 +55,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
         errors = []
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
-            with contextlib.suppress(ValueError):  # too few runs are left
+            with contextlib.suppress(ValueError):  # too few runs remain
                 law = published.find_law(name)
                 fit = fits_fit.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
@@ -63,7 +63,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def predict(
+def predict_held_out(
     config: Any,
     log: Log,
     rows: list[dict[str, Any]],
@@ -73,17 +73,17 @@ def predict(
     """Chooses the run to hold out and predicts its loss from those of a sweep.
 
     Args:
-      config: the experiment's.
-      log: of a finished sweep, the best rate of each cell.
-      rows: its runs that are done, at every rate.
-      document: the law fitted to it, as `fit.json` has it.
-      errors: as `choose_law` gives them, of this law and the others.
+      config: config of the experiment.
+      log: log of a finished sweep, the best rate of each cell.
+      rows: finished runs at every rate.
+      document: fitted law in the format of `fit.json`.
+      errors: errors by law, from `choose_law`.
 
     Returns:
-      What `prediction.json` holds.
+      The content of `prediction.json`.
 
     Raises:
-      ValueError: fewer than two budgets have a minimum.
+      ValueError: fewer than 2 budgets have a minimum.
     """
     n, d, c, loss = (
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
@@ -111,8 +111,8 @@ def predict(
         "num_tokens": np.array([float(num_tokens)]),
         "flops": np.array([per_token * num_tokens]),
     }
-    told = fits_fit.predict(fit, at, "prediction", config.level)
-    best, low, high = (float(x[0]) for x in told)
+    interval = fits_fit.predict(fit, at, "prediction", config.level)
+    best, low, high = (float(x[0]) for x in interval)
     by_law = {fit.law: best}
     for name in errors:
         if name != fit.law:
@@ -120,7 +120,7 @@ def predict(
                 published.find_law(name), log.columns, cluster=log.labels()
             )
             by_law[name] = float(fits_fit.predict(other, at).loss[0])
-    value, between = average(by_law, errors)
+    value, between = average_predictions(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
     half = intervals.student_t(config.level, 10**6) * math.hypot(spread, between)
     half = math.hypot(half, errors[fit.law])
@@ -128,7 +128,7 @@ def predict(
     high = value * math.exp(math.hypot(math.log(high / best), half))
     largest = c > 0.5 * c.max()
     rates, tried = [rate], config.learning_rates
-    if len(tried) > 1:  # and its neighbours at the grid's ratio
+    if len(tried) > 1:  # also the neighbours at the grid's ratio
         ratio = tried[1] / tried[0]
         rates = [float(f"{rate * ratio**i:.4g}") for i in (-1, 0, 1)]
     return {
@@ -164,13 +164,14 @@ def predict(
     }
 
 
-def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, float]:
-    """Averages predictions in ln L, each with weight 1 / error^2.
+def average_predictions(
+    by_law: dict[str, float], errors: dict[str, float]
+) -> tuple[float, float]:
+    """Averages predictions in ln L, weighted by 1 / error^2.
 
     Args:
-      by_law: the losses.
-      errors: of each law elsewhere, as `choose_law` gives them; where none is known,
-        all count alike.
+      by_law: predicted losses.
+      errors: errors by law, from `choose_law`; if none is finite, weights are equal.
 
     Returns:
       The average, and the standard deviation of ln L about it.
@@ -184,7 +185,7 @@ def average(by_law: dict[str, float], errors: dict[str, float]) -> tuple[float, 
 
 
 def seed_spread(rows: list[Any]) -> float:
-    """Pools the standard deviation of ln L over seeds; 0 if nothing was repeated."""
+    """Returns the pooled standard deviation of ln L over seeds; 0 without repeats."""
     cells: dict[str, list[float]] = {}
     for row in rows:
         cells.setdefault(row["cell"], []).append(math.log(row["loss"]))

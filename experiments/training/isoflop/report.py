@@ -1,4 +1,4 @@
-"""What `isoflop` says: what must hold, its numbers, and tables for a person."""
+"""Claims, metrics and tables of `isoflop`."""
 
 import json
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from experiments.training.isoflop.outcomes import Result
 
 CLAIMS = claims_file(__file__)
 PUBLISHED: float = CLAIMS.published("exponent")
-"""The exponent of the best size that the sources state: about one half."""
+"""Published exponent of the compute-optimal size, about one half."""
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the minima, the exponent and the prediction against what they should be."""
+    """Compares minima, exponent and prediction with expected values."""
     found = metrics(result)
     ends = [found[f"exponent_{x}"] for x in ("low", "high")]
     yield measured("minima", found["interior_minima"])
@@ -40,11 +40,11 @@ _PREDICTED = (
     *("largest_fitted_flops", "best_fitted_loss", "predicted", "level", "low", "high"),
     *("log_linear", "seed_spread"),
 )
-"""Numbers of `prediction.json` that are reported under the same name."""
+"""Keys of `prediction.json` that are reported under the same name."""
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gathers the numbers."""
+    """Returns metrics of the sweep, the prediction and the held-out run."""
     predicted, fit = result.predicted, json.loads(result.fit.document)
     by_method = {x["method"]: x for x in fit["frontiers"]}
     parabola = by_method["parabola"]
@@ -93,7 +93,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Lays out the approaches, the budgets and the prediction."""
+    """Returns tables of the approaches, the budgets and the prediction."""
     found = metrics(result)
     return [_approaches(result, found), _budgets(result), _prediction(result, found)]
 
@@ -122,11 +122,11 @@ def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
     rows.sort(key=lambda row: row[0])
     note = (
         f"{found['level']:.0%} intervals by resampling runs. Every size was trained "
-        "for every length twice: with a rate that is constant and then falls to zero, "
-        "at several rates, and with a cosine, at one. Envelopes are of training "
-        "losses; that of constant rates sees them before the fall, and is comparable "
-        f"with itself alone. Losses under a cosine are "
-        f"{100 * found['cosine_excess']:+.2f} % off the best of the others, standard "
+        "for every length twice: with a constant rate that then decays to zero, at "
+        "several rates, and with a cosine schedule at one rate. Envelopes are of "
+        "training losses; that of constant rates is taken before the decay and is not "
+        f"comparable with the other. Losses under a cosine differ by "
+        f"{100 * found['cosine_excess']:+.2f} % from the best constant rate, standard "
         f"error {100 * found['cosine_excess_se']:.2f} %. " + fit["shift"]
     )
     return Sheet("three approaches", heads, rows, note)
@@ -139,13 +139,13 @@ def _budgets(result: Result) -> Sheet:
         optima.num_params[at], optima.num_tokens[at], optima.loss[at], strict=True
     )
     for i, (n, d, loss) in enumerate(minima):
-        mine = result.fit.group == i
+        subset = result.fit.group == i
         cells = ["none", "", "", ""]
         if np.isfinite(n):
             cells = [units.format_number(float(n)), units.format_number(float(d))]
             cells += [f"{d / n:.3g}", f"{loss:.4f}"]
-        num_sizes = len(np.unique(result.fit.num_params[mine]))
-        lowest = result.fit.loss[mine].min()
+        num_sizes = len(np.unique(result.fit.num_params[subset]))
+        lowest = result.fit.loss[subset].min()
         flops = f"{optima.flops[i]:.3g}"
         rows.append((flops, str(num_sizes), *cells, f"{lowest:.4f}"))
     heads = ("C", "sizes", "N*", "D*", "D*/N*", "L*", "best run")
@@ -157,7 +157,7 @@ def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
     size = f"{predicted['num_params']:,} parameters"
     value, low, high = (predicted[x] for x in ("predicted", "low", "high"))
     rows = [
-        ("said at", predicted["made_at"]),
+        ("predicted at", predicted["made_at"]),
         ("model", f"width {predicted['width']}, {size}"),
         ("tokens", f"{predicted['num_tokens']:,}"),
         ("compute", f"{predicted['flops']:.3g} FLOP"),
@@ -184,7 +184,7 @@ def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
             ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if found["is_inside"] else "no"),
         ]
-    return Sheet("the run that was predicted", ("", ""), rows, predicted["conventions"])
+    return Sheet("the predicted run", ("", ""), rows, predicted["conventions"])
 
 
 def _with_interval(value: float | None, interval: Any) -> str:

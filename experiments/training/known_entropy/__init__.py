@@ -1,1 +1,1 @@
-"""Known entropy."""
+"""Losses on a language of known entropy."""

@@ -1,11 +1,11 @@
-"""Do models approach a language's entropy as the law says, and never pass it?
+"""Trains models on a language of known entropy.
 
-Small transformers learn a language whose entropy is exact: a mixture of what follows
-the last one, two and three tokens. No loss may lie below the floor, which would mean a
-leak; readers of fewer tokens have floors of their own, which the losses pass one by
-one. The Chinchilla law is fitted to the losses with its own floor free, and must find
-the true one or say that it cannot. Beside it the lectures' first law, without any
-network: who counts an independent source pays (V - 1) / 2D nats.
+Small transformers learn a language with an exact entropy, a mixture of distributions
+given the last 1, 2 and 3 tokens. A loss below the floor would show a leak. Predictors
+that see fewer tokens have higher floors, which the losses pass in turn. The Chinchilla
+law is fitted with its floor free, and must either find the true floor or report that it
+is not identified. In addition, the lectures' first law is tested without a network: an
+estimate by counting costs (V - 1) / 2D nats per token.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from experiments.framework import (
     table,
 )
 from experiments.plotting import style
-from experiments.training.known_entropy.runs import Config, Runs, train
+from experiments.training.known_entropy.runs import Config, LanguageRuns, train_language
 from jaxkv.progress import QUIET, Progress
 from scaling.corpora.languages import LanguageConfig, language, markov
 from scaling.fits import fit
@@ -62,63 +62,67 @@ CONFIGS = {
 }
 
 
-class Fit(ResultRecord):
-    """The Chinchilla law of the losses, with 90 % intervals."""
+class ChinchillaFit(ResultRecord):
+    """Fitted Chinchilla law with 90 % intervals."""
 
-    floor: float = column("it found, E, in nats per token")
-    floor_low: float = column("where its interval begins")
-    floor_high: float = column("where it ends")
+    floor: float = column("floor E in nats per token")
+    floor_low: float = column("lower end of its interval")
+    floor_high: float = column("upper end of its interval")
     alpha: float = column("exponent of the parameters")
-    alpha_low: float = column("where its interval begins")
-    alpha_high: float = column("where it ends")
+    alpha_low: float = column("lower end of its interval")
+    alpha_high: float = column("upper end of its interval")
     beta: float = column("exponent of the tokens")
-    beta_low: float = column("where its interval begins")
-    beta_high: float = column("where it ends")
-    identified: bool = column("whether the fit finds nothing to doubt about its floor")
-    warnings: str = column("its doubts in words")
-    num_points: int = column("runs fitted")
+    beta_low: float = column("lower end of its interval")
+    beta_high: float = column("upper end of its interval")
+    identified: bool = column("True if the fit has no warning about its floor")
+    warnings: str = column("warnings of the fit")
+    num_points: int = column("fitted runs")
 
     def covers(self, floor: float) -> bool:
-        """Whether the interval is bounded and holds a floor."""
+        """Returns True if the interval is bounded and contains a floor."""
         bounded = bool(np.isfinite([self.floor_low, self.floor_high]).all())
         return bounded and self.floor_low <= floor <= self.floor_high
 
 
-class Counts(ResultRecord):
-    """Excess losses of counting."""
+class CountingExcess(ResultRecord):
+    """Excess loss of estimates by counting."""
 
-    num_tokens: np.ndarray = column("counted")
-    excess: np.ndarray = column("mean nats per token over the entropy")
-    excess_se: np.ndarray = column("its standard error")
-    entropy: float = column("of the source")
-    num_free: int = column("its free parameters, V - 1")
-    slope: float = column("of ln excess against ln tokens, by a power law")
-    slope_low: float = column("where its 90 % interval begins")
-    slope_high: float = column("where it ends")
+    num_tokens: np.ndarray = column("counted tokens")
+    excess: np.ndarray = column("mean nats per token above the entropy")
+    excess_se: np.ndarray = column("standard error of the excess")
+    entropy: float = column("entropy of the source")
+    num_free: int = column("free parameters of the source, V - 1")
+    slope: float = column("slope of ln excess against ln tokens, by a power law")
+    slope_low: float = column("lower end of its 90 % interval")
+    slope_high: float = column("upper end of its 90 % interval")
 
 
 class Result(ResultRecord):
-    """Losses, floors, fits."""
+    """Losses, floors and fits."""
 
-    runs: Runs = column("on the language")
+    runs: LanguageRuns = column("runs on the language")
     optima: np.ndarray = column(
-        "least loss of readers of the last 0, 1, 2, ... tokens; the last is the floor"
+        "least loss given the last 0, 1, 2, ... tokens; the last is the floor"
     )
-    floor_se: float = column("standard error of that")
-    fit: Fit = column("of the runs long enough")
-    fit_all: Fit = column("of all runs")
-    source_loss: float = column("of the smallest model on the independent source")
-    source_excess: float = column("over its entropy on the same tokens")
-    counts: Counts = column("of that source")
+    floor_se: float = column("standard error of the floor")
+    fit: ChinchillaFit = column("fit of the long runs")
+    fit_all: ChinchillaFit = column("fit of all runs")
+    source_loss: float = column("loss of the smallest model on the independent source")
+    source_excess: float = column("its excess over the entropy of the same tokens")
+    counts: CountingExcess = column("counting of that source")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
     known = language.optimal_loss(config.language)
-    counts = count(config.source, config.counted, config.repeats)
+    counts = score_counting(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
-    alone = train(config.source, config.widths[:1], longest, config, progress)
-    runs = train(config.language, config.widths, config.lengths, config, progress)
+    smallest = train_language(
+        config.source, config.widths[:1], longest, config, progress
+    )
+    runs = train_language(
+        config.language, config.widths, config.lengths, config, progress
+    )
     late = runs.num_tokens >= config.fitted_from
     return Result(
         runs=runs,
@@ -126,19 +130,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         floor_se=known.floor_se,
         fit=fit_runs(runs, late, config.num_resamples),
         fit_all=fit_runs(runs, np.ones_like(late), config.num_resamples),
-        source_loss=float(alone.loss[0]) if len(alone) else np.nan,
-        source_excess=float(alone.excess[0]) if len(alone) else np.nan,
+        source_loss=float(smallest.loss[0]) if len(smallest) else np.nan,
+        source_excess=float(smallest.excess[0]) if len(smallest) else np.nan,
         counts=counts,
     )
 
 
-def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Counts:
-    """Counts texts of every length, and scores the counts by the true source.
+def score_counting(
+    source: LanguageConfig, lengths: tuple[int, ...], repeats: int
+) -> CountingExcess:
+    """Estimates the source from texts of every length, and scores the estimates.
 
-    Who estimates V probabilities from D independent tokens needs, beyond the entropy,
-    `(V - 1) / (2 D)` nats for the next token: half a nat for every free parameter. A
-    count starts at one half, which is the least that costs no more, in the first
-    order, for any source (Krichevsky and Trofimov 1981).
+    An estimate of V probabilities from D independent tokens costs `(V - 1) / (2 D)`
+    nats per token above the entropy: half a nat for every free parameter. Counts start
+    at one half, the optimum in first order for any source (Krichevsky and Trofimov
+    1981).
     """
     probs = language.zipf_probabilities(source.vocab_size, source.exponent)
     entropy = markov.entropy(probs)
@@ -154,7 +160,7 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
     law, data = published.find_law("power"), {"num_tokens": tokens, "loss": excess}
     power = fit.fit(law.over("num_tokens"), data, loss="mse")
     low, high = power.intervals["b"]
-    return Counts(
+    return CountingExcess(
         num_tokens=tokens,
         excess=excess,
         excess_se=np.array(errors),
@@ -166,44 +172,50 @@ def count(source: LanguageConfig, lengths: tuple[int, ...], repeats: int) -> Cou
     )
 
 
-def fit_runs(runs: Runs, chosen: np.ndarray, num_resamples: int) -> Fit:
-    """Fits the law with its floor free; nothing where the runs are too few."""
+def fit_runs(
+    runs: LanguageRuns, chosen: np.ndarray, num_resamples: int
+) -> ChinchillaFit:
+    """Fits the law with its floor free; returns NaN if there are too few runs."""
     chosen = chosen & np.isfinite(runs.loss)
     if len({*runs.width[chosen]}) < 2 or chosen.sum() < 6:
-        return Fit(*[float("nan")] * 9, False, "too few runs", int(chosen.sum()))
+        return ChinchillaFit(
+            *[float("nan")] * 9, False, "too few runs", int(chosen.sum())
+        )
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
     found = fit.fit(published.find_law("chinchilla"), data, bootstrap=num_resamples)
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
         ends += [found.coefficients[name], *found.intervals[name]]
-    said = any(warning.startswith(("E=", "E ")) for warning in found.warnings)
+    has_floor_warning = any(
+        warning.startswith(("E=", "E ")) for warning in found.warnings
+    )
     free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
-    return Fit(
+    return ChinchillaFit(
         *ends,
-        identified=not (said or free),
+        identified=not (has_floor_warning or free),
         warnings="; ".join(found.warnings),
         num_points=found.num_points,
     )
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws losses with the ladder, and what counting costs."""
+    """Draws losses by tokens with the entropies, and the excess of counting."""
     left, right = np.ravel(axes)
-    runs, names = result.runs, ["nothing", "1 token", "2 tokens", "3 tokens"]
+    runs, names = result.runs, ["0 tokens", "1 token", "2 tokens", "3 tokens"]
     lines = zip(result.optima, ("-.", ":", (0, (5, 1)), (0, (1, 1))), strict=False)
     for seen, (optimum, line) in enumerate(lines):
         last = seen == len(result.optima) - 1
         look = {"color": "0" if last else "0.45", "linestyle": "-" if last else line}
-        label = "entropy" if last else f"reader of {names[seen]}"
+        label = "entropy" if last else f"context of {names[seen]}"
         left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
     widths = runs.distinct("width")
     marks = zip(widths, style.sequential_colors(np.arange(len(widths))), strict=True)
     for i, (width, color) in enumerate(marks):
-        mine = runs.where(width=width)
+        subset = runs.where(width=width)
         look = {"color": color, "marker": "os^dvP"[i % 6]}
-        label = f"{mine.num_params[0]:,} parameters"
-        left.plot(mine.num_tokens, mine.loss, label=label, **look)
+        label = f"{subset.num_params[0]:,} parameters"
+        left.plot(subset.num_tokens, subset.loss, label=label, **look)
     title = "Loss of models, and the entropy below it"
     if np.isfinite(runs.loss).any() and len(result.optima):
         title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
@@ -219,7 +231,7 @@ def plot(axes: Any, result: Result) -> None:
     style.draw_curve(
         right, counts.num_tokens, counts.excess, 5, "counted", linestyle=""
     )
-    title = f"Counting comes near the entropy with slope {counts.slope:.3f}"
+    title = f"Counting approaches the entropy with slope {counts.slope:.3f}"
     x, y = "tokens counted [tokens]", "loss - entropy [nats/token]"
     style.set_labels(right, title, x, y, xscale="log", yscale="log")
     right.legend()
@@ -227,7 +239,7 @@ def plot(axes: Any, result: Result) -> None:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds every loss against the floor, and the fits against the truth."""
+    """Compares every loss with the floor, and the fits with the truth."""
     runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
     if not np.isfinite(runs.loss).any():
         return
@@ -241,12 +253,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
-        said = "identified" if law.identified else "not identified"
-        yield measured("fitted", honest, which=which, fit=law, truth=floor, said=said)
+        status = "identified" if law.identified else "not identified"
+        yield measured(
+            "fitted", honest, which=which, fit=law, truth=floor, status=status
+        )
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives the floor, the fits and the best run."""
+    """Returns the floor, the fits and the best run."""
     runs, best = result.runs, {"best_loss": None, "best_num_params": None}
     if np.isfinite(runs.loss).any():
         at = np.nanargmin(runs.loss)

@@ -1,8 +1,8 @@
-"""Trains models on a language: one trunk for each width, a cool-down for each length.
+"""Trains models on a language: a trunk per width, with a cooldown for each length.
 
-A trunk keeps its learning rate; where a run of some length is wanted, its last fifth
-branches off and falls to zero (Hägele et al. 2024, arXiv:2405.18392). So a width costs
-little more than its longest run, and compiles once.
+The trunk has a constant learning rate. A run of a given length branches off for its
+last fifth, in which the rate decays to 0 (Hägele et al. 2024, arXiv:2405.18392). So a
+width costs little more than its longest run, and compiles once.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from scaling.training import (
 )
 
 COOLDOWN = 0.2
-"""Share of a run in which its rate falls."""
+"""Share of a run in which its learning rate decays."""
 _OPTIMIZER = OptimizerConfig(kind="muon", weight_decay=0.0)
 
 
@@ -37,23 +37,23 @@ _SOURCE = LanguageConfig(kind="zipf", num_tokens=2**19)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which models learn which language for how long."""
+    """Models, language and run lengths."""
 
     language: LanguageConfig = _LANGUAGE
-    """Of known entropy, with as many tokens as the longest run reads."""
+    """Language of known entropy, with as many tokens as the longest run."""
     source: LanguageConfig = _SOURCE
-    """Of independent tokens, which the smallest model learns as well."""
+    """Source of independent tokens, for the smallest model."""
     widths: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
-    """Of the models; even."""
+    """Hidden sizes, even."""
     num_layers: int = 2
-    """Of each."""
+    """Layers of each model."""
     lengths: tuple[int, ...] = tuple(2**n for n in range(16, 22))
-    """Tokens trained on."""
+    """Trained tokens."""
     fitted_from: int = 2**18
-    """Fewest tokens of a run that the law is fitted to: shorter ones are still
-    learning single tokens' frequencies, which is another law."""
+    """Fewest tokens of a fitted run; shorter runs still learn the frequencies of single
+    tokens, which follows another law."""
     learning_rate: float = 0.02
-    """Of width 16; times 16 over the width."""
+    """Peak learning rate of width 16; scaled by 16 / width."""
     batch_size: int = 16
     """Windows per step."""
     seq_len: int = 32
@@ -63,14 +63,14 @@ class Config:
     num_resamples: int = 1000
     """Resamples for the fits' intervals."""
     counted: tuple[int, ...] = tuple(2**n for n in range(9, 18))
-    """Tokens that are counted."""
+    """Text lengths in tokens for counting."""
     repeats: int = 2000
-    """Texts of each length that are counted."""
+    """Counted texts of each length."""
     seed: int = 0
-    """Of parameters and order."""
+    """Seed of parameters and data order."""
 
     def __post_init__(self) -> None:
-        """Refuses models that cannot be, and languages that say nothing."""
+        """Validates the fields."""
         if not self.widths or any(w < 4 or w % 4 for w in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 4")
         if self.language.num_tokens < max(self.lengths, default=0):
@@ -86,30 +86,28 @@ class Config:
 
     @property
     def carry(self) -> int:
-        """Predictions at a window's start that do not count.
+        """Predictions at the start of a window that are not scored.
 
-        So all others see as much as the language does.
+        All scored predictions have the full context of the language.
         """
         sees = {"kgram": len(self.language.mixture), "markov": self.language.order}
         return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-class Runs(ResultTable):
-    """One row for each run."""
+class LanguageRuns(ResultTable):
+    """Losses of runs on a language."""
 
-    width: Ints = column("of the model")
-    num_params: Ints = column("embedding included")
-    num_tokens: Ints = column("trained on")
-    loss: Floats = column("held out, nats per token; not a number if it diverged")
-    loss_se: Floats = column("its standard error")
-    excess: Floats = column(
-        "of the loss over what who knows the language needs for the same tokens"
-    )
-    excess_se: Floats = column("smaller, as the text's chance is in both")
+    width: Ints = column("hidden size")
+    num_params: Ints = column("parameters, embedding included")
+    num_tokens: Ints = column("trained tokens")
+    loss: Floats = column("held-out nats per token; NaN if the run diverged")
+    loss_se: Floats = column("standard error of the loss")
+    excess: Floats = column("loss less the code length of the language, same tokens")
+    excess_se: Floats = column("smaller than loss_se, since both share the text")
 
 
-class Score(NamedTuple):
-    """What a run is worth: columns of `Runs`."""
+class LanguageScore(NamedTuple):
+    """Score of a run; fields are columns of `LanguageRuns`."""
 
     loss: float
     loss_se: float
@@ -117,27 +115,27 @@ class Score(NamedTuple):
     excess_se: float
 
 
-def train(
+def train_language(
     language: LanguageConfig,
     widths: Sequence[int],
     lengths: Sequence[int],
     config: Config,
     progress: Progress,
-) -> Runs:
-    """Trains every width for every number of tokens, smallest first.
+) -> LanguageRuns:
+    """Trains every width for every number of tokens, shortest first.
 
     Args:
-      language: what to learn; it has as many tokens as the longest run.
-      widths: of small transformers with two heads, their MLPs three times as wide.
+      language: language with at least as many tokens as the longest run.
+      widths: hidden sizes; models have 2 heads and an MLP of 3 times the width.
       lengths: numbers of tokens.
-      config: of all runs.
-      progress: told of the steps; may stop them.
+      config: settings of all runs.
+      progress: receives progress; may stop.
 
     Returns:
-      The runs that were finished.
+      The finished runs.
     """
     corpus = executors.open_on_device(language)
-    # Mean code length of each scored window by the language itself.
+    # Mean code length of each scored window under the language.
     nats, num = code_lengths(language, corpus.held_out), len(corpus.held_out)
     place = objectives.stream_windows(
         np.arange(num, dtype=np.uint32),
@@ -178,14 +176,14 @@ def train(
     cooldowns = [run.cooldown_steps for run in chains[0]]
     workers = Workers(
         corpus,
-        functools.partial(score, corpus.held_out, nats, config),
+        functools.partial(score_language, corpus.held_out, nats, config),
         progress,
         num_steps=len(chains) * steps_taken(ends, cooldowns),
     )
     rows: list[tuple[float, ...]] = []
 
     def work(runs: Sequence[TrainConfig]) -> None:
-        for end in workers.train(runs, shown):
+        for end in workers.train(runs, describe_run):
             model, tokens = end.run.model, end.run.num_tokens
             num_params = architectures.count_model_parameters(model).total
             numbers = end.score or [np.nan] * 4
@@ -193,23 +191,23 @@ def train(
 
     for _ in workers.map(work, chains):
         pass
-    return Runs.of(rows)
+    return LanguageRuns.of(rows)
 
 
-def shown(end: FinishedRun) -> str:
-    """What a person sees when a run is over."""
+def describe_run(end: FinishedRun) -> str:
+    """Returns the progress text of a finished run."""
     run = end.run
     return f"width {run.model.hidden_size}, {run.num_tokens:,} tokens: {end.loss:.4f}"
 
 
-def score(
+def score_language(
     held_out: np.ndarray,
     nats: np.ndarray,
     config: Config,
     run: TrainConfig,
     params: transformer.Params,
-) -> Score:
-    """Scores a run beside what who knows the language needs for the same windows."""
+) -> LanguageScore:
+    """Scores a run against the code length of the language on the same windows."""
     found = objectives.score_stream(
         params,
         held_out,
@@ -221,4 +219,4 @@ def score(
     )
     excess = found.windows - nats
     excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
-    return Score(found.loss, found.loss_se, float(excess.mean()), excess_se)
+    return LanguageScore(found.loss, found.loss_se, float(excess.mean()), excess_se)

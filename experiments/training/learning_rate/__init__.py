@@ -1,1 +1,1 @@
-"""Learning rate."""
+"""Best learning rate by width and tokens."""

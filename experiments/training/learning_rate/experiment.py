@@ -1,9 +1,9 @@
-"""How does the best learning rate change with the width of a model?
+"""Measures how the best learning rate depends on the width of a model.
 
 Models of several widths are trained on real text for two numbers of tokens, each at
-rates a factor of two apart, until the best one lies between others. The optimum of each
-is read off a parabola, and a power of the width times one of the tokens goes through
-them.
+learning rates a factor of 2 apart, until the best one is not at the end of the grid.
+The optimum of each follows from a parabola, and a power law of width and tokens is
+fitted to the optima.
 
 Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
 """
@@ -38,16 +38,16 @@ from scaling.sweeps.learning_rates import RatePowers, fit_powers, optimal_rates
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which widths, how many tokens, which rates."""
+    """Widths, tokens and learning rates."""
 
     widths: tuple[int, ...]
     num_tokens: tuple[int, ...]
-    """Of a run; each width is trained on each."""
+    """Trained tokens; each width is trained on each."""
     num_layers: int = 2
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
     learning_rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
-    """For a width of 32; others have them times 32 / width, and more beyond the best
-    where it is the last one."""
+    """Learning rates of width 32; other widths scale them by 32 / width, and add rates
+    beyond the best one if it is at the end of the grid."""
     max_extensions: int = 3
     batch_size: int = 8
     seq_len: int = 64
@@ -57,10 +57,10 @@ class Config:
     level: float = 0.9
     """Probability of the intervals."""
     folder: str = ""
-    """Where runs are kept, for a sweep to be taken up; empty: not kept."""
+    """Folder of runs to resume a sweep from; empty: not kept."""
 
     def __post_init__(self) -> None:
-        """Refuses what no power goes through."""
+        """Validates the fields."""
         if len(self.widths) < 2 or len(self.num_tokens) < 2:
             raise ValueError(
                 f"widths={self.widths!r}, num_tokens={self.num_tokens!r} must be at "
@@ -71,11 +71,11 @@ class Config:
                 f"learning_rates={self.learning_rates!r} must be at least two"
             )
         validation.within(self, "level", low=0, high=1, ends="()")
-        _ = self.sweep  # refuses the rest
+        _ = self.sweep  # validates the remaining fields
 
     @property
     def sweep(self) -> SweepConfig:
-        """The grid of runs."""
+        """Sweep of the runs."""
         return family.make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
@@ -109,47 +109,47 @@ CONFIGS = {
 }
 
 
-class Runs(ResultTable):
-    """All runs that ended."""
+class RateRuns(ResultTable):
+    """Finished runs."""
 
-    width: Floats = column("of the model")
-    num_tokens: Floats = column("trained on")
-    learning_rate: Floats = column("tried")
-    loss: Floats = column("of held-out text, nats per token")
+    width: Floats = column("hidden size")
+    num_tokens: Floats = column("trained tokens")
+    learning_rate: Floats = column("peak learning rate")
+    loss: Floats = column("nats per token of held-out text")
 
 
-class Optima(ResultTable):
-    """The best rate of every width and number of tokens that has one."""
+class OptimalRates(ResultTable):
+    """Best learning rate of every width and number of tokens that has one."""
 
-    width: Floats = column("of the model", form="{:.0f}")
-    num_tokens: Floats = column("trained on", heading="tokens", form="{:,.0f}")
-    rate: Floats = column("the best", heading="best rate", form="{:.3g}")
+    width: Floats = column("hidden size", form="{:.0f}")
+    num_tokens: Floats = column("trained", heading="tokens", form="{:,.0f}")
+    rate: Floats = column("best rate", heading="best rate", form="{:.3g}")
 
     @property
     @table.computed_column(heading="times width / 32", form="{:.3g}")
     def relative(self) -> np.ndarray:
-        """The rate of the base width that it stands for."""
+        """Equivalent learning rate of the base width."""
         return self.rate * self.width / family.BASE_WIDTH
 
 
 class Result(ResultRecord):
-    """All runs that ended, and what was read off them."""
+    """Finished runs, optima, and the fitted power law."""
 
-    runs: Runs = column("all of them", prefix="")
-    best: Optima = column("where the best rate lies between others", prefix="best_")
-    powers: RatePowers = column("through the optima")
+    runs: RateRuns = column("finished runs", prefix="")
+    best: OptimalRates = column("optima inside the grid", prefix="best_")
+    powers: RatePowers = column("power law through the optima")
     level: float = column("probability of the intervals")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains, or takes up what the folder holds; stopped, it uses what there is."""
+    """Trains or resumes the sweep, then fits; if stopped, uses the finished runs."""
     with files.folder_or_temporary(config.folder) as folder:
         records = sweep_tables.run_sweep(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
-    best = Optima.of(optimal_rates(rows) if rows else [])
+    best = OptimalRates.of(optimal_rates(rows) if rows else [])
     return Result(
-        runs=Runs.of([row[name] for name in names] for row in rows),
+        runs=RateRuns.of([row[name] for name in names] for row in rows),
         best=best,
         powers=fit_powers(best.width, best.num_tokens, best.rate, level=config.level),
         level=config.level,
@@ -157,18 +157,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws loss against rate, and the best rate against width."""
+    """Draws loss by learning rate, and the best rate by width."""
     left, right = axes
     runs, powers = result.runs, result.powers
     tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
     shades = style.sequential_colors(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
-            mine = runs.where(width=width, num_tokens=number)
-            mine = mine.at(np.argsort(mine.learning_rate))
+            subset = runs.where(width=width, num_tokens=number)
+            subset = subset.at(np.argsort(subset.learning_rate))
             label = f"width {width:.0f}" if line == "-" else None
             look = {"color": color, "marker": "os^dvP"[i % 6], "linestyle": line}
-            left.plot(mine.learning_rate, mine.loss, label=label, **look)
+            left.plot(subset.learning_rate, subset.loss, label=label, **look)
     title = "Held-out loss by learning rate"
     if len(runs):
         best = [runs.where(width=x, num_tokens=tokens[-1]) for x in widths]
@@ -186,10 +186,10 @@ def plot(axes: Any, result: Result) -> None:
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
     for number, (color, mark) in looks:
-        mine = result.best.where(num_tokens=number)
+        subset = result.best.where(num_tokens=number)
         look = {"marker": mark, "linestyle": "", "markersize": 6}
         style.draw_curve(
-            right, mine.width, mine.rate, color, f"{number:,.0f} tokens", **look
+            right, subset.width, subset.rate, color, f"{number:,.0f} tokens", **look
         )
         if is_known:
             x = np.geomspace(*widths[[0, -1]])
@@ -210,7 +210,7 @@ def plot(axes: Any, result: Result) -> None:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the exponents against what published rules say."""
+    """Compares the exponents with published rules."""
     powers = result.powers
     if not np.isfinite(powers.of_width):
         return
@@ -221,7 +221,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives the exponents with the half widths of their intervals."""
+    """Returns the exponents with the half widths of their intervals."""
     powers = result.powers._asdict()
     del powers["coefficient"]
     return {
@@ -232,7 +232,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Lists the powers and the optima."""
+    """Returns tables of the power law and the optima."""
     numbers = [units.format_named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]

@@ -1,1 +1,1 @@
-"""Mean estimation."""
+"""Error of a mean by number of samples."""

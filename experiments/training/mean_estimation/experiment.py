@@ -1,8 +1,8 @@
-"""Does the error of a mean fall as one over the number of samples?
+"""Measures the error of a mean by number of samples.
 
-The first scaling law of the lectures: the mean of n independent samples misses the
-truth by sigma^2 / n, squared and on average, so that `ln error = -ln n + 2 ln sigma`.
-Here it is simulated, and both the law and a free power law are fitted to what came out.
+The lectures' first scaling law: the mean of n independent samples has the mean squared
+error sigma^2 / n, so that `ln error = -ln n + 2 ln sigma`. The error is simulated, and
+both the law and a free power law are fitted to it.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ SIGMA = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How many means of how many samples."""
+    """Numbers of samples and of means."""
 
     num_sizes: int = 40
-    """Numbers of samples, evenly spread in logarithms."""
+    """Numbers of samples, evenly spaced in logarithm."""
     max_samples: int = 4096
-    """The largest of them; the smallest is 4."""
+    """Largest number of samples; the smallest is 4."""
     num_means: int = 2000
-    """Means of each number of samples, whose squared errors are averaged."""
+    """Means of each number of samples, over which squared errors are averaged."""
     num_resamples: int = 1000
-    """Resamples for the intervals."""
+    """Resamples for intervals."""
     seed: int = 0
-    """Of the samples."""
+    """Seed of the samples."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be simulated."""
+        """Validates the fields."""
         validation.at_least(self, "num_sizes", low=3)
         validation.at_least(self, "num_means", "num_resamples", low=2)
         if self.max_samples < 8 * self.num_sizes:
@@ -60,18 +60,18 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """Errors by number of samples, and what was fitted to them."""
+    """Errors by number of samples, and fitted laws."""
 
-    num_samples: np.ndarray = column("of each mean")
+    num_samples: np.ndarray = column("samples of each mean")
     error: np.ndarray = column("mean squared error of the means")
-    slope: float = column("of ln error against ln n, by a power law")
-    slope_low: float = column("where its 90 % interval begins")
-    slope_high: float = column("where it ends")
+    slope: float = column("slope of ln error against ln n, by a power law")
+    slope_low: float = column("lower end of its 90 % interval")
+    slope_high: float = column("upper end of its 90 % interval")
     sigma_squared: float = column("by the law with slope -1")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Draws exponential samples, which are far from normal; fits their errors."""
+    """Draws exponential samples, which are far from normal, and fits the errors."""
     rng = np.random.default_rng(config.seed)
     sizes = np.unique(np.geomspace(4, config.max_samples, config.num_sizes).round())
     errors = []
@@ -104,7 +104,7 @@ def plot(ax: Any, result: Result) -> None:
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the slope and the size of the error against the formula."""
+    """Compares slope and size of the error with the formula."""
     width = result.slope_high - result.slope_low
     yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
     yield measured("size", result.sigma_squared)

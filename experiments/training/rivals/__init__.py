@@ -1,1 +1,1 @@
-"""Rivals."""
+"""Transformers against other architectures and optimizers."""

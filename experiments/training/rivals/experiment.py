@@ -1,10 +1,10 @@
-"""Does the transformer win over its rivals, and at what compute to equal loss?
+"""Compares the transformer with other models by compute at equal loss.
 
-LSTM against transformer, SGD against Adam, one, four and six layers against two,
-learned against rotary positions: all at equal parameters outside embeddings, on the
-same text in the same order, with as many learning rates tried on each side at every
-size and as many seeds. Each side is a curve through the best of its runs by compute, so
-the verdict is a ratio of compute with its interval, not the outcome of two runs.
+LSTM against transformer, SGD against Adam, 1, 4 and 6 layers against 2, learned against
+rotary positions: all with equal parameters outside embeddings, the same text in the
+same order, and equal numbers of learning rates and seeds at every size. For each side,
+a curve is fitted to the best runs by compute, so that the verdict is a ratio of compute
+with an interval instead of the result of two runs.
 """
 
 from collections.abc import Iterator
@@ -36,60 +36,63 @@ PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
 run = runs.run
 
 
-def direction(low: float, high: float, said: Published) -> str:
-    """What becomes of a published direction; a verdict needs the whole interval."""
-    if said.claim == "more":
+def published_direction(low: float, high: float, published: Published) -> str:
+    """Returns the verdict on a published direction, which needs the whole interval."""
+    if published.claim == "more":
         return sweep_tables.judge_direction(low, high)
     if low > 1 or high < 1:
         return f"does not show: {'more' if low > 1 else 'less'} is needed"
-    # Of no interval nothing is said.
+    # Without an interval there is no verdict.
     return "is not contradicted" if low <= 1 <= high else "is not decided"
 
 
-class Readings(ResultTable):
-    """The ratio of compute where it is read, by side; not numbers if there is none.
+class ComputeRatios(ResultTable):
+    """Ratios of compute at equal loss by side; NaN if there is none.
 
-    It is read at the lowest loss where it has an interval, so that the number and its
-    interval are of one loss. Nowhere having one, it is read at the lowest loss that
-    both sides reached, and `low` and `high` are not numbers.
+    The ratio is read at the lowest loss for which it has an interval. If it has none,
+    it is read at the lowest loss that both sides reached, and `low` and `high` are NaN.
     """
 
-    side: Texts = column("whose compute is divided by the reference's")
-    compute: Texts = column("how it is counted")
-    ratio: Floats = column("where it is read", form="{:.2f}")
-    low: Floats = column("where its interval begins")
-    high: Floats = column("where it ends")
-    loss: Floats = column("where it is read", heading="at loss", form="{:.3f}")
+    side: Texts = column("side, compared with the reference")
+    compute: Texts = column("way to count compute")
+    ratio: Floats = column("ratio of compute", form="{:.2f}")
+    low: Floats = column("lower end of its interval")
+    high: Floats = column("upper end of its interval")
+    loss: Floats = column("loss of the ratio", heading="at loss", form="{:.3f}")
     first_ratio: Floats = column(
-        "at the highest loss of both", heading="at the highest", form="{:.2f}"
+        "ratio at the highest loss of both", heading="at the highest", form="{:.2f}"
     )
-    last_ratio: Floats = column("at the lowest", heading="at the lowest", form="{:.2f}")
-    last_loss: Floats = column("the lowest", heading="the lowest", form="{:.3f}")
-    reason: Texts = column("why there is none", is_reported=False)
+    last_ratio: Floats = column(
+        "ratio at the lowest loss of both", heading="at the lowest", form="{:.2f}"
+    )
+    last_loss: Floats = column("lowest loss", heading="the lowest", form="{:.3f}")
+    reason: Texts = column("reason for a missing ratio", is_reported=False)
 
     @property
     @table.computed_column(heading="90 %", is_reported=False)
     def interval(self) -> np.ndarray:
-        """The interval in words."""
+        """Interval as text."""
         ends = zip(self.low, self.high, strict=True)
         return np.array([sweep_tables.format_interval(low, high) for low, high in ends])
 
     @property
     @table.computed_column(heading="the published direction", is_reported=False)
     def direction(self) -> np.ndarray:
-        """What becomes of it, or why nothing is known."""
+        """Verdict on the published direction, or the reason why there is none."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
-        return np.array([why or direction(*ends, PAIRS[x]) for x, *ends, why in rows])
+        return np.array(
+            [why or published_direction(*ends, PAIRS[x]) for x, *ends, why in rows]
+        )
 
     @property
     def published(self) -> np.ndarray:
-        """What was published of the ratio."""
+        """Published ratio as text."""
         words = {"more": "at least 1", "one_trend": "1"}
         return np.array([words[PAIRS[side].claim] for side in self.side])
 
 
-def readings(result: Result) -> Readings:
-    """Reads every ratio off, by both ways to count compute."""
+def read_ratios(result: Result) -> ComputeRatios:
+    """Returns the ratios of every side for both ways to count compute."""
     rows = []
     for i, compute in enumerate(COMPUTE):
         for j, side in enumerate(result.sides[1:], 1):
@@ -102,24 +105,32 @@ def readings(result: Result) -> Readings:
                 continue
             at = (bounded if bounded.size else known)[-1]
             first, last = known[0], known[-1]
-            here = (ratio[at], low[at], high[at], loss[at])
+            selected = (ratio[at], low[at], high[at], loss[at])
             rows.append(
-                (side, compute, *here, ratio[first], ratio[last], loss[last], reason)
+                (
+                    side,
+                    compute,
+                    *selected,
+                    ratio[first],
+                    ratio[last],
+                    loss[last],
+                    reason,
+                )
             )
-    return Readings.of(rows)
+    return ComputeRatios.of(rows)
 
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds each direction against ours, see `Readings` for where it is read."""
-    told = readings(result).where(compute="exact")
+    """Compares each published direction with the ratios of `ComputeRatios`."""
+    ratios = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
-    for row in told.at(np.isfinite(told.ratio)).rows(*names):
+    for row in ratios.at(np.isfinite(ratios.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
-        said, row["direction"] = PAIRS[name], sweep_tables.direction_verdict(shown)
-        words: dict[str, Any] = row | {"name": name, "source": said.source}
+        published, row["direction"] = PAIRS[name], sweep_tables.direction_verdict(shown)
+        words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
-        yield measured(said.claim, row["ratio"], **words)
+        yield measured(published.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
@@ -134,15 +145,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 class Gains(ResultTable):
-    """What the end of the window is worth to each side, see `Places`."""
+    """Loss reduction at the end of the window by side, see `PositionLosses`."""
 
-    side: Texts = column("who")
-    gain: Floats = column("of all", heading="nats", form="{:.4f}")
-    gain_se: Floats = column("its", heading="standard error", form="{:.4f}")
+    side: Texts = column("side")
+    gain: Floats = column("mean gain", heading="nats", form="{:.4f}")
+    gain_se: Floats = column("of gain", heading="standard error", form="{:.4f}")
     lead: Floats = column(
-        "the reference's", heading="transformer's lead", form="{:+.4f}"
+        "the reference's gain less this one",
+        heading="transformer's lead",
+        form="{:+.4f}",
     )
-    lead_se: Floats = column("its", heading="standard error", form="{:.4f}")
+    lead_se: Floats = column("of lead", heading="standard error", form="{:.4f}")
 
 
 def _gains(result: Result) -> Gains:
@@ -151,47 +164,47 @@ def _gains(result: Result) -> Gains:
 
 
 def _differences(result: Result) -> Differences:
-    """The differences, with the names of the sides."""
+    """Returns the differences with the names of the sides."""
     found = result.differences
     names = result.sides[found.side.astype(int)]
     return Differences(names, found.size, found.difference, found.se, found.by_seed)
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Gives ratios by convention, differences, and gains from late context."""
-    told = readings(result)
+    """Returns ratios, differences, and gains at the end of the window."""
+    ratios = read_ratios(result)
     return {
-        "ratios": told.at(np.isfinite(told.ratio)).rows(),
+        "ratios": ratios.at(np.isfinite(ratios.ratio)).rows(),
         "differences": _differences(result).rows(),
         "late_gain": _gains(result).rows(),
     }
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts the directions in tables: ratios, differences, rates that were best."""
+    """Returns tables of ratios, curves, differences, gains and learning rates."""
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
-    # How well each curve goes through the runs that it stands for.
+    # Residual of each curve from the runs on its frontier.
     curves, rates = [], []
     for i, name in enumerate(result.sides):
-        mine, residual = result.runs.where(side=i), result.curves.residual[i]
-        best = best_runs.find_best_runs(mine.flops, mine.loss)
+        subset, residual = result.runs.where(side=i), result.curves.residual[i]
+        best = best_runs.find_best_runs(subset.flops, subset.loss)
         shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
-        curves.append((str(name), str(len(mine)), str(len(best)), shown))
+        curves.append((str(name), str(len(subset)), str(len(best)), shown))
     trials = result.trials
     for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
-        mine = trials.where(side=side, size=size)
-        best = mine.learning_rate[np.argmin(np.nan_to_num(mine.loss, nan=np.inf))]
-        cells = sweep_tables.format_rates(mine.learning_rate, mine.loss, best)
+        subset = trials.where(side=side, size=size)
+        best = subset.learning_rate[np.argmin(np.nan_to_num(subset.loss, nan=np.inf))]
+        cells = sweep_tables.format_rates(subset.learning_rate, subset.loss, best)
         rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
-        readings(result).sheet(
+        read_ratios(result).sheet(
             f"compute to equal loss, over that of the {REFERENCE}",
             *names,
             note="Read off curves through the best runs by compute, at the lowest loss "
-            "with an interval: by drawing whole trunks anew, each a size with a seed. "
-            "If no loss has one, at the lowest that both sides reached. Trunks are "
-            "few, so intervals are rough.",
+            "with an interval. Intervals resample trunks, each a size with a seed. "
+            "Without an interval, the ratio is read at the lowest loss that both sides "
+            "reached. Trunks are few, so intervals are rough.",
         ),
         Sheet(
             "curves through the frontier, exact compute",
@@ -200,13 +213,13 @@ def summary(result: Result) -> list[ReportPart]:
         ),
         _differences(result).sheet(
             "loss less the transformer's at equal parameters and tokens, longest runs",
-            note="The standard error is of the held-out text alone; what another seed "
-            "is worth is seen in the last column.",
+            note="The standard error is that of the held-out text; the last column "
+            "shows the variation over seeds.",
         ),
         _gains(result).sheet(
             "second quarter of the window less the last, largest models",
-            note="The lead is by windows that both have scored, so how hard their text "
-            "is drops out.",
+            note="The lead is computed window by window, which cancels the difficulty "
+            "of the text.",
         ),
         Sheet(
             "learning rates tried, short runs",
@@ -217,7 +230,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws a result on four axes."""
+    """Draws a result on 4 axes."""
     _draw_curves(axes[0], result)
     _draw_places(axes[1], result)
     _draw_ratios(axes[2], result)
@@ -228,11 +241,11 @@ LOSS = "held-out loss [nats/byte]"
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
-    """The runs of each side's frontier, and the curve through them."""
+    """Draws the runs of each side's frontier, and the curve through them."""
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
-        mine = result.runs.where(side=i)
-        best = mine.at(best_runs.find_best_runs(mine.flops, mine.loss))
+        subset = result.runs.where(side=i)
+        best = subset.at(best_runs.find_best_runs(subset.flops, subset.loss))
         style.draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
         style.draw_curve(ax, *curve, name, marker="")
@@ -267,11 +280,11 @@ def _draw_places(ax: Any, result: Result) -> None:
 
 
 def _draw_ratios(ax: Any, result: Result) -> None:
-    """The ratio of each side and its interval, where it is read, a line each."""
-    told = readings(result).where(compute="exact")
-    told = told.at(np.isfinite(told.ratio))
-    names = told.side.tolist()
-    rows = zip(names, told.ratio, told.low, told.high, strict=True)
+    """Draws the ratio of each side with its interval, a line per side."""
+    ratios = read_ratios(result).where(compute="exact")
+    ratios = ratios.at(np.isfinite(ratios.ratio))
+    names = ratios.side.tolist()
+    rows = zip(names, ratios.ratio, ratios.low, ratios.high, strict=True)
     for i, (name, ratio, low, high) in enumerate(rows):
         color = systems.system_style(name).color
         ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
@@ -280,8 +293,8 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     style.draw_reference_line(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
-        most = int(np.nanargmax(told.ratio))
-        title = f"For equal loss {names[most]} needs {told.ratio[most]:.1f} times "
+        most = int(np.nanargmax(ratios.ratio))
+        title = f"For equal loss {names[most]} needs {ratios.ratio[most]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
     style.set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
@@ -292,18 +305,18 @@ def _draw_ratios(ax: Any, result: Result) -> None:
 
 
 def _draw_differences(ax: Any, result: Result) -> None:
-    """Means over the seeds, joined; a line from seed to seed."""
+    """Draws mean differences over seeds, with a vertical line for their range."""
     worst = ("", 0.0)
     names = result.sides.tolist()
     for i, name in enumerate(names[1:], 1):
-        mine = result.differences.where(side=i)
-        if len(mine):
-            # Next to each other, where sizes are equal.
-            sizes = mine.size * 1.04 ** (i - len(names) / 2)
-            style.draw_curve(ax, sizes, mine.difference, name, name)
-            ends = mine.by_seed.min(1), mine.by_seed.max(1)
+        subset = result.differences.where(side=i)
+        if len(subset):
+            # Points of equal size are shifted, so that they do not overlap.
+            sizes = subset.size * 1.04 ** (i - len(names) / 2)
+            style.draw_curve(ax, sizes, subset.difference, name, name)
+            ends = subset.by_seed.min(1), subset.by_seed.max(1)
             ax.vlines(sizes, *ends, color=systems.system_style(name).color, linewidth=1)
-            last = float(mine.difference[-1])
+            last = float(subset.difference[-1])
             worst = (name, last) if last > worst[1] else worst
     style.draw_reference_line(ax, 0, "the transformer")
     title = "Loss at equal parameters and tokens"

@@ -1,7 +1,7 @@
-"""Trains the sides of `rivals`: the same rates tried, a trunk, a branch per horizon.
+"""Trains the sides of `rivals`: learning rates, a trunk, and a branch per horizon.
 
-A trunk at the best rate is left at four fifths of every horizon by a branch whose rate
-falls to zero, so that each loss is that of a finished run (Hägele et al. 2024,
+At four fifths of every horizon, a branch leaves the trunk at the best rate and decays
+its learning rate to 0, so that each loss is that of a finished run (Hägele et al. 2024,
 arXiv:2405.18392, section 3).
 """
 
@@ -24,99 +24,99 @@ from scaling.sweeps import FinishedRun, Workers, executors, learning_rates
 from scaling.training import TrainConfig, architectures, objectives, steps_taken
 
 NUM_TRIALS = 5
-"""Learning rates that every side tries at every size: three, and two where they lead.
+"""Learning rates that every side tries at every size: 3, then 2 more.
 
-One rule for all: while the best is an edge, the next rate lies beyond it, else beside
-it. A side whose best is an edge at last is said to be so in the report.
+While the best rate is at the end of the grid, the next one extends the grid; otherwise
+it is next to the best. The report shows a side whose best rate remains at the end.
 """
 
 
 COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
-"""How compute is counted: columns of `Runs`."""
+"""Ways to count compute, with the columns of `SideRuns`."""
 
 
-class Runs(ResultTable):
-    """Finished runs, a row each; `side` counts in `Result.sides`."""
+class SideRuns(ResultTable):
+    """Finished runs; `side` is an index into `Result.sides`."""
 
-    side: Ints = column("who")
-    size: Ints = column("what the shape came near to")
-    seed: Ints = column("of parameters and the order of the text")
-    num_params: Ints = column("all of them")
-    num_params_non_embedding: Ints = column("those that are compared")
-    hidden_size: Ints = column("of the model")
-    num_tokens: Ints = column("trained on")
-    flops: Floats = column("compute, exactly")
-    flops_6nd: Floats = column("as 6 N D")
-    loss: Floats = column("of held-out windows, nats per token")
-    loss_se: Floats = column("its standard error")
-    learning_rate: Floats = column("the best that was tried")
-    seconds: Floats = column("beside whatever else was trained at the time")
+    side: Ints = column("index of the side")
+    size: Ints = column("target number of parameters")
+    seed: Ints = column("seed of parameters and data order")
+    num_params: Ints = column("all parameters")
+    num_params_non_embedding: Ints = column("parameters outside embeddings")
+    hidden_size: Ints = column("hidden size")
+    num_tokens: Ints = column("trained tokens")
+    flops: Floats = column("exact compute")
+    flops_6nd: Floats = column("compute as 6 N D")
+    loss: Floats = column("nats per token of held-out windows")
+    loss_se: Floats = column("standard error of the loss")
+    learning_rate: Floats = column("best tried rate")
+    seconds: Floats = column("training time with other runs on the machine")
 
 
 class Trials(ResultTable):
-    """Learning rates tried, and the losses that they led to."""
+    """Tried learning rates and their losses."""
 
-    side: Ints = column("counts in `Result.sides`")
-    size: Ints = column("what the shape came near to")
-    learning_rate: Floats = column("tried")
-    loss: Floats = column("of the short run")
+    side: Ints = column("index into `Result.sides`")
+    size: Ints = column("target number of parameters")
+    learning_rate: Floats = column("tried rate")
+    loss: Floats = column("loss of the short run")
 
 
 class Differences(ResultTable):
-    """Loss of a side less the reference's: longest runs of equal size, same windows."""
+    """Loss of a side less the reference's, longest runs of equal size."""
 
-    side: np.ndarray = column("counts in `Result.sides`; in reports, its name")
-    size: Ints = column("of both", heading="parameters", form="{:,}")
+    side: np.ndarray = column("index into `Result.sides`; in reports, the name")
+    size: Ints = column("size of both", heading="parameters", form="{:,}")
     difference: Floats = column("mean over the seeds", heading="nats", form="{:+.4f}")
     se: Floats = column(
-        "its standard error by chance of the held-out text alone",
+        "standard error due to the held-out text",
         heading="standard error",
         form="{:.4f}",
     )
     by_seed: Float[np.ndarray, "rows seeds"] = column(
-        "that of each seed, whose text came to both sides in the same order",
+        "difference of each seed, with the same data order for both sides",
         heading="seed by seed",
         form=lambda each: ", ".join(f"{x:+.4f}" for x in each),
     )
 
 
-class Places(ResultRecord):
-    """Loss by place in the window, of each side's longest runs of its largest size."""
+class PositionLosses(ResultRecord):
+    """Loss by position in the window, longest runs of each side's largest size."""
 
-    place: Float[np.ndarray, " bins"] = column("tokens seen, the middle of each bin")
+    place: Float[np.ndarray, " bins"] = column("tokens of context, middle of the bin")
     loss: Float[np.ndarray, "sides bins"] = column("mean over the bin")
     gain: Float[np.ndarray, " sides"] = column(
-        "mean loss over the second quarter of the window minus that over the last"
+        "mean loss of the second quarter of the window less that of the last quarter"
     )
     gain_se: Float[np.ndarray, " sides"] = column(
-        "by windows; most of it is how hard the text is at one place and the other, "
-        "and common to all sides"
+        "standard error over windows; mostly the difficulty of the text, common to "
+        "all sides"
     )
-    lead: Float[np.ndarray, " sides"] = column("the reference's gain minus this side's")
-    lead_se: Float[np.ndarray, " sides"] = column("by windows that both have scored")
+    lead: Float[np.ndarray, " sides"] = column("the reference's gain less this one")
+    lead_se: Float[np.ndarray, " sides"] = column("standard error over common windows")
 
 
 class Result(ResultRecord):
-    """All runs, and what was read off them; the reference is the first side."""
+    """Runs and comparisons; the reference is the first side."""
 
-    sides: np.ndarray = column("their names")
-    runs: Runs = column("all that ended")
-    trials: Trials = column("before them")
+    sides: np.ndarray = column("names of the sides")
+    runs: SideRuns = column("finished runs")
+    trials: Trials = column("learning rate trials")
     differences: Differences = column("at equal size and tokens")
-    places: Places = column("where in the window who is better")
-    curves: FrontierCurve = column("through the frontier of each side, exact compute")
+    places: PositionLosses = column("by position in the window")
+    curves: FrontierCurve = column("through each side's frontier, exact compute")
     ratios: ComputeRatio = column(
-        "by how compute is counted, and side; the first is itself"
+        "by way to count compute, and side; the first is itself"
     )
 
 
-class Trained(NamedTuple):
-    """What one side did at one size.
+class SideResult(NamedTuple):
+    """Runs of one side at one size.
 
     Attributes:
-      rows: a dict of numbers for each seed and horizon, of the columns of `Runs`.
-      trials: the rates tried, with the loss of each.
-      losses: nats of every held-out token, of each seed's longest run.
+      rows: values by column of `SideRuns` for each seed and horizon.
+      trials: tried rates and their losses.
+      losses: nats of every held-out token of each seed's longest run.
     """
 
     rows: list[dict[str, Any]]
@@ -124,8 +124,8 @@ class Trained(NamedTuple):
     losses: Float[np.ndarray, "seeds windows seq"]
 
 
-def num_steps(config: Config) -> int:
-    """Steps that one side takes at one size, trials included."""
+def steps_per_side(config: Config) -> int:
+    """Returns the training steps of one side at one size, trials included."""
     whole = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
     return NUM_TRIALS * config.trial_steps + len(config.seeds) * whole
 
@@ -137,14 +137,14 @@ class TokenLosses(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Their mean."""
+        """Mean over all tokens."""
         return float(self.losses.mean())
 
 
-def score(
+def score_tokens(
     corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
 ) -> TokenLosses:
-    """Scores a run, few windows at a time: they stay in a processor's cache."""
+    """Scores a run in small batches, which fit a processor's cache."""
     found = objectives.score_stream(
         params,
         corpus.held_out,
@@ -156,23 +156,25 @@ def score(
     return TokenLosses(found.losses)
 
 
-def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trained:
-    """Tunes the rate, then trains to every horizon.
+def train_side(
+    side: Side, num_params: int, config: Config, workers: Workers
+) -> SideResult:
+    """Tunes the learning rate, then trains to every horizon.
 
     Args:
-      side: what to train.
-      num_params: outside embeddings, what its shape comes near to.
-      config: the same for all sides.
-      workers: trains, and scores with `score`.
+      side: architecture and optimizer.
+      num_params: target number of parameters outside embeddings.
+      config: config of all sides.
+      workers: workers that train, and score with `score_tokens`.
 
     Raises:
-      branching.Stopped: somebody asked to stop before all was finished.
+      branching.Stopped: training was stopped before its end.
     """
     base: Any = side.base
     model = architectures.resize_model(base, num_params)
     name = f"{side.name}, {num_params:,}"
 
-    def asked(num_steps: int, rate: float, seed: int) -> TrainConfig:
+    def train_config(num_steps: int, rate: float, seed: int) -> TrainConfig:
         return TrainConfig(
             model=model,
             corpus=config.corpus,
@@ -195,7 +197,7 @@ def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trai
     for count in range(NUM_TRIALS):
         if count == len(rates):
             rates.append(learning_rates.next_rate(trials))
-        trial = asked(config.trial_steps, rates[count], config.seeds[0])
+        trial = train_config(config.trial_steps, rates[count], config.seeds[0])
         [end] = workers.train([trial], shown)
         trials.append((rates[count], end.loss))
     rate = min(trials, key=lambda trial: np.nan_to_num(trial[1], nan=np.inf))[0]
@@ -206,16 +208,16 @@ def train(side: Side, num_params: int, config: Config, workers: Workers) -> Trai
     rows, longest = [], []
     for seed in config.seeds:
         losses = diverged
-        runs = [asked(horizon, rate, seed) for horizon in config.horizons]
+        runs = [train_config(horizon, rate, seed) for horizon in config.horizons]
         for end in workers.train(runs, shown):
             losses = diverged if end.score is None else end.score.losses
             rows.append({"size": num_params} | _row(end, losses))
         longest.append(losses)
-    return Trained(rows, trials, np.array(longest))
+    return SideResult(rows, trials, np.array(longest))
 
 
 def _cooldown(num_steps: int) -> int:
-    """Steps in which a run's rate falls, its last fifth."""
+    """Returns the steps of the cooldown, the last fifth of a run."""
     return max(1, num_steps // 5)
 
 
@@ -238,31 +240,31 @@ def _row(end: FinishedRun, losses: np.ndarray) -> dict[str, Any]:
     }
 
 
-type Done = Mapping[tuple[int, int], Trained]
-"""What was trained, by side and size."""
+type SideResults = Mapping[tuple[int, int], SideResult]
+"""Results by side and size."""
 
 
-def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
-    """Reads a result off what was trained, which may be a part of what was planned."""
+def collect(names: Sequence[str], trained: SideResults, config: Config) -> Result:
+    """Collects a result from the trained pairs, which may be incomplete."""
     rows = [{"side": i} | row for (i, _), x in trained.items() for row in x.rows]
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
-    runs = Runs.of(rows)
-    # Each side's curve through its best runs, and those through trunks drawn anew.
+    runs = SideRuns.of(rows)
+    # Each side's curve through its best runs, and curves of resampled trunks.
     fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
     for compute, found in fits.items():
         for i in range(len(names)):
-            mine = runs.where(side=i)
-            points = getattr(mine, compute), mine.loss
-            trunks = np.stack([mine.size, mine.seed], 1)
+            subset = runs.where(side=i)
+            points = getattr(subset, compute), subset.loss
+            trunks = np.stack([subset.size, subset.seed], 1)
             drawn = best_runs.resample_fits(
                 *points, trunks, count=config.num_resamples, seed=i
             )
             found.append((best_runs.fit_best_runs(*points), drawn))
-    apart = []
+    difference_rows = []
     for (i, size), each in trained.items():
         if i and (0, size) in trained:
             less = (each.losses - trained[0, size].losses).mean(2)
-            apart.append((i, size, *_mean(less.mean(0)), less.mean(1)))
+            difference_rows.append((i, size, *_mean(less.mean(0)), less.mean(1)))
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
@@ -278,7 +280,7 @@ def collect(names: Sequence[str], trained: Done, config: Config) -> Result:
         sides=np.array(names),
         runs=runs,
         trials=Trials.of(trials),
-        differences=Differences.of(apart),
+        differences=Differences.of(difference_rows),
         places=_places(trained, len(names), config.seq_len),
         curves=_stacked(best_runs.evaluate_fit(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
@@ -291,7 +293,7 @@ def _stacked(each: Any) -> Any:
     return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))
 
 
-def _places(trained: Done, num_sides: int, seq_len: int) -> Places:
+def _places(trained: SideResults, num_sides: int, seq_len: int) -> PositionLosses:
     edges = np.unique(np.geomspace(1, seq_len + 1, 17).round().astype(int)) - 1
     middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
     loss = np.full((num_sides, len(middle)), np.nan)
@@ -309,17 +311,17 @@ def _places(trained: Done, num_sides: int, seq_len: int) -> Places:
         gains[:2, i] = _mean(gain)
         if reference is not None:
             gains[2:, i] = _mean(reference - gain)
-    return Places(middle, loss, *gains)
+    return PositionLosses(middle, loss, *gains)
 
 
 def _mean(windows: np.ndarray) -> tuple[float, float]:
-    """The mean over windows, and its standard error."""
+    """Returns the mean over windows and its standard error."""
     se = windows.std(ddof=1) / np.sqrt(len(windows))
     return float(windows.mean()), float(se)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Trains all sides; ended early, it has the pairs of side and size done by then."""
+    """Trains all sides; if stopped, keeps the finished pairs of side and size."""
     names = (REFERENCE, *config.sides)
     corpus = executors.open_on_device(config.corpus)
     shape = {"vocab_size": corpus.vocab_size, "seq_len": config.seq_len}
@@ -327,15 +329,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     plan = [(i, size) for i in range(len(sides)) for size in config.sizes]
     all_workers = Workers(
         corpus,
-        functools.partial(score, corpus, config),
+        functools.partial(score_tokens, corpus, config),
         progress,
-        num_steps=len(plan) * num_steps(config),
+        num_steps=len(plan) * steps_per_side(config),
         num_threads=config.num_threads,
     )
 
-    def trained(pair: tuple[int, int]) -> tuple[tuple[int, int], Trained]:
+    def trained(pair: tuple[int, int]) -> tuple[tuple[int, int], SideResult]:
         i, size = pair
-        return pair, train(sides[i], size, config, all_workers)
+        return pair, train_side(sides[i], size, config, all_workers)
 
     found = dict(all_workers.map(trained, plan))
     return collect(names, found, config)

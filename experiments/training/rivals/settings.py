@@ -1,4 +1,4 @@
-"""What `rivals` compares: the sides, what was said of each, and how long they train."""
+"""Sides of `rivals`, published claims on each, and training lengths."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from scaling.training import OptimizerConfig, RecurrentConfig, architectures
 
 
 class Side(NamedTuple):
-    """One way to build and train a model, at any size.
+    """An architecture and its training, at any size.
 
     Attributes:
-      name: for tables and figures.
-      base: the model but for its size.
-      optimizer: how it is trained.
-      rates: the learning rates tried first, rising, evenly in their logarithm.
+      name: name in tables and figures.
+      base: architecture without its size.
+      optimizer: optimizer.
+      rates: first learning rates to try, ascending, evenly spaced in logarithm.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Side(NamedTuple):
     rates: tuple[float, ...]
 
 
-# No weight decay on any side: what it is worth differs with the rate's unit.
+# No weight decay on any side: its effect depends on the unit of the learning rate.
 _ADAM = OptimizerConfig(kind="adamw", weight_decay=0.0)
 _SGD = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0)
-# Where the transformer's best of short runs is near 0.01, a recurrent net's is 0.05.
+# Best rate of short runs: about 0.01 for the transformer, 0.05 for recurrent nets.
 _RATES, _RECURRENT_RATES = (2e-3, 6e-3, 1.8e-2), (6e-3, 1.8e-2, 5.4e-2)
 _SGD_RATES = (0.1, 0.3, 0.9)
 
@@ -48,11 +48,11 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
 
 
 class Published(NamedTuple):
-    """What a source says of a side's compute to equal loss, over the reference's.
+    """A published claim on a side's compute at equal loss, over the reference's.
 
     Attributes:
-      source: where.
-      claim: that it is at least 1, or that both follow one trend.
+      source: source of the claim.
+      claim: "more" if the ratio is at least 1, "one_trend" if it is 1.
     """
 
     source: str
@@ -73,23 +73,23 @@ PAIRS = {
     "relu": Published(_SHAZEER),
     "gelu": Published(_SHAZEER),
 }
-"""What the reference is compared with, each with what was said of it."""
+"""Sides that are compared with the reference, with the published claim on each."""
 
 
 def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
-    """Makes a side.
+    """Returns the side of a name, with its head dimension and vocabulary.
 
     Args:
-      name: `transformer` or a key of `PAIRS`. The transformer has two layers, SwiGLU,
-        RMS norms and rotary positions, the others differ from it as their names say.
-        LSTM and GRU have two layers, each with a layer norm before it and its input
-        added to what comes out.
-      vocab_size: of the corpus.
+      name: `transformer` or a key of `PAIRS`. The transformer has 2 layers, SwiGLU, RMS
+        norms and rotary positions; other sides differ from it as their names state.
+        LSTM and GRU have 2 layers, each with a layer norm before it and a residual
+        connection.
+      vocab_size: vocabulary size of the corpus.
       seq_len: longest sequence.
-      head_dim: of a transformer's heads.
+      head_dim: head dimension of a transformer.
 
     Raises:
-      ValueError: there is no such side.
+      ValueError: `name` is not a side.
     """
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_positions": seq_len}
     if name in RECURRENT:
@@ -97,7 +97,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
         return Side(name, base, _ADAM, _RECURRENT_RATES)
     if name not in _CHANGES:
         raise ValueError(f"sides={name!r} must be in {[*PAIRS]}")
-    # Of these two only the ratio counts: the size is found later.
+    # Only the ratio of hidden and MLP size counts here; the size is set later.
     sizes |= {"hidden_size": 3, "mlp_size": 8, "num_layers": 2, "head_dim": head_dim}
     sizes |= {"num_q_heads": 1, "num_kv_heads": 1} | _CHANGES[name]
     model = ModelConfig(**sizes)
@@ -108,10 +108,10 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which sides, at which sizes, for how long."""
+    """Sides, sizes and training lengths."""
 
     corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
-    """What is learned."""
+    """Training text."""
     sides: tuple[str, ...] = (
         "lstm",
         "sgd",
@@ -120,11 +120,11 @@ class Config:
         "6 layers",
         "learned positions",
     )
-    """Who is compared with the transformer of two layers."""
+    """Sides to compare with the transformer of 2 layers."""
     sizes: tuple[int, ...] = (4_320, 9_552, 26_160)
-    """Parameters outside embeddings; to be compared exactly, what an LSTM can have."""
+    """Parameters outside embeddings, chosen to be exact for an LSTM."""
     head_dim: int = 8
-    """Of every transformer's heads."""
+    """Head dimension of every transformer."""
     batch_size: int = 8
     """Windows per step."""
     seq_len: int = 256
@@ -132,22 +132,22 @@ class Config:
     horizons: tuple[int, ...] = (160, 240, 360, 540)
     """Steps of the finished runs."""
     trial_steps: int = 100
-    """Steps of a run that tries a learning rate."""
+    """Steps of a learning rate trial."""
     warmup_steps: int = 20
-    """Of every run."""
+    """Warm-up steps of every run."""
     num_windows: int = 256
     """Held-out windows that are scored."""
     num_resamples: int = 400
-    """Of the fits."""
+    """Resamples of the fits."""
     seeds: tuple[int, ...] = (0, 1)
-    """Of parameters and the order of the text: every side has all runs with each of
-    them. The rate is chosen with the first."""
+    """Seeds of parameters and data order, the same for every side. The learning rate is
+    tuned with the first."""
     num_threads: int = 2
-    """Pairs of side and size that are trained at a time: a core that waits for another
-    in a small model's step has work then. The numbers do not depend on it."""
+    """Pairs of side and size trained concurrently, since the steps of small models
+    leave cores idle. Results do not depend on it."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be compared."""
+        """Validates the fields."""
         for name in ("sides", "sizes", "seeds"):
             values = getattr(self, name)
             if not values or len({*values}) < len(values):

@@ -1,4 +1,4 @@
-"""Fine-tuning for Jacobi decoding: what is said of it by hand, and a smallest run."""
+"""Fine-tuning for Jacobi decoding: claims by hand, and a small run."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from experiments.decoding.jacobi.fine_tuning import (
     AFTER,
     BEFORE,
     Config,
-    Models,
+    ModelTable,
     Result,
 )
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework import registry
 from jaxkv.models import checkpoints
 from scaling.corpora import corpora
@@ -41,9 +41,9 @@ TINY = Config(
 
 
 def measured(num_other: int) -> Result:
-    models = Models.of([(BEFORE, 1.25, 64, 32, 16.0), (AFTER, 1.5, 64, 32, 8.0)])
+    models = ModelTable.of([(BEFORE, 1.25, 64, 32, 16.0), (AFTER, 1.5, 64, 32, 8.0)])
     times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
-    runs = Runs.of(
+    runs = DecodingRuns.of(
         [
             (name, 4, 1, 0.0, 100, num, 400, 50, *times, num, num_other)
             for name, num in ((BEFORE, 150), (AFTER, 300))
@@ -53,7 +53,7 @@ def measured(num_other: int) -> Result:
     return Result(models, runs, steps, losses, 5000, 200.0, "cpu")
 
 
-def test_what_is_said_of_both_models() -> None:
+def test_claims_on_both_models() -> None:
     found = measured(0)
     assert found.models.tokens_per_step.tolist() == [2.0, 4.0]
     lossless, tuned = fine_tuning.claims(found)
@@ -67,16 +67,22 @@ def test_what_is_said_of_both_models() -> None:
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_it_says_nothing() -> None:
+def test_an_empty_run_has_no_claims() -> None:
     nothing = Result(
-        Models.of([]), Runs.of([]), np.zeros(0, int), np.zeros(0), 0, 0.0, "cpu"
+        ModelTable.of([]),
+        DecodingRuns.of([]),
+        np.zeros(0, int),
+        np.zeros(0),
+        0,
+        0.0,
+        "cpu",
     )
     assert fine_tuning.summary(nothing) == []
     assert fine_tuning.claims(nothing) == []
     assert smoke.draw(STUDY, nothing)
 
 
-def test_what_leaves_nothing_to_learn_is_refused() -> None:
+def test_invalid_configs_are_refused() -> None:
     with pytest.raises(ValueError, match="num_texts=0 must be at least 1"):
         Config(num_texts=0)
     with pytest.raises(ValueError, match=r"learning_rate=0\.0 must be above 0"):
@@ -86,7 +92,7 @@ def test_what_leaves_nothing_to_learn_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_smallest_run_trains_exports_and_asks(tmp_path: Path) -> None:
+def test_a_small_run_trains_exports_and_evaluates(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     result = STUDY.run(STUDY.config_type(**vars(TINY) | {"export": str(folder)}))
     assert result.models.model.tolist() == result.runs.way.tolist() == [BEFORE, AFTER]

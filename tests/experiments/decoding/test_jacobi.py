@@ -1,4 +1,4 @@
-"""Blocks found by iteration: counts by hand, the theorem, tokens as decoded plainly."""
+"""Jacobi blocks: counts by hand, the theorem, and tokens of plain decoding."""
 
 from typing import Any
 
@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 
 from experiments.decoding.jacobi import blocks, from_text
-from experiments.decoding.jacobi.from_text import CONFIGS, Blocks, Picture, Result
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.jacobi.from_text import (
+    CONFIGS,
+    BlockTable,
+    BlockTrace,
+    Result,
+)
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework.study import studies_of
 from jaxkv.models import checkpoints
 from jaxkv.sampling import Sampling
@@ -17,7 +22,7 @@ from tests.support.engines import MODEL, Ask
 (STUDY,) = studies_of(from_text)
 
 
-def test_what_is_right_is_counted_from_the_first_on() -> None:
+def test_the_correct_prefix_is_counted() -> None:
     guesses = np.array([[0, 0, 0], [7, 0, 9], [7, 8, 1], [7, 8, 9], [7, 8, 9]])
     block = blocks._block(guesses)
     assert block.steps == 3
@@ -38,8 +43,8 @@ def asks_of(num: int) -> list[Sampling]:
 
 
 @pytest.mark.thorough
-def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
-    """Each step gets another token right for good: Santilli et al., proposition 1."""
+def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None:
+    """Each step fixes another token: Santilli et al., proposition 1."""
     rng, asks = np.random.default_rng(0), asks_of(8)
     texts = [rng.integers(0, 61, 3 + i).tolist() for i in range(8)]
     plain = engines.serve(
@@ -49,7 +54,7 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         ],
         engines.ROOMY,
     )
-    found = blocks.find(loaded(), texts, asks, 9)
+    found = blocks.find_blocks(loaded(), texts, asks, 9)
     for i, block in enumerate(found):
         assert block.steps <= 9
         progress = np.diff(block.fixed[: block.steps + 1])
@@ -57,21 +62,21 @@ def test_blocks_take_at_most_a_step_a_token_and_equal_plain_decoding() -> None:
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
     assert max(block.steps for block in found) > 3
     first = np.arange(8, dtype=np.int32)
-    others = blocks.find(loaded(), texts, asks, 9, first=first)
+    others = blocks.find_blocks(loaded(), texts, asks, 9, first=first)
     for block, other, token in zip(found, others, first, strict=True):
         assert (other.guesses[0] == token).all()
         assert (other.tokens == block.tokens).all()
 
 
 def measured(late: int, stuck: int) -> Result:
-    found = Blocks.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
-    picture = Picture.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
+    found = BlockTable.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
+    picture = BlockTrace.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
     times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
-    runs = Runs.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
+    runs = DecodingRuns.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
     return Result(found, picture, runs, output_tokens=200, device="cpu")
 
 
-def test_what_is_said_of_counts() -> None:
+def test_claims_on_counts() -> None:
     found = measured(1, 3)
     said = smoke.ours(from_text.claims(found))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
@@ -83,11 +88,11 @@ def test_what_is_said_of_counts() -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_run_finds_blocks() -> None:
+def test_a_small_run_finds_blocks() -> None:
     result = smoke.run("jacobi").result
     config = CONFIGS["smoke"]
     assert result.blocks.length.tolist() == list(config.lengths)
-    # Whole blocks of both answers, and their two texts.
+    # Whole blocks of both answers, which have two texts.
     assert result.blocks.num_blocks.tolist() == [40, 16]
     assert (result.blocks.num_late == 0).all()
     assert (result.blocks.num_stuck == 0).all()

@@ -1,4 +1,4 @@
-"""Speculation measured: counts by hand, formulas, tokens as in plain decoding."""
+"""Speculation on text: counts by hand, formulas, and tokens of plain decoding."""
 
 from typing import Any
 
@@ -20,27 +20,27 @@ def test_tokens_and_operations_by_formula() -> None:
     assert theory.tokens_per_step(0.5, 2) == 1.75
     assert theory.tokens_per_step(1.0, 4) == 5.0
     assert theory.tokens_per_step(0.0, 4) == 1.0
-    # Three rows fed, and two drafts at half a row's operations.
-    assert theory.operations(0.5, 2, cost=0.5) == pytest.approx(4 / 1.75)
-    rows = theory.tokens_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    # Three fed rows, and two drafts at half a row's operations.
+    assert theory.operations_per_token(0.5, 2, cost=0.5) == pytest.approx(4 / 1.75)
+    rows = theory.expected_tokens(np.array([0.5, 1.0]), np.array([2, 4]))
     assert rows.tolist() == [1.75, 5.0]
-    # 1, 2 and 3 tokens with 1/2, 1/4 and 1/4.
-    spread = theory.spread_of(np.array([0.5, 1.0]), np.array([2, 4]))
+    # 1, 2 and 3 tokens with probability 1/2, 1/4 and 1/4.
+    spread = theory.token_deviation(np.array([0.5, 1.0]), np.array([2, 4]))
     np.testing.assert_allclose(spread, [(3.75 - 1.75**2) ** 0.5, 0.0])
 
 
 def test_steps_counted_by_hand() -> None:
-    """Two slots, three calls of two steps: prompts, then drafts, then an end."""
+    """Two slots, three calls of two steps: prefill, then drafts, then an end."""
     emitted = np.array([[1, 0], [2, 1], [3, 1], [1, 2], [1, 1], [0, 2]])
     drafts = np.array([[0, 0], [2, 0], [2, 2], [2, 2], [0, 1], [0, 1]])
     fields: dict[str, Any] = dict.fromkeys(StepInfo._fields)
     fields |= {"num_emitted": emitted, "num_drafts": drafts}
     info = StepInfo(**fields)
     times = [CallTimes(0.0, ready_s, ready_s, True) for ready_s in (1.0, 3.5, 4.0)]
-    found = serving.count(info, times, 2)
-    # The first token of either slot comes from its prompt, and the last step of the
-    # first slot is none: 4 steps and 5 steps.
-    assert found == serving.Counts(
+    found = serving.count_decoding(info, times, 2)
+    # The first token of each slot comes from its prefill, and the first slot is empty
+    # in the last step: 4 steps and 5 steps.
+    assert found == serving.DecodeCounts(
         steps=4 + 4,
         emitted=(2 + 3 + 1 + 1) + (1 + 2 + 1 + 2),
         drafted=(2 + 2 + 2 + 0) + (2 + 2 + 1 + 1),
@@ -48,24 +48,27 @@ def test_steps_counted_by_hand() -> None:
         call_s=2.5,
         call_steps=2,
     )
-    plain = serving.count(info._replace(num_drafts=None), times, 2)
+    plain = serving.count_decoding(info._replace(num_drafts=None), times, 2)
     assert plain == found._replace(drafted=0)
     assert found.plus(plain).steps == 16
 
 
 def measured(*rows: tuple[Any, ...]) -> Result:
-    """A result of these ways, each of 100 steps and two rounds."""
+    """Returns a result with 100 steps and two rounds per method."""
     times = [3e-3, 2e-3], [1e-3, 1e-3]
     runs = [
         (way, num, batch, 0.0, 100, emitted, 100 * num, 50, *times, emitted, other)
         for way, num, batch, emitted, other in rows
     ]
     coins = [(0.5, 2, 2000, 3500)]
-    tables = on_text.Runs.of(runs), on_text.Coins.of(coins if rows else [])
+    tables = (
+        on_text.DecodingRuns.of(runs),
+        on_text.SyntheticDrafts.of(coins if rows else []),
+    )
     return Result(*tables, output_tokens=200, num_drafts=2, device="cpu")
 
 
-def test_what_follows_from_counts_and_times() -> None:
+def test_metrics_follow_from_counts_and_times() -> None:
     found = measured(("n-gram", 2, 1, 250, 0), ("n-gram", 2, 4, 200, 3))
     runs = found.runs
     assert runs.tokens_per_step.tolist() == [2.5, 2.0]
@@ -75,21 +78,21 @@ def test_what_follows_from_counts_and_times() -> None:
     np.testing.assert_allclose(runs.cost, 2.5)
     np.testing.assert_allclose(runs.speed, [1.0, 0.8])
     claims = smoke.ours(on_text.claims(found))
-    assert claims["speculation changes no token of 450, greedy or drawn"] == 3
-    best = "the best way decodes code at least 1.7 times as fast"
-    assert claims[f"{best}, one sequence alone, greedily"] == pytest.approx(1.0)
+    assert claims["speculation changes no token of 450, greedy or sampled"] == 3
+    best = "the best method decodes code at least 1.7 times as fast"
+    assert claims[f"{best}, a single sequence, greedily"] == pytest.approx(1.0)
     [verdict] = [x.verdict for x in on_text.claims(found) if "furthest" in x.claim]
     assert verdict == "holds"
     assert len(on_text.summary(found)) == 4
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_it_says_what_follows_from_formulas() -> None:
+def test_an_empty_run_has_only_claims_on_formulas() -> None:
     nothing = measured()
     assert on_text.summary(nothing) == []
     judged = on_text.claims(nothing)
     assert len(judged) == 12
-    for claim in judged:  # to the digits that are printed
+    for claim in judged:  # to the printed digits
         assert claim.ours == pytest.approx(claim.published, abs=0.005)
     assert smoke.draw(STUDY, nothing)
 
@@ -108,19 +111,19 @@ def result() -> Result:
 
 
 @pytest.mark.slow
-def test_no_token_differs_from_plain_decoding(result: Result) -> None:
+def test_tokens_equal_those_of_plain_decoding(result: Result) -> None:
     runs = result.runs
-    # Two ways greedy and drawn, one with more drafts, and a batch.
+    # Two methods greedy and sampled, one with more drafts, and a batch.
     assert len(runs) == 2 + 2 + 1 + 1
     assert (runs.num_tokens == SMOKE.num_prompts * SMOKE.output_tokens).all()
     assert not runs.num_other.any()
-    # All but the first token of an answer come from steps that decode.
+    # All but the first token of an answer come from decoding steps.
     expected = SMOKE.num_prompts * (SMOKE.output_tokens - 1)
     assert (runs.emitted == expected).all()
 
 
 @pytest.mark.slow
-def test_counts_agree_with_each_other(result: Result) -> None:
+def test_counts_are_consistent(result: Result) -> None:
     runs = result.runs
     accepted = runs.emitted - runs.steps
     assert (accepted <= runs.drafted).all()
@@ -128,7 +131,7 @@ def test_counts_agree_with_each_other(result: Result) -> None:
     assert (runs.drafted <= runs.steps * runs.num_drafts).all()
     assert runs.step_s.shape == runs.plain_s.shape == (6, SMOKE.rounds)
     assert (runs.step_s > 0).all()
-    # The same texts, one by one or together.
+    # The same texts, one by one or in a batch.
     alone = runs.where(way="n-gram", num_drafts=2, batch=1, temperature=0.0)
     both = runs.where(batch=2)
     for name in ("steps", "emitted", "drafted", "first"):
@@ -136,7 +139,7 @@ def test_counts_agree_with_each_other(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_coins_fall_for_every_number_of_drafts(result: Result) -> None:
+def test_synthetic_drafts_have_every_draft_length(result: Result) -> None:
     coins = result.coins
     assert coins.num_drafts.tolist() == [1, 3]
     assert (coins.steps > 20).all()
@@ -144,6 +147,6 @@ def test_coins_fall_for_every_number_of_drafts(result: Result) -> None:
     assert (np.abs(coins.off) < 4 * coins.error).all()
 
 
-def test_the_model_must_have_room() -> None:
+def test_the_model_must_have_a_long_enough_context() -> None:
     with pytest.raises(ValueError, match="max_length=896 must be at most"):
         on_text.run(Config(model=smoke.model(64)))

@@ -1,4 +1,4 @@
-"""All ways on the same axes: what follows from counts, and what is said of it."""
+"""Comparison of speculative methods: metrics from counts, and claims."""
 
 import types
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.decoding.speculation import held_out, serving
-from experiments.decoding.speculation.on_text import Runs
+from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
 from experiments.framework.study import studies_of
@@ -18,16 +18,16 @@ from tests.support import smoke
 (STUDY,) = studies_of(experiment)
 
 
-def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> Runs:
-    """Ways of 100 steps: drafts, batch, tokens emitted, and what a step costs."""
+def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRuns:
+    """Returns methods of 100 steps: drafts, batch, tokens, and cost of a step."""
     plain = np.full(rounds, 1e-3)
-    return Runs.of(
+    return DecodingRuns.of(
         (way, num, batch, 0.0, 100, emitted, 100 * num, 80, cost * plain, plain, 9, 0)
         for way, num, batch, emitted, cost in ways
     )
 
 
-def test_what_is_said_of_counts_and_times() -> None:
+def test_claims_on_counts_and_times() -> None:
     ways = rows(
         ("n-gram", 4, 1, 300, 2.0),
         ("Medusa, chain", 4, 1, 200, 2.0),
@@ -44,7 +44,7 @@ def test_what_is_said_of_counts_and_times() -> None:
         [value] = [value for claim, value in ours.items() if words in claim]
         return value
 
-    assert said("no way changes a token of 54") == 0
+    assert said("no method changes a token of 54") == 0
     assert said("geometric mean") == pytest.approx(1.0)
     assert said("worst case") == pytest.approx(0.5)
     assert said("more than 75 %") == pytest.approx(1.2)
@@ -55,8 +55,10 @@ def test_what_is_said_of_counts_and_times() -> None:
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_nothing_is_said() -> None:
-    nothing = Result(Runs.of([]), Runs.of([]), output_tokens=200, device="cpu")
+def test_an_empty_run_has_no_claims() -> None:
+    nothing = Result(
+        DecodingRuns.of([]), DecodingRuns.of([]), output_tokens=200, device="cpu"
+    )
     assert experiment.summary(nothing) == []
     assert [*experiment.claims(nothing)] == []
     assert smoke.draw(STUDY, nothing)
@@ -78,38 +80,38 @@ def test_batches_are_whole() -> None:
         assert len({ask.seed for ask in asks}) == len(asks)
 
 
-class Learning:
-    """A server of one step more in every turn, each of two tokens."""
+class AdaptingServer:
+    """A server with one more step in every turn, each of two tokens."""
 
     def __init__(self, way: str, bounds: Any):
         self.way, self.turn = way, 0
         self.name, self.served = f"{way} {bounds.max_drafts}", []
 
 
-def test_what_learns_is_told_by_the_mean_of_its_rounds(
+def test_adaptive_counts_are_means_over_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     everyone = []
 
     def serve(way: str, bounds: Any) -> Any:
-        everyone.append(Learning(way, bounds))
+        everyone.append(AdaptingServer(way, bounds))
         return everyone[-1]
 
-    def decode(server: Learning, texts: list[Any], asks: list[Any]) -> Any:
+    def decode(server: AdaptingServer, texts: list[Any], asks: list[Any]) -> Any:
         server.turn += server.way != serving.PLAIN
         server.served.append(len(texts))
         num = 10 + server.turn
-        counts = serving.Counts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)
+        counts = serving.DecodeCounts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)
         return [[7] for _ in texts], counts
 
-    monkeypatch.setattr(serving, "decode", decode)
+    monkeypatch.setattr(serving, "decode_batches", decode)
     model: Any = types.SimpleNamespace(tokenizer=tokenizer.ByteTokenizer(256))
     ways = [("n-gram", 4), ("n-gram, adaptive", 4)]
-    rows = held_out.decode(
+    rows = held_out.decode_in_turns(
         Config(), model, [(1, 0.0)], lambda _: ways, QUIET, rounds=3, serve=serve
     )
-    runs = Runs.of(rows)
-    # The first turn compiles; what adapts learns in it, so it has all texts.
+    runs = DecodingRuns.of(rows)
+    # The first turn compiles; adaptive methods also adapt in it, so they get all texts.
     assert [one.served for one in everyone] == [[1, 8, 8, 8]] * 2 + [[8] * 4]
     assert runs.steps.tolist() == [13, 13]
     assert runs.emitted.tolist() == [26, 26]
@@ -118,7 +120,7 @@ def test_what_learns_is_told_by_the_mean_of_its_rounds(
 
 
 @pytest.mark.slow
-def test_no_token_differs_from_plain_decoding() -> None:
+def test_tokens_equal_those_of_plain_decoding() -> None:
     result: Any = smoke.run("speculation_zoo").result
     smallest = CONFIGS["smoke"]
     assert result.ways.way.tolist() == [way for way, _ in smallest.ways]

@@ -1,4 +1,4 @@
-"""Batching: the lectures' pictures, and speeds that a plain loop predicts."""
+"""Batching: the lectures' pictures, and step counts from a plain loop."""
 
 import dataclasses
 import heapq
@@ -21,19 +21,19 @@ def result() -> Result:
 
 
 @pytest.mark.slow
-def test_slots_fill_as_the_lectures_draw_them(result: Result) -> None:
+def test_slots_fill_as_in_the_lectures(result: Result) -> None:
     static, continuous = result.static_sequences, result.continuous_sequences
-    assert lectures.words(static) == [*lectures.STATIC]
-    assert lectures.words(continuous) == [*lectures.CONTINUOUS]
+    assert lectures.grid_rows(static) == [*lectures.STATIC]
+    assert lectures.grid_rows(continuous) == [*lectures.CONTINUOUS]
     # "Sequence 3 finished after two iterations", sequence 2 after six.
     assert result.static_sequences.last[:4].tolist() == [3, 6, 2, 3]
-    # Six cells are idle in one and taken in the other: 32 - 6.
-    assert lectures.num_equal(static, lectures.CONTINUOUS) == 26
+    # Six cells are idle in one and used in the other: 32 - 6.
+    assert lectures.count_equal_cells(static, lectures.CONTINUOUS) == 26
 
 
 @pytest.mark.slow
-def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> None:
-    assert lectures.batches(result.continuous_requests) == [
+def test_requests_join_batches_as_in_the_lectures(result: Result) -> None:
+    assert lectures.batch_names(result.continuous_requests) == [
         "R1 R2",
         "R1 R2 R3",
         "R1 R3 R4",
@@ -41,14 +41,14 @@ def test_three_at_a_time_they_join_as_the_lectures_have_it(result: Result) -> No
         "R3 R4 R5",
         "R5",
     ]
-    waited = lectures.batches(result.static_requests)
+    waited = lectures.batch_names(result.static_requests)
     assert waited[:5] == ["R1 R2", "R1 R2", "R1", "R1", "R3 R4 R5"]
-    assert lectures.num_joined(result.static_requests) == 0
-    assert lectures.num_joined(result.continuous_requests) == 2
+    assert lectures.count_joined(result.static_requests) == 0
+    assert lectures.count_joined(result.continuous_requests) == 2
 
 
 def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
-    """Steps of static batching, and of a slot taken as soon as it is free."""
+    """Returns the steps of static batching and of continuous batching."""
     batches = [output[k : k + slots] for k in range(0, output.size, slots)]
     ends = [0] * slots
     for tokens in output.tolist():
@@ -57,17 +57,17 @@ def steps_by_hand(output: np.ndarray, slots: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_steps_are_those_that_a_plain_loop_counts(result: Result) -> None:
+def test_steps_equal_those_of_a_plain_loop(result: Result) -> None:
     steps = result.limits.steps[:, :, 0]
-    for i, (load, longest) in enumerate(sweeps.limited(SMOKE)):
-        slots = sweeps.num_reserved(SMOKE, longest)
+    for i, (load, longest) in enumerate(sweeps.limited_loads(SMOKE)):
+        slots = sweeps.num_reserved_slots(SMOKE, longest)
         expected = steps_by_hand(np.asarray(load.output), slots)
         assert steps[:2, i].tolist() == expected
     assert (steps[2] <= steps[1]).all()
 
 
 @pytest.mark.slow
-def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
+def test_steps_of_a_real_model_equal_those_of_a_plain_loop() -> None:
     config = dataclasses.replace(
         CONFIGS["real"],
         num_places=3 * 48,
@@ -81,7 +81,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
     )
     result = experiment.run(config)
     assert result.num_slots == 3
-    for i, (load, _) in enumerate(sweeps.spread(config)):
+    for i, (load, _) in enumerate(sweeps.spread_loads(config)):
         expected = steps_by_hand(np.asarray(load.output), 3)
         assert result.deviations.steps[:2, i, 0].tolist() == expected
     assert (result.deviations.tokens_per_s > 0).all()
@@ -92,7 +92,7 @@ def test_a_model_served_here_takes_the_steps_that_a_plain_loop_counts() -> None:
 
 
 @pytest.mark.slow
-def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
+def test_only_uneven_outputs_gain_from_continuous_batching(result: Result) -> None:
     found = result.deviations
     assert found.deviation[0, 0] == 0
     static, continuous = found.means
@@ -101,13 +101,13 @@ def test_equal_outputs_gain_nothing_and_uneven_ones_do(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_more_room_gains_more(result: Result) -> None:
+def test_pages_gain_most(result: Result) -> None:
     found = experiment.metrics(result)["limits"]
     best, *_, least = result.limits.means[::-1]  # paged and static batching
     assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
     assert found[-1]["gain"] > found[0]["gain"] > 1
 
 
-def test_an_unknown_machine_is_refused() -> None:
+def test_an_unknown_cost_model_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown cost model 'abacus'"):
         experiment.run(Config(cost="abacus"))

@@ -1,4 +1,4 @@
-"""Chat: conversations that are read again, and the figure's claims."""
+"""Chat: prompts with history, and the figure's claims."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from jaxkv.workloads import lengths
 from tests.support import smoke
 
 
-def test_prompts_are_the_last_words_of_what_was_said() -> None:
-    requests = experiment.load(Config(hours=1.0, rounds_before=3.0))
+def test_prompts_end_with_the_last_tokens_of_the_conversation() -> None:
+    requests = experiment.draw_conversations(Config(hours=1.0, rounds_before=3.0))
     prompt, output = requests.tokens
     assert prompt.max() == experiment.HISTORY
     assert output.max() <= experiment.HISTORY
     # A quarter of all rounds are the first; their prompts are those of ShareGPT.
-    alone = experiment.load(Config(hours=1.0, rounds_before=0.0)).tokens
+    alone = experiment.draw_conversations(Config(hours=1.0, rounds_before=0.0)).tokens
     assert alone.prompt.mean() == pytest.approx(161.31, rel=0.05)
     share = share_of_full_prompts(np.random.default_rng(5), 3 / 4, 6000)
     assert np.mean(prompt == experiment.HISTORY) == pytest.approx(share, abs=0.03)
@@ -25,7 +25,7 @@ def test_prompts_are_the_last_words_of_what_was_said() -> None:
 
 
 def share_of_full_prompts(rng: np.random.Generator, goes_on: float, num: int) -> float:
-    """Of conversations told round by round, those longer than what is read again."""
+    """Returns the share of full prompts in conversations drawn round by round."""
     said = lengths.SHAREGPT.draw(rng, 8 * num)
     rounds = zip(said.prompt.tolist(), said.output.tolist(), strict=True)
     full = 0
@@ -38,7 +38,7 @@ def share_of_full_prompts(rng: np.random.Generator, goes_on: float, num: int) ->
 
 
 def made_up(borne: dict[Any, float]) -> list[dict[str, Any]]:
-    """Rows of systems whose latency passes 0.5 s a token at given rates."""
+    """Returns rows of systems whose latency crosses 0.5 s/token at given rates."""
     common = {"full_share": 0.6, "prompt_tokens": 800.0, "output_tokens": 300.0}
     common |= {"batch": 5.0, "tokens_share": 0.5, "recomputed_share": 0.0}
     return [

@@ -1,4 +1,4 @@
-"""Prompts read whole, in chunks, beside those who decode: rules, prices, claims."""
+"""Whole and chunked prefill: policies, costs and claims."""
 
 from typing import Any
 
@@ -18,37 +18,37 @@ DECODES = [(6, 5, 2), (9, 8, 3)]
 
 
 def rows(line: list, waiting: list[int], **rules: Any) -> tuple[list, list]:
-    """Rows that those in line feed, and those who come in; 12 in all, pages enough."""
+    """Returns rows of running and of admitted requests; 12 rows, enough pages."""
     plan = plan_of(counts(line, waiting, free_pages=9), reading(**rules))
     assert plan.admit.tolist() == (plan.head_rows > 0).tolist()
     assert ((plan.head_places > 0) == plan.admit).all()
     return plan.num_rows.tolist(), plan.head_rows.tolist()
 
 
-def test_by_default_it_is_the_policy_inside() -> None:
+def test_the_default_is_the_inner_policy() -> None:
     assert rows([*DECODES], [8, 8]) == ([1, 1, 0, 0], [8, 2, 0, 0])
 
 
-def test_whole_prompts_wait_until_the_budget_has_room_for_them() -> None:
-    # The third would fit; it does not overtake.
+def test_whole_prompts_wait_until_the_budget_suffices() -> None:
+    # The third prompt would fit, but does not overtake.
     assert rows([*DECODES], [8, 8, 1], whole=True) == ([1, 1, 0, 0], [8, 0, 0, 0])
 
 
-def test_nobody_decodes_while_prompts_are_read_first() -> None:
+def test_prefill_first_stalls_decoding() -> None:
     rules = dict(whole=True, first=True)
     assert rows([*DECODES], [8], **rules) == ([0, 0, 0, 0], [8, 0, 0, 0])
     assert rows([*DECODES], [], **rules) == ([1, 1, 0, 0], [0, 0, 0, 0])
-    # One who is in the middle of its prompt goes on.
+    # A partial prefill continues.
     assert rows([(9, 2, 3), *DECODES], [], first=True)[0] == [7, 0, 0, 0]
 
 
-def test_no_more_run_than_may() -> None:
+def test_max_running_limits_admission() -> None:
     assert rows([*DECODES], [2, 2], max_running=3)[1] == [2, 0, 0, 0]
     with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
         reading(max_running=0)
 
 
-def test_a_step_of_both_costs_a_step_of_either() -> None:
+def test_a_serialized_step_costs_the_sum_of_both() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
     both = costs.work(
         num_decodes=2,
@@ -58,16 +58,16 @@ def test_a_step_of_both_costs_a_step_of_either() -> None:
         prompt_squares=64,
         num_drawn=3,
     )
-    # Together the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
+    # Mixed, the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
     assert float(Apart(cost, jnp.asarray(False))(both)) == pytest.approx(18.8)
-    # Apart: 10 + 8 for the one, 5 + 3 + 2 for the other.
+    # Serialized: 10 + 8 for prefill, 5 + 3 + 2 for decode.
     assert float(Apart(cost, jnp.asarray(True))(both)) == pytest.approx(28.0)
     alone = both._replace(num_decodes=jnp.int32(0), decode_context=jnp.int32(0))
     assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
 
 
-def decode_s(model: settings.Model, batch: int, context: int) -> float:
-    """How long a step takes in which some sequences decode."""
+def decode_s(model: settings.ServedModel, batch: int, context: int) -> float:
+    """Returns the time of a decode step."""
     every = batch * context
     work = costs.work(num_decodes=batch, decode_context=every, num_drawn=batch)
     return float(model.cost(work))
@@ -80,7 +80,7 @@ def test_settings_are_the_papers() -> None:
         step_s = decode_s(model, 32, 4096)
         assert 4 < model.limits_s["strict"] / step_s < 7
         assert 20 < model.limits_s["relaxed"] / step_s < 35
-    # In chunks a prompt reads its own keys again, and pays for every step.
+    # Each chunk pays the fixed time of a step.
     whole, parts = (settings.prompt_s(yi, 8192, size) for size in (None, 512))
     assert parts - whole == pytest.approx(15 * settings.OVERHEAD_S, rel=0.01)
 
@@ -91,23 +91,23 @@ def result() -> Result:
 
 
 @pytest.mark.slow
-def test_stalls_are_seen_where_they_should_be(result: Result) -> None:
+def test_stalls_follow_from_the_schedule(result: Result) -> None:
     line = result.timeline
     longest = {}
     for way in settings.WAYS:
-        mine = (line.way == way.name) & (line.sequence < runs.PATIENTS)
+        mine = (line.way == way.name) & (line.sequence < runs.NUM_DECODING)
         times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
         longest[way.name] = max(np.diff(x).max() for x in times)
         assert all(len(x) == 90 for x in times)
     first, mixed, chunks, both = longest.values()
-    # Two prompts stall everybody at once, one by one, or hardly.
+    # Two prompts stall all decoding sequences at once, one after the other, or hardly.
     assert first > 1.8 * mixed > 1.8 * 3 * chunks
     assert both < chunks < both + 0.05
 
 
 @pytest.mark.slow
-def test_the_tail_is_a_step_that_fills_the_budget(result: Result) -> None:
-    # Alone, without those few who decode beside it.
+def test_the_tail_is_a_step_with_a_full_budget(result: Result) -> None:
+    # The expected times omit the few sequences that decode in the same step.
     yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
     full_s = [settings.prompt_s(yi, budget) for budget in budgets]
     assert result.budgets.budget.tolist() == [*budgets]
@@ -118,19 +118,19 @@ def test_the_tail_is_a_step_that_fills_the_budget(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(result: Result) -> None:
+def test_claims_follow_from_the_result(result: Result) -> None:
     said = smoke.ours(smoke.run("chunked_prefill").claims)
     whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)
 
     def extra(chunk: int) -> float:
-        """Each further step of a prompt of 8,192 tokens pays for itself, in %."""
+        """Returns the overhead of further steps of a prompt of 8,192 tokens in %."""
         return 100 * (-(-8192 // chunk) - 1) * settings.OVERHEAD_S / whole_s
 
-    small = said["chunks of 512 cost at most so much more than the whole prompt"]
-    large = said["chunks of 2,048 cost next to nothing"]
+    small = said["chunks of 512 cost at most 25 % more than the whole prompt"]
+    large = said["chunks of 2,048 cost hardly more than the whole prompt"]
     assert (small, large) == pytest.approx((extra(512), extra(2048)), rel=1e-4)
     odd = said["chunks of 257 cost more than chunks of 256"]
-    assert odd == pytest.approx(0, abs=1e-3)  # as many steps: there are no tiles
+    assert odd == pytest.approx(0, abs=1e-3)  # equal steps: a roofline has no tiles
     for name in ("mixed only", "chunks only", "both"):
         here = result.ways.system == name
         for what, column in (

@@ -1,4 +1,4 @@
-"""The demo: both policies serve the same requests, and its numbers are right."""
+"""The demo: both policies serve the same requests, and its metrics are right."""
 
 import dataclasses
 import shutil
@@ -46,7 +46,7 @@ def test_both_policies_give_every_request_the_same_answer(
 
 
 @pytest.mark.thorough
-def test_the_documents_keys_are_the_contracts(model: str, jaxkv: Command) -> None:
+def test_the_json_output_has_its_documented_keys(model: str, jaxkv: Command) -> None:
     found = document(jaxkv, "demo", "smoke", "--model", model, "--out", "x")
     assert Path(found["out"]) == Path("x")
     for name in ("static", "continuous"):
@@ -59,7 +59,7 @@ def test_the_documents_keys_are_the_contracts(model: str, jaxkv: Command) -> Non
 
 
 @pytest.mark.thorough
-def test_static_batching_keeps_what_continuous_batching_gives_away(
+def test_static_batching_reserves_more_memory_for_longer(
     result: experiment.Result,
 ) -> None:
     config = experiment.CONFIGS["smoke"]
@@ -67,33 +67,35 @@ def test_static_batching_keeps_what_continuous_batching_gives_away(
     assert len(static.num_rows) > len(continuous.num_rows)
     assert static.held.any()
     assert not continuous.held.any()
-    # The longest case for every slot, from a batch's first step to its last.
+    # Static batching reserves the longest case for every slot.
     pages = config.max_slots * config.max_length // config.page_size
     assert set(static.used_pages.tolist()) == {pages}
-    numbers = experiment.numbers(continuous)
-    assert numbers["kv_utilisation"] > experiment.numbers(static)["kv_utilisation"]
+    numbers = experiment.serving_metrics(continuous)
+    assert (
+        numbers["kv_utilisation"] > experiment.serving_metrics(static)["kv_utilisation"]
+    )
 
 
 @pytest.mark.thorough
-def test_every_token_of_every_request_is_in_the_steps(
+def test_the_steps_contain_every_token_of_every_request(
     result: experiment.Result,
 ) -> None:
     for served in (result.static, result.continuous):
         for i, prompt in enumerate(result.prompt):
             fed = served.num_rows[served.request_id == i].sum()
-            # The last token drawn is never fed.
+            # The last generated token is not fed.
             assert fed == len(prompt.encode()) + served.num_tokens[i] - 1
 
 
 @pytest.mark.thorough
-def test_the_report_shows_what_the_model_wrote() -> None:
+def test_the_report_shows_prompts_and_answers() -> None:
     report = (smoke.run("demo").folder / "report.md").read_text()
     for said in ("Given:", "Written:", "6 of 6 answers are the same under both."):
         assert said in report
 
 
 @pytest.mark.thorough
-def test_stopped_early_it_keeps_what_it_has(model: str) -> None:
+def test_a_stopped_run_keeps_finished_requests(model: str) -> None:
     config = dataclasses.replace(experiment.CONFIGS["smoke"], model=model)
     result = experiment.run(config, Stopping(1))
     assert 0 < result.static.is_done.sum() < config.num_requests
@@ -125,7 +127,7 @@ def test_the_model_must_have_text_and_room(model: str) -> None:
         ("--out kept/notes/run", "cannot be written"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
+def test_invalid_arguments_are_refused_in_one_line(
     flags: str, line: str, model: str, tmp_path: Path, jaxkv: Command
 ) -> None:
     Path("kept").mkdir()
@@ -139,7 +141,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert {*tmp_path.rglob("*")} == before
 
 
-def test_lengths_are_ragged_within_their_bounds() -> None:
+def test_lengths_vary_within_their_bounds() -> None:
     sizes = prompts.draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert min(sizes) == 16
     assert max(sizes) == 192
@@ -148,7 +150,7 @@ def test_lengths_are_ragged_within_their_bounds() -> None:
     assert sizes == again
 
 
-def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
+def test_prompts_are_held_out_text_from_the_start_of_a_line() -> None:
     from scaling.corpora import corpora
 
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
@@ -163,7 +165,7 @@ def test_prompts_are_held_out_text_from_the_beginning_of_a_line() -> None:
         assert any(("\n" + text).find("\n" + request.text) >= 0 for text in texts)
 
 
-def test_the_numbers_of_a_serving_worked_by_hand() -> None:
+def test_serving_metrics_equal_those_by_hand() -> None:
     def answer(name: int, tokens: int, arrival_s: float, finish_s: float) -> Completion:
         fields: dict[str, Any] = dict.fromkeys(Completion._fields)
         one: dict[str, Any] = dict.fromkeys(FinishedAnswer._fields)
@@ -179,14 +181,14 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     fields["used_pages"] = np.array([1, 2, 2, 3])
     fields["used_places"] = np.array([3, 8, 8, 6])
     info = step.StepInfo(**fields)
-    served = experiment.gather(
+    served = experiment.collect_record(
         info,
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},
         experiment.Config(num_requests=3, max_slots=2, page_size=4),
         compile_s=9.0,
     )
     assert served.is_done.tolist() == [True, True, False]
-    assert experiment.numbers(served) == {
+    assert experiment.serving_metrics(served) == {
         "tokens_per_s": 5 / 3,
         "steps": 3,
         "mean_latency_s": 2.0,
@@ -198,7 +200,7 @@ def test_the_numbers_of_a_serving_worked_by_hand() -> None:
     }
 
 
-def test_spans_cut_each_slot_where_it_changes() -> None:
+def test_spans_end_where_a_slot_changes() -> None:
     values = np.array([[0, 5], [0, -1], [2, -1]])
     assert list(timelines.split_into_spans(values)) == [
         (0, 0, 0, 2),

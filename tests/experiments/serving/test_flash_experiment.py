@@ -1,4 +1,4 @@
-"""The experiment on attention in tiles: what it measures is what it says."""
+"""The experiment on tiled attention measures every length and context."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.support import smoke
 
 
 @pytest.mark.slow
-def test_smoke_measures_every_length_and_says_what_holds() -> None:
+def test_smoke_measures_every_length() -> None:
     config, kept = CONFIGS["smoke"], smoke.run("flash_attention")
     result = kept.result
     assert result.length.tolist() == [*config.lengths]
@@ -23,7 +23,7 @@ def test_smoke_measures_every_length_and_says_what_holds() -> None:
         8,
         16,
     ]
-    # Timings of a busy machine decide nothing here; exactness does.
+    # Timings on a shared machine are not tested; errors are.
     assert (result.flash.error <= 2 * result.plain.error).all()
 
 

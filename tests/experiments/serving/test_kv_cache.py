@@ -1,4 +1,4 @@
-"""What a cache saves: counts against sums one by one, times against a known law."""
+"""The KV cache: FLOP counts against sums, times against a known power law."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.serving.kv_cache import counting, experiment
-from experiments.serving.kv_cache.experiment import CONFIGS, Config, Timed
+from experiments.serving.kv_cache.experiment import CONFIGS, Config, TokenTimes
 from scaling.costs.flops import decode_terms, forward_terms, total_flops
 from scaling.shapes.description import HeadAttention, ModelShape
 from tests.support import smoke
@@ -24,7 +24,7 @@ MODEL = ModelShape(
 
 
 def test_counts_are_sums_over_all_tokens() -> None:
-    found = counting.count(MODEL, (1, 7, 40))
+    found = counting.count_flops(MODEL, (1, 7, 40))
     for row, flops in enumerate((whole, last)):
         each = [flops(t) for t in range(1, 41)]
         assert found.token_flops[row].tolist() == [each[0], each[6], each[39]]
@@ -43,7 +43,7 @@ def last(length: int) -> int:
 
 
 def test_attention_is_counted_by_hand() -> None:
-    """Two products of 2 n d operations a pair, t^2 / 2 pairs or t, in 3 layers."""
+    """Two products of 2 n d operations per pair; t^2 / 2 or t pairs in 3 layers."""
     _, without = counting.without_cache(MODEL)
     _, cached = counting.with_cache(MODEL)
     assert without == (0, 0, 3 * 2 * 4 * 5)
@@ -51,9 +51,9 @@ def test_attention_is_counted_by_hand() -> None:
     assert cached.total(100) == 3 * 4 * 4 * 5 * 5050
 
 
-def test_a_text_without_a_cache_is_summed_along_powers() -> None:
+def test_times_without_a_cache_are_interpolated_as_powers() -> None:
     length = np.array([1, 4, 32])
-    timed = Timed(
+    timed = TokenTimes(
         length=length,
         without_s=2e-3 * length**2.0,
         with_s=np.full(3, 5e-3),
@@ -66,7 +66,7 @@ def test_a_text_without_a_cache_is_summed_along_powers() -> None:
 
 
 @pytest.mark.slow
-def test_smoke_draws_the_same_tokens_both_ways() -> None:
+def test_smoke_generates_the_same_tokens_both_ways() -> None:
     config, timed = CONFIGS["smoke"], smoke.run("kv_cache").result.timed
     assert timed.length.tolist() == [*config.lengths]
     assert timed.is_same.all()
@@ -79,17 +79,17 @@ def test_smoke_draws_the_same_tokens_both_ways() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"model": "nobody"}, "unknown model 'nobody'"),
-        ({"counted": "nobody"}, "nobody"),
+        ({"model": "no-model"}, "unknown model 'no-model'"),
+        ({"counted": "no-model"}, "no-model"),
         ({"lengths": (4, 5000)}, "5000 tokens are more than"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(change: dict[str, Any], line: str) -> None:
+def test_invalid_configs_are_refused(change: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         experiment.run(dataclasses.replace(Config(), **change))
 
 
-def test_models_that_forget_are_refused() -> None:
+def test_models_with_sliding_windows_are_refused() -> None:
     windowed = dataclasses.replace(MODEL, windows=(8,))
-    with pytest.raises(ValueError, match="windows forget"):
-        counting.count(windowed, (1, 2))
+    with pytest.raises(ValueError, match="must not have sliding windows"):
+        counting.count_flops(windowed, (1, 2))

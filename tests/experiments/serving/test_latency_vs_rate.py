@@ -1,4 +1,4 @@
-"""Latency against rate: rates where it passes a bound, loads, systems, and replays."""
+"""Latency against rate: crossings of a bound, loads, systems and replays."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from experiments.serving.latency_vs_rate import (
     runs,
     settings,
 )
-from experiments.serving.latency_vs_rate.published import PANELS, spared
+from experiments.serving.latency_vs_rate.published import PANELS, beam_pool_factor
 from jaxkv import clock
 from jaxkv.workloads import LatencyCurve, lengths, load_curves
 from tests.support import smoke
@@ -27,7 +27,7 @@ from tests.support.folders import RECORDS
 CURVE = LatencyCurve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 
-def test_a_bound_is_passed_between_two_rates() -> None:
+def test_a_bound_is_crossed_between_two_rates() -> None:
     at = load_curves.sustained_rate
     assert at(CURVE, 0.5).rate == pytest.approx(3)
     assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
@@ -39,7 +39,7 @@ def test_a_bound_is_passed_between_two_rates() -> None:
     assert found.shape == (9,)
 
 
-def test_more_rates_lie_where_bounds_are_passed() -> None:
+def test_further_rates_are_near_the_crossings() -> None:
     between = load_curves.choose_rates
     np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
     high = LatencyCurve(CURVE.rates, np.full(4, 5.0))
@@ -61,12 +61,12 @@ def test_a_load_is_the_same_at_every_rate() -> None:
     np.testing.assert_array_equal(each.output, np.repeat(slow.output, 3))
 
 
-def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def serve(setting: Any, load: Any, rates: dict[str, Any], progress: Any) -> list:
         asked.append(rates)
-        # One passes the bounds from 2 to 3 requests a second, one never.
+        # One system crosses the bounds from 2 to 3 requests/s, one never does.
         return [
             {"system": x, "rate_per_s": y, "normalised_s": 10 ** (2 * y - 5.5)}
             if x == "paged"
@@ -75,17 +75,17 @@ def test_further_rates_go_beyond_or_near(monkeypatch: pytest.MonkeyPatch) -> Non
             for y in ys
         ]
 
-    monkeypatch.setattr(runs, "serve", serve)
+    monkeypatch.setattr(runs, "serve_at_rates", serve)
     setting = PANELS["12a"].setting()
     load = runs.draw_load(lengths.ALPACA, 1.0, 10.0, 0)
     even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
-    found = runs.explore(setting, load, systems, even, num_near=2, most=5.0)
+    found = runs.explore_rates(setting, load, systems, even, num_near=2, most=5.0)
     near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
     assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
     assert beyond == [4.0, 5.0]
-    assert asked[2] == {}  # what is near is known, and beyond is the end
+    assert asked[2] == {}  # rates near the crossing are known, and the axis has ended
     assert {row["turn"] for row in found} == {0, 1}
-    assert [x["relation"] for x in runs.told(found)] == ["is", "at least"]
+    assert [x["relation"] for x in runs.sustained_rows(found)] == ["is", "at least"]
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +94,17 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-def test_systems_part_when_load_is_high(rows: list[dict[str, Any]]) -> None:
+def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     found = {(x["system"], x["rate_per_s"]): x for x in rows}
     one, two = found["paged", 1.0], found["paged", 2.0]
     other, worse = found["Orca (Oracle)", 1.0], found["Orca (Oracle)", 2.0]
     assert all(row["answered_share"] == 1 for row in (one, two, other))
-    # Alone, a token takes a step.
+    # A single sequence takes a step per token.
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
     most = figures.BEYOND * PANELS["12a"].axis
-    # Little's law: where nobody is preempted, a request runs a step for each token.
+    # Little's law: without preemption, a request runs one step per token.
     w = runs.draw_load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0
@@ -126,7 +126,7 @@ def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
         panels=study.panels,
         size_inches=(2.0, 2.0),
     )
-    # Panels that are not there leave no hole: one curve and the batches beside it.
+    # Absent panels leave no gap: one curve next to the batches.
     assert int.from_bytes(files["figure.png"][20:24]) == 400
 
 
@@ -152,11 +152,11 @@ def test_beams_share_more_than_samples() -> None:
     ).result
     samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
     assert 0 < samples < beams < 3 / 4
-    assert spared(4) == pytest.approx((1 - samples) / (1 - beams))
-    assert PANELS["14e"].setting().spared == spared(4)
-    assert PANELS["14b"].setting().spared == 1
+    assert beam_pool_factor(4) == pytest.approx((1 - samples) / (1 - beams))
+    assert PANELS["14e"].setting().pool_factor == beam_pool_factor(4)
+    assert PANELS["14b"].setting().pool_factor == 1
     with pytest.raises(ValueError, match="no requests of 3"):
-        spared(3)
+        beam_pool_factor(3)
 
 
 RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -167,7 +167,7 @@ RECORDING = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 @pytest.mark.thorough
-def test_a_recording_is_replayed_whole(
+def test_all_requests_of_a_recording_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "traces").mkdir()
@@ -181,7 +181,7 @@ def test_a_recording_is_replayed_whole(
     found = azure.run(config)
     assert [row["num_answered"] for row in found] == [3] * 4
     assert [row["num_rejected"] for row in found] == [0] * 4
-    # 13.5 GB are read for each token at 2,039 GB/s, or at twice that.
+    # Each token reads 13.5 GB at 2,039 GB/s, or at twice that.
     steps = [row["each_p50_s"] for row in found]
     assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
     assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
@@ -191,8 +191,8 @@ def test_a_recording_is_replayed_whole(
 
 
 @pytest.mark.slow
-def test_policies_serve_what_they_are_for(tmp_path: Path) -> None:
-    """600 requests in a burst: each policy is best at its own figure, or equal."""
+def test_each_policy_improves_its_metric(tmp_path: Path) -> None:
+    """Serves a burst of 600 requests; each policy is best at its metric, or equal."""
     rng, num = np.random.default_rng(0), 600
     columns = rng.uniform(0, 10, num), rng.integers(200, 1500, num)
     rows = zip(np.sort(columns[0]), columns[1], rng.integers(2, 400, num), strict=True)
@@ -209,27 +209,27 @@ def test_policies_serve_what_they_are_for(tmp_path: Path) -> None:
     assert found.urgent_p99_s[ageing] < found.urgent_p99_s[first]
     assert found.late_share[deadline] < found.late_share[first]
     assert found.light_mean_s[fair] < found.light_mean_s[first]
-    # No attribute and no prediction changes what first come first served does.
-    load = policies.requests(config)
-    other = policies.requests(dataclasses.replace(config, seed=1))
+    # Attributes and predictions do not change first come first served.
+    load = policies.draw_workload(config)
+    other = policies.draw_workload(dataclasses.replace(config, seed=1))
     np.testing.assert_array_equal(load.arrival, other.arrival)
     assert load.attributes is not None
     assert other.attributes is not None
     assert not np.array_equal(load.attributes.session, other.attributes.session)
 
 
-def test_without_recordings_one_line_says_so(
+def test_missing_recordings_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(azure.FOLDER, raising=False)
     with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
-        azure.find("azure_conv")
+        azure.find_recording("azure_conv")
     monkeypatch.setenv(azure.FOLDER, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
-        azure.find("azure_conv")
+        azure.find_recording("azure_conv")
 
 
-def test_configs_of_the_time_before_the_studies_parted_are_read() -> None:
+def test_configs_of_the_time_before_separate_studies_are_read() -> None:
     old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
     experiment = registry.load_experiment("latency_vs_rate")
     found = experiment.config_loads(json.dumps(old), "config.json")

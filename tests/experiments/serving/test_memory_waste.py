@@ -1,4 +1,4 @@
-"""Memory and its waste: closed forms, and what the record says of the figures."""
+"""Memory waste: closed forms, and the record against the published figures."""
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ def result() -> experiment.Result:
 
 
 @pytest.mark.slow
-def test_every_place_is_something(result: experiment.Result) -> None:
+def test_every_token_place_has_a_use(result: experiment.Result) -> None:
     uses, batch = result.waste.uses, result.waste.batch
     np.testing.assert_allclose(uses.sum(axis=2), 1)
     assert uses.min() >= 0
-    # Seven of the longest sequences fit, and leave 1,392 places to nobody.
+    # Seven of the longest sequences fit, and leave 1,392 places unused.
     assert batch[0] == pytest.approx(7, rel=1e-3)
     np.testing.assert_allclose(uses[0, 0, 3], 1 - 7 * 2048 / PLACES, rtol=1e-3)
-    # Whose length is known wastes the place of the last token, which is never written.
+    # With a known length only the place of the last token is wasted.
     np.testing.assert_allclose(uses[2, :, 2], batch[2] / PLACES, rtol=1e-5)
     assert (np.diff(uses[:, 0, 0]) > 0).all()
     assert (np.diff(batch[:, 0]) > 0).all()
@@ -38,7 +38,7 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
     growth = result.growth
     assert result.weight_bytes + result.kv_bytes < result.memory_bytes
     full = result.weight_bytes + result.kv_bytes
-    # Contiguous systems are full at the batch that they reach.
+    # Contiguous systems are full at the batch size that they reach.
     fits = np.isfinite(growth.memory_bytes)
     assert fits.sum(axis=1)[:3].tolist() == np.round(result.waste.batch[:3, 0]).tolist()
     assert np.nanmax(growth.memory_bytes) < 1.05 * full
@@ -47,7 +47,7 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
+def test_claims_follow_from_the_result(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
     gpu = "OPT-13B on an A100 of 40 GB: share "
     assert said.pop(gpu + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
@@ -57,7 +57,7 @@ def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     for name, uses, batch in zip(
         result.system.tolist(), result.waste.uses, result.waste.batch, strict=True
     ):
-        by = latency_vs_rate_published.by(name)
+        by = latency_vs_rate_published.name_in_sentence(name)
         batches[name] = sum(batch) / len(batch)
         assert said.pop(f"{served}served at once by {by}") == approx(batches[name])
         shares = [100 * sum(x[kind] for x in uses) / len(uses) for kind in (0, 1, 2)]
@@ -77,7 +77,7 @@ def test_claims_are_what_the_result_holds(result: experiment.Result) -> None:
     assert not said
 
 
-def test_the_record_is_of_the_published_setting_and_says_what_misses() -> None:
+def test_the_record_has_the_published_setting() -> None:
     folder = results_page.RECORDS / "memory_waste"
     ran = run_folder.read_run(folder, registry.load_experiment("memory_waste"))
     assert ran.config == experiment.CONFIGS["paper"]

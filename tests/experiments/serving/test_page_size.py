@@ -1,4 +1,4 @@
-"""What pages cost: it measures what it says, and takes what a device has."""
+"""Page sizes: measured shapes, choice of implementations, and claims."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_smoke_measures_every_shape() -> None:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times and implementations of which all is known."""
+    """Replaces timings and implementations by known ones."""
 
     def implement(name: str, seconds: float, error: float = 0.0) -> Implementation:
         def prepare(problem: Any) -> KernelRun:
@@ -51,10 +51,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     everyone = [
         implement("reference", 6.0),
-        implement("XLA head-major", 1.0, error=1.0),  # fast and wrong
+        implement("XLA head-major", 1.0, error=1.0),  # fast, but wrong
         implement("XLA contiguous", 4.0),
         implement("cuDNN contiguous", 5.0),
-        implement("XLA gather", 2.0),  # over pages, too
+        implement("XLA gather", 2.0),  # over pages
     ]
     monkeypatch.setattr(runs, "attention_implementations", lambda: everyone)
 
@@ -66,11 +66,11 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("made_up")
-def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
+def test_contiguous_attention_is_the_fastest_correct_one() -> None:
     result = attention.run(CONFIGS["smoke"])
     assert result.latency.contiguous_s[:, 1].tolist() == [4.0, 4.0]
     assert result.latency.ratio[:, 1].tolist() == [1.5, 1.5]
-    # What nobody takes is left out, and drawn as a gap.
+    # Unsupported page sizes are left out, and drawn as a gap.
     assert np.isnan(result.latency.ratio[:, 0]).all()
     low, high = attention.claims(result)
     assert (low.ours, high.ours, low.published, high.published) == (1.5, 1.5, 1.2, 1.26)
@@ -80,8 +80,8 @@ def test_the_fastest_that_is_right_stands_for_contiguous_memory() -> None:
     assert math.isnan(row["ratio, 4"])
 
 
-def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
-    # 30 sequences hold 1.6 % of 15,728 places that the next steps fill.
+def test_unused_places_are_judged_before_a_step_writes() -> None:
+    # The next steps of 30 sequences fill 1.6 % of 15,728 places.
     row = ("ShareGPT", 2.2, 16, 0.9, 30.0, 0.9713, 0.0143, 1.0)
     result = Result(Serving.of([row]))
     share, half = serving.claims(result)[-2:]
@@ -93,7 +93,7 @@ def test_what_pages_leave_unused_is_judged_before_a_step_writes() -> None:
 
 
 @pytest.mark.slow
-def test_workloads_are_served_with_pages_of_every_size() -> None:
+def test_workloads_are_simulated_with_pages_of_every_size() -> None:
     config = serving.Config(hours=0.01, page_sizes=(16, 256))
     result = serving.run(config)
     rows = result.serving

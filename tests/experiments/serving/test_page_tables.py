@@ -1,4 +1,4 @@
-"""The walk-through of paged memory: the states behind its frames."""
+"""The walk-through of paged memory: the engine states of its frames."""
 
 import dataclasses
 
@@ -21,13 +21,13 @@ def result() -> experiment.Result:
 
 
 def rows(frames: Frames, slot: int) -> list[tuple[list[int], list[int]]]:
-    """Pages and filled counts of a slot, frame by frame."""
+    """Returns pages and filled places of a slot, frame by frame."""
     every = range(len(frames.caption))
     return [(frames.pages(i, slot), frames.filled(i, slot)) for i in every]
 
 
 def text(frames: Frames, i: int, slot: int) -> str:
-    """The words of a slot, read from the K of its pages."""
+    """Returns the words of a slot, read from the keys of its pages."""
     held = frames.held[i, frames.pages(i, slot)].reshape(-1)
     return " ".join(frames.words[held[: frames.length[i, slot]]].tolist())
 
@@ -37,7 +37,7 @@ def uses(frames: Frames, i: int) -> dict[int, int]:
 
 
 @pytest.mark.slow
-def test_one_request_takes_places_7_1_and_5(result: experiment.Result) -> None:
+def test_one_request_occupies_pages_7_1_and_5(result: experiment.Result) -> None:
     assert rows(result.one, 0) == [
         ([7, 1], [4, 2]),
         ([7, 1], [4, 3]),
@@ -53,19 +53,21 @@ def test_one_request_takes_places_7_1_and_5(result: experiment.Result) -> None:
 
 
 @pytest.mark.slow
-def test_two_requests_lie_in_one_pool(result: experiment.Result) -> None:
+def test_two_requests_share_a_pool(result: experiment.Result) -> None:
     a, b = rows(result.two, 0), rows(result.two, 1)
     assert a == [([7, 1], [4, 3]), ([7, 1], [4, 4]), ([7, 1, 3], [4, 4, 1]), ([], [])]
     assert b == [([], []), ([5, 2], [4, 1]), ([5, 2], [4, 2]), ([5, 2], [4, 3])]
     assert text(result.two, 2, 0).endswith("years ago our fathers brought")
     assert text(result.two, 2, 1) == "It was the best of times"
-    # The first has ended: its pages are free, though what it wrote still stands there.
+    # The first has ended: its pages are free, but still contain its tokens.
     assert uses(result.two, 3) == {5: 1, 2: 1}
     assert (result.two.held[3, 7] == result.two.held[2, 7]).all()
 
 
 @pytest.mark.slow
-def test_samples_part_at_their_first_own_word(result: experiment.Result) -> None:
+def test_samples_diverge_at_their_first_different_word(
+    result: experiment.Result,
+) -> None:
     samples = result.samples
     assert rows(samples, 0) == [([7, 1], [4, 3]), ([7, 3], [4, 4])]
     assert rows(samples, 1) == [([7, 1], [4, 3]), ([7, 1], [4, 4])]
@@ -85,11 +87,11 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
     assert pages[1] == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     assert pages[2] == [[0, 1, 3, 6], [0, 1, 3, 6], [0, 1, 3, 7], [0, 1, 3, 7]]
     assert [row[:4] for row in pages[3]] == pages[2]
-    assert {row[4] for row in pages[3]} == {2, 4, 5, 8}  # freed a moment ago
+    assert {row[4] for row in pages[3]} == {2, 4, 5, 8}  # freed in this step
     assert beams.length.tolist() == [[5] * 4, [15] * 4, [16] * 4, [17] * 4]
     assert uses(beams, 1) == {0: 4, 1: 3, 3: 3} | dict.fromkeys((2, 4, 5, 6, 7, 8), 1)
     assert uses(beams, 2) == {0: 4, 1: 4, 3: 4, 6: 2, 7: 2}
-    # Tables have moved for words that are chosen and not written yet.
+    # Tables have moved for words that are chosen but not yet written.
     chosen = beams.words[beams.tokens[2, :, 16]].tolist()
     assert chosen == ["and", "which", "ruled", "one"]
     ends = [text(beams, 3, slot).split("symbols ")[1] for slot in range(4)]
@@ -102,7 +104,7 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
 
 
 @pytest.mark.slow
-def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
+def test_pages_contain_the_tokens_of_the_tables(result: experiment.Result) -> None:
     for frames in table.field_values(result).values():
         num, slots = frames.length.shape
         for i, slot in np.ndindex(num, slots):
@@ -118,16 +120,16 @@ def test_pages_hold_what_the_tables_say(result: experiment.Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_hold_but_for_the_order_of_reuse(result: experiment.Result) -> None:
+def test_claims_hold_except_for_the_order_of_reuse(result: experiment.Result) -> None:
     *figures, unused = experiment.claims(result)
     assert len(figures) == 7
-    for claim in figures:  # every entry that the figure shows
+    for claim in figures:  # every entry of the figures
         assert claim.ours == claim.published > 0
     assert unused.ours < unused.published == 4
 
 
 @pytest.mark.slow
-def test_claims_notice_another_table(result: experiment.Result) -> None:
+def test_claims_detect_another_table(result: experiment.Result) -> None:
     page_ids = result.one.page_ids.copy()
     page_ids[3, 0, 2] = 6
     one = dataclasses.replace(result.one, page_ids=page_ids)
@@ -142,17 +144,17 @@ def test_the_picture_shows_the_words() -> None:
         assert word in figure
 
 
-def test_a_language_shares_weight_among_what_follows() -> None:
+def test_a_language_divides_probability_among_next_words() -> None:
     language = SentenceLanguage({"a b c": 3.0, "a b d": 1.0}, 4)
     assert language.words == ("a", "b", "c", "d")
     tokens = jnp.asarray([[0, 1, -1, -1], [0, -1, -1, -1], [2, -1, -1, -1]], jnp.int32)
     laws = np.exp(np.asarray(language.logits(tokens), np.float64))
     np.testing.assert_allclose(laws[0], [0, 0, 0.75, 0.25], atol=1e-6)
     np.testing.assert_allclose(laws[1], [0, 1, 0, 0], atol=1e-6)
-    np.testing.assert_array_equal(laws[2], 1)  # begins no sentence
+    np.testing.assert_array_equal(laws[2], 1)  # starts no sentence
 
 
-def test_what_a_table_maps_decides_what_is_said() -> None:
+def test_the_page_table_determines_the_next_word() -> None:
     language = SentenceLanguage({"a b c": 1.0, "d b e": 1.0}, 4)
     pages = kv_layout.make_pages(
         num_layers=1,

@@ -1,4 +1,4 @@
-"""Orders of prompts and a prefix cache: enumerated, and against a model by hand."""
+"""Prompt orders and the prefix cache: enumerated, and against a plain model."""
 
 import itertools
 from pathlib import Path
@@ -20,21 +20,21 @@ def result() -> experiment.Result:
 
 @pytest.fixture(scope="module")
 def server(result: experiment.Result) -> Stepper:
-    """The engine that the run had: its program is compiled by now."""
+    """Returns the engine of the run, whose program is compiled."""
     most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
-    return serving.make(int(most), int(longest), window)
+    return serving.make_cache_engine(int(most), int(longest), window)
 
 
 @pytest.mark.slow
-def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
+def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None:
     said = smoke.ours(experiment.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
-        mine = {what: value for what, value in said.items() if f"{name}: " in what}
-        for what, value in mine.items():
-            if "misses each of them once" in what or "depth first" in what:
-                assert value == pytest.approx(best), what
-            elif "no smaller cache finds more" in what:
+        mine = {claim: value for claim, value in said.items() if f"{name}: " in claim}
+        for claim, value in mine.items():
+            if "misses each of them once" in claim or "depth first" in claim:
+                assert value == pytest.approx(best), claim
+            elif "no smaller cache finds more" in claim:
                 assert value <= best + 1e-9
         assert f"{name}: a cache of all pages misses each of them once" in mine
     assert result.loads.name.tolist() == ["small", "chats", "few-shot"]
@@ -51,7 +51,7 @@ def test_a_small_run_holds_what_it_should(result: experiment.Result) -> None:
 
 
 def is_walked(order: tuple[list[int], ...]) -> bool:
-    """Whether all prompts that share a page follow one another, for every page."""
+    """Returns True if prompts that share a page are adjacent, for every page."""
     for page in {page for prompt in order for page in prompt}:
         here = [page in prompt for prompt in order]
         first, last = here.index(True), len(here) - here[::-1].index(True)
@@ -72,17 +72,19 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
 def test_depth_first_is_the_best_order_of_all(
     server: Stepper, prompts: list[list[int]]
 ) -> None:
-    """A pool that holds the longest prompt, and the token that is always computed."""
+    """The pool holds the longest prompt, and the token that is always computed."""
     pool = max(map(len, prompts)) + 1
     found = {}
     for order in itertools.permutations(range(len(prompts))):
-        hits = serving.serve(server, [prompts[i] for i in order], num_pages=pool)
+        hits = serving.serve_prompts(
+            server, [prompts[i] for i in order], num_pages=pool
+        )
         assert hits is not None
         found[order] = hits.num_cached.sum()
     num_pages = sum(map(len, prompts))
     most = num_pages - len({page for prompt in prompts for page in prompt})
     walks = [order for order in found if is_walked(tuple(prompts[i] for i in order))]
-    assert tuple(workloads.depth_first(prompts)) in walks
+    assert tuple(workloads.depth_first_order(prompts)) in walks
     assert {found[order] for order in walks} == {most}
     assert max(found.values()) == most
     assert min(found.values()) < most
@@ -91,7 +93,7 @@ def test_depth_first_is_the_best_order_of_all(
 def by_hand(
     prompts: list[list[int]], pool: int, window: int, cached_first: bool, rule: str
 ) -> tuple[list[int], list[int]]:
-    """Pages that each prompt finds, and the order of service: the rules, no engine."""
+    """Returns the cached pages of each prompt and the order of service."""
     used: dict[int, int] = {}
     path: dict[int, list[int]] = {}
     waiting, num_found, served = list(range(len(prompts))), [0] * len(prompts), []
@@ -120,7 +122,7 @@ def by_hand(
 
 
 def again_and_again(seed: int) -> list[list[int]]:
-    """Short prompts, some of which begin others, asked for in any order."""
+    """Returns short prompts with common prefixes, in random order."""
     few = [[i] for i in range(4)] + [[i, 4 + i] for i in range(4)]
     few += [[i, 4 + i, 8 + i] for i in range(2)]
     return [few[i] for i in np.random.default_rng(seed).integers(0, len(few), 60)]
@@ -132,11 +134,11 @@ POOL = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("cached_first", [False, True])
 @pytest.mark.parametrize("rule", ["lru", "fifo"])
-def test_hits_are_those_counted_by_hand(
+def test_hits_equal_those_counted_by_hand(
     server: Stepper, cached_first: bool, rule: serving.Eviction
 ) -> None:
     prompts, window = again_and_again(1), server.config.max_slots
-    hits = serving.serve(
+    hits = serving.serve_prompts(
         server, prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
     )
     assert hits is not None
@@ -147,21 +149,21 @@ def test_hits_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_anyone_evicted_is_neither_rule(server: Stepper) -> None:
+def test_random_eviction_differs_from_both_rules(server: Stepper) -> None:
     prompts = again_and_again(1)
     found = [
-        serving.serve(server, prompts, num_pages=POOL, eviction=rule)
+        serving.serve_prompts(server, prompts, num_pages=POOL, eviction=rule)
         for rule in serving.EVICTIONS
     ]
     sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
     assert len(sums) == 3
 
 
-def test_made_up_prompts_are_prefixes() -> None:
-    """Equal ids stand behind equal ids, or a page would not be what its id says."""
+def test_generated_prompts_are_prefixes() -> None:
+    """Equal ids follow equal ids; otherwise an id would not identify a page."""
     for load in (
-        workloads.chats(7, 5, 0),
-        workloads.few_shot(6, 9, 0),
+        workloads.make_chats(7, 5, 0),
+        workloads.make_few_shot(6, 9, 0),
     ):
         before: dict[int, tuple[int, ...]] = {}
         for ids in load.page_ids:
@@ -179,7 +181,7 @@ def test_made_up_prompts_are_prefixes() -> None:
         ("--num-users 0 --num-tasks 0", "leave no prompts"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: str, line: str, jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(workloads.DATA, raising=False)
@@ -190,29 +192,29 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     with pytest.raises(ValueError, match="in common"):
-        workloads.recorded(str(path))
+        workloads.read_recording(str(path))
 
 
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_is_refused(server: Stepper) -> None:
     with pytest.raises(ValueError, match=r"num_pages=3 must be in \[4, "):
-        serving.serve(server, [[1, 2, 3]], num_pages=3)
+        serving.serve_prompts(server, [[1, 2, 3]], num_pages=3)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_keeps_what_it_has(server: Stepper) -> None:
+def test_a_stopped_run_keeps_finished_servings(server: Stepper) -> None:
     config = experiment.CONFIGS["smoke"]
     progress = Impatient("serving")
     assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
-    assert serving.serve(server, [[1]], progress=progress) is None
+    assert serving.serve_prompts(server, [[1]], progress=progress) is None
 
 
 @pytest.mark.slow
-def test_the_recorded_prompts_have_what_was_counted() -> None:
-    load = workloads.recorded(str(traces.find("traces/mooncake_synthetic.jsonl")))
+def test_the_recording_has_the_counted_hits() -> None:
+    load = workloads.read_recording(str(traces.find("traces/mooncake_synthetic.jsonl")))
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
-    server = serving.make(load.num_distinct + 1, load.longest, 1)
-    hits = serving.serve(server, load.page_ids)
+    server = serving.make_cache_engine(load.num_distinct + 1, load.longest, 1)
+    hits = serving.serve_prompts(server, load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct

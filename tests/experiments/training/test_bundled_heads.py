@@ -1,4 +1,4 @@
-"""The bundled heads' training, small, and the heads that ship."""
+"""Training of the bundled heads on a small scale, and the shipped heads."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ PROMPTS = ["import os\n\ndef ", "class A:\n    def __init__(self"]
 
 
 def answers(**how: Any) -> tuple[list[list[int]], float]:
-    """What the bundled model says, and the tokens of a step that decodes."""
+    """Returns the bundled model's answers, and tokens per decoding step."""
     engine = jaxkv.Engine.load(
         TARGET, max_length=128, num_pages=16, max_slots=2, keep_trace=True, **how
     )
@@ -76,7 +76,7 @@ def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
     assert folder.name not in bundled.bundled_names()
 
 
-def test_heads_of_no_model_are_refused() -> None:
+def test_missing_heads_are_refused() -> None:
     for model, kind in (("stdlib-bytes", "hydra"), ("other", "eagle")):
         with pytest.raises(ValueError, match=f"{model}: no {kind} heads ship with it"):
             bundled.find_heads_folder(model, kind)
@@ -84,8 +84,8 @@ def test_heads_of_no_model_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_shipped_heads_draft_what_the_model_says(kind: Any) -> None:
-    """The same tokens, in half the steps or fewer; of two answers, so by and large."""
+def test_shipped_heads_draft_the_models_tokens(kind: Any) -> None:
+    """The same tokens in half the steps or fewer, with a margin for only 2 answers."""
     bar = {"medusa": 1.7, "eagle": 2.4}[kind]
     heads = bundled.find_heads_folder("stdlib-bytes", kind)
     plain, one = answers()
@@ -105,12 +105,12 @@ def test_shipped_heads_draft_what_the_model_says(kind: Any) -> None:
     assert tokens > bar
 
 
-def test_acceptance_is_stored_as_it_was_measured() -> None:
+def test_stored_acceptance_equals_the_measured_one() -> None:
     for kind in KINDS:
         folder = bundled.find_heads_folder("stdlib-bytes", kind)
         raw = json.loads((folder / "config.json").read_text())
         card = (folder / "README.md").read_text()
         for depth, shares in enumerate(raw["acceptance"], 1):
             assert sum(shares) <= 1
-            (told,) = re.findall(rf"^\| {depth} \| ([\d.]+) \|", card, re.MULTILINE)
-            assert float(told) == pytest.approx(shares[0], abs=6e-4)
+            (printed,) = re.findall(rf"^\| {depth} \| ([\d.]+) \|", card, re.MULTILINE)
+            assert float(printed) == pytest.approx(shares[0], abs=6e-4)

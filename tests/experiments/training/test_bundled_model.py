@@ -1,4 +1,4 @@
-"""The bundled model's training, small: from text to a folder that can be loaded."""
+"""Training of the bundled model on a small scale: from text to a loadable folder."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     assert max(map(len, card.splitlines())) < 120
     for x in jax.tree.leaves(loaded.params):
         assert (x == x.astype(jnp.bfloat16).astype(x.dtype)).all()
-    # The same command again finds the work done.
+    # The same command finds the finished run.
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
     assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte

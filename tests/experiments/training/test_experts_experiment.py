@@ -15,7 +15,7 @@ from tests.support.impatience import Stopping
 (STUDY,) = registry.load_experiment("experts").studies
 
 
-def test_pairs_cost_the_same_but_for_the_router() -> None:
+def test_pairs_have_equal_cost_except_for_the_router() -> None:
     shapes = runs.Shapes()
     for width in experiment.CONFIGS["cpu"].widths:
         pair = [runs.make_model(kind, width, shapes) for kind in ("dense", "mixture")]
@@ -52,26 +52,26 @@ def test_smoke_compares_all_pairs() -> None:
         assert "{" not in str(sheet)
 
 
-def test_both_kinds_try_the_same_rates_and_get_the_same_seeds() -> None:
+def test_both_kinds_try_the_same_rates_and_seeds() -> None:
     config = experiment.CONFIGS["cpu"]
-    found: list[runs.Run] = []
-    for kind, width, rate, seed in runs.tuning(config):
+    found: list[runs.TrainingRun] = []
+    for kind, width, rate, seed in runs.tuning_jobs(config):
         best = {"dense": 1.2e-2, "mixture": 4.8e-2}[kind] * 16 / width
         loss = 2 + abs(math.log(rate / best)) + width / 100
         names = {"kind": kind, "width": width, "learning_rate": rate, "seed": seed}
-        unused = runs.Score(loss, 0.0, *2 * [np.zeros((0, 0))])
-        found.append(runs.Run(names | {"loss": loss}, unused))
-    jobs = runs.rest(config, found)
+        unused = runs.MixtureScore(loss, 0.0, *2 * [np.zeros((0, 0))])
+        found.append(runs.TrainingRun(names | {"loss": loss}, unused))
+    jobs = runs.remaining_jobs(config, found)
     assert jobs.pop() == ("unbalanced", 32, 2.4e-2, 0)
     for kind, rate in (("dense", 1.2e-2), ("mixture", 4.8e-2)):
         mine = [job[1:] for job in jobs if job[0] == kind]
-        # As a width grows, its rate falls.
+        # The rate scales as 1 / width.
         later = [(width, rate * 16 / width, 0) for width in (32, 40, 48)]
         again = [(width, rate * 16 / width, 1) for width in config.widths]
         assert mine == later + again
 
 
-def test_a_run_ended_at_once_is_told() -> None:
+def test_an_empty_run_has_a_report() -> None:
     found = experiment.run(experiment.CONFIGS["smoke"], Stopping(0))
     assert len(found.runs) == 0
     assert STUDY.metrics(found)["runs"] == []
@@ -79,7 +79,7 @@ def test_a_run_ended_at_once_is_told() -> None:
     assert "not identified" in str(STUDY.report_parts(found)[1])
 
 
-def test_shares_of_a_router_are_the_formula() -> None:
+def test_router_shares_follow_the_formula() -> None:
     router = np.random.default_rng(0).normal(size=(4, 8)).astype("f4")
     assert experiment.routing_error(router, top_k=2) < 1e-6
     assert experiment.routing_error(router, top_k=1) == 0

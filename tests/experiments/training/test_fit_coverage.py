@@ -1,4 +1,4 @@
-"""The study of coverage runs, and judges only what it can tell."""
+"""The study of coverage fits every kind of surface and judges large samples."""
 
 import pytest
 
@@ -14,11 +14,11 @@ def test_every_kind_of_surface_is_fitted() -> None:
     rows = kept.metrics["rows"]
     assert [row["kind"] for row in rows] == ["sound", "sound", *synthetic.ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
-    # Six surfaces tell nothing of one in ten.
+    # Six surfaces are too few for a verdict.
     assert {claim.verdict for claim in kept.claims} == {"differs"}
 
 
-def test_ended_early_it_has_whole_kinds() -> None:
+def test_a_stopped_run_keeps_whole_kinds() -> None:
     config = experiment.Config(
         sizes=(32,), num_datasets=1, num_ill_posed=1, num_resamples=20
     )
@@ -27,12 +27,12 @@ def test_ended_early_it_has_whole_kinds() -> None:
 
 
 @pytest.mark.slow
-def test_intervals_cover_and_doubts_are_right() -> None:
+def test_intervals_cover_and_warnings_are_right() -> None:
     config = experiment.Config(sizes=(32,), num_datasets=200, num_ill_posed=30)
     sound, ill = experiment._kinds(experiment.run(config))
     assert [row["noise"] for row in sound] == ["student", "normal"]
     for row in sound:
-        # 200 surfaces: four standard errors about nine in ten.
+        # 200 surfaces: 4 standard errors about 90 %.
         for name in experiment.QUANTITIES:
             assert 0.815 < row[f"covers {name}"] < 0.985
         assert row["doubted"] <= 0.05

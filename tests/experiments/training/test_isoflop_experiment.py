@@ -1,4 +1,4 @@
-"""`isoflop` and `learning_rate`: what is predicted is predicted first, and kept."""
+"""`isoflop` and `learning_rate`: predictions are made first, and kept."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
-from experiments.training.isoflop.prediction import average, seed_spread
+from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
 from scaling.sweeps import family, grid, learning_rates
 from scaling.sweeps.learning_rates import extrapolate, optimal_rates
@@ -20,7 +20,7 @@ from tests.support import smoke
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """Where the smoke run keeps its sweep."""
+    """Returns the folder of the smoke run's sweep."""
     return Path(smoke.run("isoflop").config.folder)
 
 
@@ -33,16 +33,16 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]
-    predicted = "the law predicts a larger run's loss, as a share of what it gains"
+    predicted = "error of the predicted loss of a larger run, as a share of its gain"
     assert said[predicted] == pytest.approx(abs(missed / gain))
-    inside = "the truth lies in the 90 % interval that was told before"
+    inside = "the truth is in the 90 % interval that was predicted"
     assert said[inside] == (found["low"] <= found["truth"] <= found["high"])
     assert run.metrics["cosine_runs"] == 9
     assert found["interior_minima"] == interior_minima(run.result.runs)
 
 
 def interior_minima(log: str) -> int:
-    """Budgets whose parabola through ln N opens upward and turns between two sizes."""
+    """Counts budgets whose parabola in ln N has a minimum between two sizes."""
     by_budget: dict[int, dict[int, list[float]]] = {}
     for row in map(json.loads, log.splitlines()):
         budget = round(4 * math.log(row["flops"]))  # they are 1.6 times apart
@@ -57,15 +57,13 @@ def interior_minima(log: str) -> int:
 
 
 @pytest.mark.slow
-def test_it_was_predicted_before(folder: Path) -> None:
+def test_the_prediction_precedes_the_held_out_run(folder: Path) -> None:
     prediction = folder / "prediction.json"
     truth = folder / "held_out.json"
     assert prediction.stat().st_mtime < truth.stat().st_mtime
     before = prediction.read_bytes()
     config = smoke.run("isoflop").config
-    again = isoflop_experiment.run(
-        config
-    )  # nothing is trained, and nothing predicted, twice
+    again = isoflop_experiment.run(config)  # neither trained nor predicted again
     assert prediction.read_bytes() == before
     assert json.loads(again.held_out) == json.loads(truth.read_text())
     prediction.write_text(before.decode().replace('"law"', '"low"', 1))
@@ -75,7 +73,7 @@ def test_it_was_predicted_before(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_serves_what_was_trained(folder: Path) -> None:
+def test_the_engine_serves_the_trained_models(folder: Path) -> None:
     options = generate.GenerateOptions(prompt=("def ",), max_tokens=4)
     models = folder / "models"
     rows = [json.loads(line) for line in smoke.run("isoflop").result.runs.splitlines()]
@@ -90,18 +88,18 @@ def test_the_engine_serves_what_was_trained(folder: Path) -> None:
         assert len(completion["tokens"]) == 4
 
 
-def test_laws_are_averaged_by_how_well_they_foretell() -> None:
+def test_laws_are_averaged_by_their_errors() -> None:
     by_law = {"a": 1.0, "b": math.e}
-    value, spread = average(by_law, {"a": 0.01, "b": 0.02})
+    value, spread = average_predictions(by_law, {"a": 0.01, "b": 0.02})
     assert value == pytest.approx(math.exp(0.2))  # weights 4 to 1
     assert spread == pytest.approx(0.4)
-    value, spread = average(by_law, {"a": math.inf, "b": math.inf})
+    value, spread = average_predictions(by_law, {"a": math.inf, "b": math.inf})
     assert (value, spread) == pytest.approx((math.exp(0.5), 0.5))
-    value, spread = average(by_law, {"a": 0.01, "b": math.inf})
+    value, spread = average_predictions(by_law, {"a": 0.01, "b": math.inf})
     assert (value, spread) == pytest.approx((1.0, 0.0))
 
 
-def test_optima_of_rates_are_found() -> None:
+def test_optimal_rates_are_found() -> None:
     rows: list[dict[str, Any]] = [
         {
             "cell": f"{width} {tokens}",
@@ -135,7 +133,7 @@ def test_the_nearest_model_has_the_nearest_size() -> None:
         assert family.nearest_shape(1.02 * size, num_layers=2, seq_len=64) == shape
 
 
-def test_seeds_spread_is_pooled() -> None:
+def test_the_spread_of_seeds_is_pooled() -> None:
     rows = [
         {"cell": cell, "loss": math.exp(x)}
         for cell, values in {"a": (0, 0.2), "b": (1, 1.4), "c": (5,)}.items()
@@ -154,7 +152,7 @@ def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
     runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
     cells = list(itertools.product(config.widths, config.num_tokens))
     assert {*runs} == {*cells}
-    # Two rates of each, and one more where the better of them lay at the end.
+    # Two rates each, and one more if the better one was at the end.
     for cell in cells:
         here = [run == cell for run in runs]
         rates = found.learning_rate[here]

@@ -1,4 +1,4 @@
-"""The experiment on known entropy: its smoke run, its stop, and its judgement."""
+"""The experiment on known entropy: smoke run, stopped run, and verdicts."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import pytest
 
 from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
-from experiments.training.known_entropy.runs import train
+from experiments.training.known_entropy.runs import train_language
 from jaxkv.progress import QUIET
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import smoke
@@ -21,15 +21,15 @@ def result() -> experiment.Result:
 
 
 @pytest.mark.slow
-def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
+def test_no_loss_is_below_the_floor(result: experiment.Result) -> None:
     runs, floor = result.runs, result.optima[-1]
     assert runs.width.tolist() == [8] * 4 + [16] * 4
     assert runs.num_tokens.tolist() == [2**12, 2**13, 2**14, 2**15] * 2
     assert (np.diff(result.optima) < 0).all()
-    # It learnt at least how frequent each token is.
+    # The model learnt at least the frequency of each token.
     assert floor < min(runs.loss) < math.log(16) - 0.2
     np.testing.assert_array_less(-3, runs.excess / runs.excess_se)
-    # The text's chance, which both share, is not in the excess.
+    # The variation of the common text cancels in the excess.
     assert (runs.excess_se < runs.loss_se).all()
     np.testing.assert_allclose(
         runs.loss - runs.excess, (runs.loss - runs.excess)[0], rtol=1e-6
@@ -41,7 +41,7 @@ def test_no_loss_lies_below_the_floor(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_a_leak_is_noticed(result: experiment.Result) -> None:
-    """Losses moved below the floor, as a model's that sees what it predicts."""
+    """Losses are moved below the floor, like those of a model that sees its targets."""
     runs = result.runs
     moved = dataclasses.replace(runs, loss=runs.loss - 1, excess=runs.excess - 1)
     found = experiment.claims(dataclasses.replace(result, runs=moved))
@@ -67,7 +67,7 @@ def test_a_floor_must_be_covered_or_doubted(result: experiment.Result) -> None:
 
 
 @pytest.mark.slow
-def test_counting_pays_half_a_nat_for_each_parameter(result: experiment.Result) -> None:
+def test_counting_costs_half_a_nat_per_parameter(result: experiment.Result) -> None:
     counts = result.counts
     assert counts.num_free == 15
     assert counts.slope == pytest.approx(-1, abs=0.03)
@@ -75,21 +75,21 @@ def test_counting_pays_half_a_nat_for_each_parameter(result: experiment.Result) 
     assert last == pytest.approx(7.5, rel=0.15)
 
 
-def test_stopped_early_it_keeps_what_it_has() -> None:
-    # The first of them is the independent source's.
+def test_a_stopped_run_keeps_finished_runs() -> None:
+    # The first run is that on the independent source.
     found = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
     assert len(found.runs.loss) == 2
     assert not found.fit.identified
     assert experiment.metrics(found)["floor"] == found.optima[-1]
 
 
-def test_branches_are_runs_of_their_own() -> None:
-    """A branch off a longer trunk ends as the run that was meant to be so short."""
+def test_branches_equal_separate_runs() -> None:
+    """A branch off a longer trunk ends like a run of that length."""
     language = LanguageConfig(kind="kgram", num_tokens=2**13, num_held_out=2**12)
     config = CONFIGS["smoke"]
 
     def losses(*lengths: int) -> list[float]:
-        found = train(language, [8], lengths, config, QUIET)
+        found = train_language(language, [8], lengths, config, QUIET)
         return found.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]

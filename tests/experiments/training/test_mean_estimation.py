@@ -1,4 +1,4 @@
-"""The first law of the lectures comes out of a simulation."""
+"""The first scaling law of the lectures follows from a simulation."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_the_slope_is_minus_one() -> None:
     assert found.slope == pytest.approx(-1, abs=0.05)
 
 
-def test_ended_early_there_is_nothing_to_fit() -> None:
+def test_a_stopped_run_has_no_fit() -> None:
     found = experiment.run(experiment.Config(), Impatient("means"))
     assert len(found.error) == 2
     assert np.isnan(found.slope)

@@ -1,4 +1,4 @@
-"""The comparison of rivals is fair and reads its verdict off fitted curves."""
+"""The comparison of rivals is fair, and its verdicts follow from fitted curves."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from experiments.harness import sweep_tables
 from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
-from experiments.training.rivals.runs import NUM_TRIALS, Runs, Trained
+from experiments.training.rivals.runs import NUM_TRIALS, SideResult, SideRuns
 from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
 from scaling.frontiers import best_runs
@@ -34,7 +34,7 @@ def test_smoke_runs_to_a_verdict() -> None:
     for size in config.sizes:
         mine = runs.num_params_non_embedding[runs.size == size]
         assert np.all(np.abs(mine / size - 1) < 0.05)
-        # As many rates for one side as for the other.
+        # Both sides try the same number of rates.
         counts = [
             np.sum((result.trials.side == i) & (result.trials.size == size))
             for i in range(2)
@@ -42,31 +42,31 @@ def test_smoke_runs_to_a_verdict() -> None:
         assert counts == [NUM_TRIALS] * 2
     assert np.all(runs.num_tokens == np.tile([5, 10, 20], 4) * 4 * 32)
     assert np.all(runs.flops > runs.flops_6nd)
-    # Far better than knowing nothing, and no miracle.
+    # Far below the loss of a uniform guess, and above a plausible minimum.
     assert np.all((runs.loss > 1) & (runs.loss < math.log(257) - 1))
-    # A difference is the mean of what each seed's longest runs say.
+    # A difference is the mean over seeds of the longest runs.
     longest = runs.loss[2::3].reshape(2, 2)
     apart = result.differences
     np.testing.assert_allclose(apart.by_seed, longest[1:] - longest[:1])
     np.testing.assert_allclose(apart.difference, apart.by_seed.mean(1))
     assert abs(longest[0, 0] - longest[0, 1]) > 1e-3
-    # What is trained at a time changes nothing.
+    # Results do not depend on concurrent training.
     alone = STUDY.run(dataclasses.replace(config, num_threads=1))
-    for name in Runs.columns().keys() - {"seconds"}:
+    for name in SideRuns.columns().keys() - {"seconds"}:
         np.testing.assert_array_equal(getattr(runs, name), getattr(alone.runs, name))
     np.testing.assert_array_equal(result.places.loss, alone.places.loss)
     assert STUDY.metrics(result)["differences"]
 
 
 class Impatient(Quiet):
-    """Asks to stop when the second side is told of."""
+    """Stops when the second side is reported."""
 
     def show(self, content: str) -> None:
         self.stopped = self.stopped or content.startswith("lstm")
 
 
 @pytest.mark.slow
-def test_what_was_done_before_an_early_end_is_told() -> None:
+def test_a_stopped_run_keeps_finished_sides() -> None:
     config = dataclasses.replace(STUDY.configs["smoke"], num_threads=1)
     result = STUDY.run(config, Impatient())
     assert set(result.runs.side) == {0}
@@ -92,13 +92,13 @@ FLOPS, LOSS, SIZE = np.array(SURFACE).T
 
 
 def resampled(scale: float, seed: int) -> list[best_runs.FrontierFit | None]:
-    """Resamples whole sizes; with `scale` times the compute, the same losses."""
+    """Resamples whole sizes, with `scale` times the compute at equal losses."""
     return best_runs.resample_fits(
         FLOPS * scale, LOSS, SIZE[:, None].astype(int), count=20, seed=seed
     )
 
 
-def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
+def test_the_ratio_of_compute_follows_from_two_curves() -> None:
     first, second = (
         best_runs.fit_best_runs(FLOPS * scale, LOSS) for scale in (1.0, 3.0)
     )
@@ -107,13 +107,13 @@ def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
         first, second, (resampled(1.0, 0), resampled(3.0, 0))
     )
     np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
-    # Drawn alike, the two sides keep their ratio; otherwise it spreads.
+    # With equal resamples the ratio is constant; otherwise it spreads.
     np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
     apart = best_runs.compare_best_runs(
         first, second, (resampled(1.0, 0), resampled(3.0, 1))
     )
     assert apart.low[0] < 3 < apart.high[0]
-    # The curve goes through the runs, and ends where they do.
+    # The curve passes through the runs, and ends at their ends.
     curve = best_runs.evaluate_fit(first)
     best = best_runs.find_best_runs(FLOPS, LOSS)
     assert curve.flops[[0, -1]] == pytest.approx([FLOPS.min(), FLOPS.max()])
@@ -121,7 +121,7 @@ def test_the_ratio_of_compute_is_read_off_two_curves() -> None:
     assert np.abs(near - LOSS[best]).max() < 3 * curve.residual < 0.06
 
 
-def test_the_frontier_is_what_no_cheaper_run_has_reached() -> None:
+def test_the_frontier_excludes_runs_that_a_cheaper_run_beats() -> None:
     flops = np.array([4.0, 1.0, 2.0, 2.0, 8.0])
     loss = np.array([3.0, 5.0, 4.0, 3.5, 3.0])
     assert best_runs.find_best_runs(flops, loss).tolist() == [1, 3, 0]
@@ -138,7 +138,7 @@ STEPS = np.arange(len(LOSS))
         (2.0 - 0.1 * STEPS - 2 * (STEPS > 6), "misses its runs"),
     ],
 )
-def test_a_ratio_that_the_runs_do_not_bear_is_refused(loss, reason: str) -> None:
+def test_an_unsupported_ratio_is_refused(loss, reason: str) -> None:
     first, second = (
         best_runs.fit_best_runs(FLOPS, LOSS),
         best_runs.fit_best_runs(FLOPS[: len(loss)], loss),
@@ -148,7 +148,7 @@ def test_a_ratio_that_the_runs_do_not_bear_is_refused(loss, reason: str) -> None
     assert np.isnan(found.ratio).all()
 
 
-def test_an_interval_without_bounds_is_not_identified() -> None:
+def test_an_unbounded_interval_is_not_identified() -> None:
     first = best_runs.fit_best_runs(FLOPS, LOSS)
     found = best_runs.compare_best_runs(first, first, ([first, first], [first, None]))
     assert np.all(found.ratio == 1)
@@ -164,12 +164,12 @@ def test_an_interval_without_bounds_is_not_identified() -> None:
         ((2, 1, math.nan), math.sqrt(2)),
     ],
 )
-def test_the_next_rate_leaves_an_edge_or_looks_closer(losses, expected) -> None:
+def test_the_next_rate_extends_or_refines_the_grid(losses, expected) -> None:
     trials = list(zip((1.0, 2.0, 4.0), map(float, losses), strict=True))
     assert next_rate(trials) == pytest.approx(expected)
 
 
-def test_sides_differ_in_what_their_names_say() -> None:
+def test_sides_differ_as_their_names_state() -> None:
     config = STUDY.configs["cpu"]
     sides = {
         name: rivals_settings.side(
@@ -195,23 +195,23 @@ def test_sides_differ_in_what_their_names_say() -> None:
     assert len({len(side.rates) for side in sides.values()}) == 1
 
 
-def test_verdicts_follow_from_intervals_and_what_was_published() -> None:
+def test_verdicts_follow_from_intervals_and_published_claims() -> None:
     more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
 
-    def told(low: float, high: float, said: Published) -> str:
-        return experiment.direction(low, high, said)
+    def verdict(low: float, high: float, said: Published) -> str:
+        return experiment.published_direction(low, high, said)
 
-    assert told(1.1, 2.0, more) == "shows"
-    assert told(0.9, 2.0, more) == "is not decided"
-    assert told(0.5, 0.9, more) == "does not show: the other way"
-    assert told(math.nan, math.nan, more) == "is not decided"
-    assert told(1.1, 2.0, one) == "does not show: more is needed"
-    assert told(0.5, 0.9, one) == "does not show: less is needed"
-    assert told(0.9, 2.0, one) == "is not contradicted"
-    assert told(math.nan, math.nan, one) == "is not decided"
+    assert verdict(1.1, 2.0, more) == "shows"
+    assert verdict(0.9, 2.0, more) == "is not decided"
+    assert verdict(0.5, 0.9, more) == "does not show: the other way"
+    assert verdict(math.nan, math.nan, more) == "is not decided"
+    assert verdict(1.1, 2.0, one) == "does not show: more is needed"
+    assert verdict(0.5, 0.9, one) == "does not show: less is needed"
+    assert verdict(0.9, 2.0, one) == "is not contradicted"
+    assert verdict(math.nan, math.nan, one) == "is not decided"
 
 
-def test_a_ratio_is_read_where_it_has_an_interval() -> None:
+def test_a_ratio_is_read_at_a_loss_with_an_interval() -> None:
     ratios = best_runs.ComputeRatio(
         loss=np.tile([2.5, 2.2, 1.9], (2, 2, 1)),
         ratio=np.tile([2.0, 3.0, 4.0], (2, 2, 1)),
@@ -222,21 +222,21 @@ def test_a_ratio_is_read_where_it_has_an_interval() -> None:
     unused: Any = None
     sides = np.array(["transformer", "lstm"])
     result = rivals_runs.Result(sides, *5 * [unused], ratios)
-    bounded, open_ended = experiment.readings(result).rows()
+    bounded, open_ended = experiment.read_ratios(result).rows()
     assert (bounded["loss"], bounded["ratio"]) == (2.2, 3.0)
     assert (bounded["low"], bounded["high"]) == (1.5, 4.0)
     assert (bounded["first_ratio"], bounded["last_ratio"]) == (2.0, 4.0)
     assert (open_ended["loss"], open_ended["ratio"]) == (1.9, 4.0)
 
 
-def test_a_lead_from_late_context_is_told_window_by_window() -> None:
+def test_the_lead_is_computed_window_by_window() -> None:
     rng = np.random.default_rng(0)
-    # Windows differ by much, and both sides find them equally hard.
+    # Windows vary in difficulty, which both sides share.
     hard = np.cumsum(rng.normal(size=(1, 32, 64)), axis=2)
     lead = np.linspace(0, -0.1, 64) + 0.01 * rng.normal(size=(1, 32, 64))
     trained: Any = {
-        (0, 9): Trained([], [], hard + lead),
-        (1, 9): Trained([], [], hard),
+        (0, 9): SideResult([], [], hard + lead),
+        (1, 9): SideResult([], [], hard),
     }
     places = rivals_runs._places(trained, 2, 64)
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
@@ -253,7 +253,9 @@ def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:
         unused,
         unused,
         rivals_runs.Differences.of([]),
-        rivals_runs.Places(np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)),
+        rivals_runs.PositionLosses(
+            np.ones(1), np.ones((2, 1)), *np.full((4, 2), np.nan)
+        ),
         unused,
         best_runs.ComputeRatio(*[nothing] * 4, np.full((2, 2), "")),
     )

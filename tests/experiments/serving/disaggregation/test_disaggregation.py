@@ -1,4 +1,4 @@
-"""Phases on GPUs of their own: what passes between them, what is chosen, queues."""
+"""Disaggregated prefill and decode: transfers, placement, queues and claims."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.disaggregation import runs, served, settings
+from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation import Received, costs, disaggregated
@@ -23,7 +23,7 @@ def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Re
     return Requests(np.array(arrival_s), tokens)
 
 
-def test_what_comes_read_costs_a_step_of_decoding() -> None:
+def test_received_sequences_cost_a_decode_step() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
     work = costs.work(
         num_decodes=2,
@@ -39,7 +39,7 @@ def test_what_comes_read_costs_a_step_of_decoding() -> None:
     assert float(Received(cost, jnp.asarray(False))(work)) == float(cost(work))
 
 
-def test_one_after_the_other_is_served() -> None:
+def test_transfers_are_serialized() -> None:
     done = metrics.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
@@ -52,7 +52,7 @@ def test_keys_and_values_queue_at_the_replica_that_sends() -> None:
     sent = Split(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
     found = disaggregated.transfers(sent, load, ready_s)
-    # The first and the third are read by the same machine; the fourth never was.
+    # The same replica prefills the first and the third; the fourth is not prefilled.
     np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
     wide = sent._replace(
         prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
@@ -62,7 +62,7 @@ def test_keys_and_values_queue_at_the_replica_that_sends() -> None:
 
 
 @pytest.mark.thorough
-def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
+def test_a_request_is_transferred_and_then_decodes() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
     placed = Split(ONE.replica, ONE.replica, 1, 1, settings.LINK)
     (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
@@ -73,12 +73,12 @@ def test_a_request_crosses_over_and_decodes_step_by_step() -> None:
     assert answers.first_s[0] == pytest.approx(first, abs=1e-5)
     assert answers.transfer_s[0] == pytest.approx(sent)
     assert answers.finish_s[0] == pytest.approx(first + sent + steps, abs=1e-5)
-    # Who asks for one token has it when its prompt is read.
+    # A request for one token ends with its prefill.
     assert answers.finish_s[1] == answers.first_s[1] > answers.first_s[0]
     assert answers.preempted == 0
 
 
-def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
+def test_late_requests_do_not_count_and_unanswered_ones_fail() -> None:
     answers = Answers(
         arrival_s=np.array([0.0, 1.0, 2.0, 3.0, np.nan]),
         first_s=np.array([0.1, 1.1, 2.5, 3.1, 9.0]),
@@ -89,7 +89,9 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     )
     objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
     placement = ("split", 2, 1, 1, 2, 1e9)
-    found = runs.Loads.of([runs.row("x", answers, objectives, placement, 8.0)])
+    found = runs.PlacementLoads.of(
+        [runs.judge_load("x", answers, objectives, placement, 8.0)]
+    )
     assert found.rate_per_card[0] == 2.0
     assert found.ttft_s[0] == pytest.approx(0.5)
     assert found.tpot_s[0] == np.inf
@@ -98,22 +100,22 @@ def test_who_comes_late_does_not_count_and_who_waits_fails() -> None:
     assert found.quick_share[0] == 0.75
 
 
-def test_the_placement_that_sustains_most_a_gpu_is_chosen() -> None:
-    # Requests a second that each GPU sustains, by role and GPUs of a machine.
+def test_the_best_placement_per_gpu_is_chosen() -> None:
+    # Requests/s per GPU, by role and GPUs of a replica.
     of_each = {"prefill": {1: 5.0, 2: 6.0, 4: 1.0}, "decode": {1: 9.0, 2: 2.0, 4: 1.0}}
-    phases = runs.Phases.of(
+    phases = runs.PhaseGoodputs.of(
         ("chat, 13B", role, num, rate)
         for role, rates in of_each.items()
         for num, rate in rates.items()
     )
-    chosen, sustains = runs.best("chat, 13B", phases)
+    chosen, sustains = runs.best_placement("chat, 13B", phases)
     assert (chosen.prefill.num_gpus, chosen.decode.num_gpus) == (2, 1)
-    # 3 machines that read 12 and 4 that decode 9: all ten GPUs are busy.
+    # 3 replicas prefill 12 requests/s and 4 decode 9 each: all 10 GPUs are busy.
     assert (chosen.num_prefill, chosen.num_decode, sustains) == (3, 4, 36.0)
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds() -> None:
+def test_claims_follow_from_the_result() -> None:
     kept = smoke.run("disaggregation")
     said, queues = smoke.ours(kept.claims), kept.result.queues
     # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
@@ -130,13 +132,13 @@ def test_claims_are_what_the_result_holds() -> None:
 
 
 @pytest.mark.slow
-def test_workers_serve_what_the_simulator_predicts() -> None:
-    config = served.Config(
+def test_workers_and_simulator_serve_the_same_requests() -> None:
+    config = measurement.Config(
         **{"model": "random-tiny", "prompt_tokens": 64, "output_tokens": 4},
         **{"shares_served": (0.2,), "seconds": 0.5, "repeats": 1, "max_slots": 2},
         token_budget=32,
     )
-    result = served.run(config)
+    result = measurement.run(config)
     assert len(result.loads) == 2
     assert result.answers == result.loads.requests[0] >= 2
     assert result.different == 0
@@ -144,6 +146,6 @@ def test_workers_serve_what_the_simulator_predicts() -> None:
     assert (result.loads.said_first_s > 0).all()
     assert (result.loads.first_s > 0).all()
     off = dataclasses.replace(result, different=1)
-    first, other = served.claims(result)[0], served.claims(off)[0]
+    first, other = measurement.claims(result)[0], measurement.claims(off)[0]
     assert (first.ours, other.ours) == (0, 1)
     assert (first.verdict, other.verdict) == ("holds", "fails")

@@ -1,25 +1,25 @@
-"""Queues of prompts, simulated, against the formulas of queueing theory."""
+"""Simulated prefill queues against the formulas of queueing theory."""
 
 import numpy as np
 import pytest
 
-from experiments.serving.disaggregation.queues import formula_s, measure
+from experiments.serving.disaggregation.queues import formula_s, simulate_queues
 from experiments.serving.disaggregation.settings import Config
 from jaxkv.workloads import metrics
 
-# 48,000 requests are simulated: what is left unoptimised takes twenty times as long.
+# 48,000 requests are simulated, which takes 20 times as long without optimisation.
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
 
 @pytest.mark.thorough
-def test_queues_wait_as_long_as_formulas_say() -> None:
+def test_waiting_times_follow_the_formulas() -> None:
     assert formula_s("one", 5.0) == pytest.approx(0.15)
-    # Two stages of D / 2, of which the first is an M/D/1 queue of its own.
+    # Two stages of D / 2; the first is an M/D/1 queue.
     found = formula_s("two pipeline stages", 5.0)
     assert found == pytest.approx(0.1 + metrics.waiting_s(5.0, 0.05))
     found = formula_s("two tensor ways", 5.0)
     assert found == pytest.approx(0.1 / 1.5 + metrics.waiting_s(5.0, 0.1 / 1.5))
-    queues = measure(
+    queues = simulate_queues(
         Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
     )
     off = np.abs(queues.simulated_s - queues.formula_s)

@@ -1,4 +1,4 @@
-"""What preemptions cost: read off traces, from one workload served in many ways."""
+"""Cost of preemption, counted from traces of one workload under many settings."""
 
 import dataclasses
 from typing import Any
@@ -8,17 +8,17 @@ import pytest
 
 from experiments.framework import registry, run_folder, table
 from experiments.framework.study import studies_of
-from experiments.serving.preemption import measured, serving
-from experiments.serving.preemption.measured import Config, Result
-from experiments.serving.preemption.serving import Servings, Way
+from experiments.serving.preemption import measurement, serving
+from experiments.serving.preemption.measurement import Config, Result
+from experiments.serving.preemption.serving import PreemptionSetting, Servings
 from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET
 from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
-(STUDY,) = studies_of(measured)
-SMOKE = measured.CONFIGS["smoke"]
+(STUDY,) = studies_of(measurement)
+SMOKE = measurement.CONFIGS["smoke"]
 WHOLE = dataclasses.replace(
     SMOKE, host_shares=(0.0,), host_share=1 / 4, page_sizes=(4, 16)
 )
@@ -31,32 +31,32 @@ def model() -> str:
 
 @pytest.fixture(scope="module")
 def whole(model: str) -> Result:
-    """A run of every part: the smoke run has no host memory and moves no pages."""
-    return measured.run(dataclasses.replace(WHOLE, model=model))
+    """A run of every part; the smoke run has no host memory and times no restore."""
+    return measurement.run(dataclasses.replace(WHOLE, model=model))
 
 
 @pytest.fixture(scope="module")
 def result(model: str) -> Result:
-    """The smoke run on a smaller model."""
+    """The smoke run with a smaller model."""
     config = dataclasses.replace(SMOKE, model=model)
-    return measured.run(config)
+    return measurement.run(config)
 
 
 def served(result: Result) -> Servings:
-    """All servings in one table."""
+    """Returns all servings in one table."""
     found = table.field_values(result).values()
     return Servings.joined(x for x in found if isinstance(x, Servings))
 
 
 def rows(servings: Servings, **wanted: Any) -> Servings:
-    """The servings of which that is so."""
+    """Returns the servings that match, at least 1."""
     found = servings.where(**wanted)
     assert len(found)
     return found
 
 
 TRACE = [
-    # Requests in three slots, and the tokens that they feed; * ends the request.
+    # Requests in 3 slots and the tokens that they feed; * ends the request.
     ("7:5 8:9 -", "both are read"),
     ("7:1 8:1 -", ""),
     ("7:1 - -", "8 is preempted with 10 tokens"),
@@ -64,13 +64,13 @@ TRACE = [
     ("- 9:4 -", "9 overtakes"),
     ("8:0 9:1 -", "8 is back with its pages"),
     ("8:1 9:1* -", ""),
-    ("- - -", "8 is preempted with 11; nobody runs"),
+    ("- - -", "8 is preempted with 11; no request runs"),
     ("- 8:6 -", "it is fed again, in two parts"),
     ("- 8:6* 5:3*", "with its last token; 5 is let in before that"),
 ]
 
 
-def test_a_trace_is_read_as_by_hand() -> None:
+def test_preemptions_are_counted_as_by_hand() -> None:
     cells = [line.split() for line, _ in TRACE]
     names = [[int(c.split(":")[0]) if c != "-" else -1 for c in row] for row in cells]
     fed = [
@@ -78,7 +78,7 @@ def test_a_trace_is_read_as_by_hand() -> None:
         for row in cells
     ]
     ended = [["*" in c for c in row] for row in cells]
-    story = serving.read_steps(
+    story = serving.count_preemptions(
         np.array(names), np.array(fed), np.array(ended), page_size=4
     )
     assert story == {
@@ -93,32 +93,32 @@ def test_a_trace_is_read_as_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_no_answer_depends_on_who_is_preempted_or_how(result: Result) -> None:
+def test_answers_do_not_depend_on_preemption(result: Result) -> None:
     all_ = served(result)
     assert len(all_.name) >= 18
     assert not all_.num_different.any()
-    # Not for want of occasions.
+    # Preemption occurs in most settings.
     assert (all_.num_preempted > 0).sum() >= 15
-    # Whoever is preempted, each token is computed once, and those lost again.
+    # Tokens computed once are equal in all settings.
     assert len(set((all_.num_fed - all_.num_recomputed).tolist())) == 1
 
 
 @pytest.mark.slow
-def test_nobody_is_preempted_where_there_is_room(result: Result) -> None:
+def test_no_preemption_with_enough_pages(result: Result) -> None:
     roomy = rows(result.ways, name="room for all")
     assert not roomy.num_preempted.any()
     assert not roomy.num_recomputed.any()
     tight = rows(result.ways, name="recompute")
     assert tight.num_preempted > 2
     assert tight.steps > roomy.steps
-    # Each token of prompts and answers is fed once, but for the last of an answer.
+    # Each token of prompts and answers is fed once, except the last of an answer.
     lost = tight.num_recomputed[0]
     assert tight.num_fed[0] == roomy.num_fed[0] + lost
     assert tight.recomputed_share[0] == lost / (roomy.num_fed[0] + lost)
 
 
 @pytest.mark.slow
-def test_with_enough_swap_space_nothing_is_computed_again(result: Result) -> None:
+def test_no_recomputation_with_enough_swap_space(result: Result) -> None:
     swap = rows(served(result), preemption="swap", host_pages=0)
     roomy = swap.swap_pages >= swap.pool_pages
     assert roomy.sum() >= 6
@@ -133,7 +133,7 @@ def test_with_enough_swap_space_nothing_is_computed_again(result: Result) -> Non
 
 
 @pytest.mark.slow
-def test_nobody_new_before_the_preempted_are_done(result: Result) -> None:
+def test_hold_new_admits_no_request_before_preempted_ones(result: Result) -> None:
     held = rows(result.ways, hold_new=True)
     assert held.preemption.tolist() == ["recompute", "swap"]
     assert (held.num_preempted > 0).all()
@@ -147,13 +147,13 @@ def test_rules_choose_different_victims(result: Result) -> None:
         rules = rows(result.victims, preemption=preemption_)
         assert len(rules.name) == 4
         assert len({*rules.num_fed.tolist()} | {*rules.steps.tolist()}) > 2
-    # The first of them is what the ways do.
+    # The ways use the first rule.
     latest = rows(result.victims, victim="latest", preemption="recompute")
     assert latest.num_fed == rows(result.ways, name="recompute").num_fed
 
 
 @pytest.mark.slow
-def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
+def test_a_watermark_reduces_recomputation(result: Result) -> None:
     marks = result.watermarks
     assert marks.watermark[0] == 0
     assert marks.num_fed[0] == rows(result.ways, name="recompute").num_fed
@@ -161,7 +161,7 @@ def test_a_watermark_leaves_less_to_compute_again(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_too_small_a_swap_space_lies_between(result: Result) -> None:
+def test_too_small_a_swap_space_is_used_in_part(result: Result) -> None:
     spaces = result.spaces
     again = rows(result.ways, name="recompute")
     assert spaces.swap_pages[0] == 0
@@ -174,7 +174,7 @@ def test_too_small_a_swap_space_lies_between(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(whole: Result) -> None:
+def test_hidden_swap_pages_equal_a_smaller_buffer(whole: Result) -> None:
     assert whole.hosts.host_pages[0] == 0
     assert (whole.hosts.swap_pages == whole.hosts.swap_pages[0]).all()
     hidden = rows(whole.spaces, swap_pages=whole.hosts.swap_pages[0])
@@ -183,8 +183,8 @@ def test_a_small_buffer_is_a_larger_one_of_which_some_is_hidden(whole: Result) -
 
 
 @pytest.mark.slow
-def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(result: Result) -> None:
-    """The ways have the pool that they know of; here it is a part of a larger one."""
+def test_hidden_pool_pages_equal_a_smaller_pool(result: Result) -> None:
+    """Compares a real pool of that size with a part of a larger pool."""
     for preemption_ in ("recompute", "swap"):
         real = rows(result.ways, name=preemption_)
         hidden = rows(
@@ -195,7 +195,7 @@ def test_what_is_hidden_of_a_pool_is_as_if_it_were_not_there(result: Result) -> 
 
 
 @pytest.mark.slow
-def test_times_of_one_request(whole: Result) -> None:
+def test_times_of_a_restore(whole: Result) -> None:
     moves = whole.moves
     assert moves.page_size.tolist() == list(WHOLE.page_sizes)
     assert (moves.num_tokens == moves.num_tokens[0]).all()
@@ -209,17 +209,19 @@ def test_times_of_one_request(whole: Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(whole: Result) -> None:
-    said = smoke.ours(measured.claims(whole))
-    assert said["no answer depends on who is preempted, or how"] == 0
-    assert said["with swap space as large as the pool nothing is computed again"] == 0
-    assert said["nobody new is let in until all who were preempted have completed"] == 0
+def test_claims_follow_from_the_result(whole: Result) -> None:
+    said = smoke.ours(measurement.claims(whole))
+    assert said["no answer depends on which requests are preempted, or how"] == 0
+    assert said["with swap space as large as the pool no token is computed again"] == 0
+    assert (
+        said["no new request is admitted until all preempted ones have completed"] == 0
+    )
     again = rows(whole.ways, name="recompute")
     left = "swapping without swap space is recomputation"
     assert said[left] == again.num_recomputed[0]
     pools = rows(whole.pools, preemption="recompute")
     share = 100 * max(pools.num_recomputed / pools.num_fed)
-    most = "most of all compute is computing again when the pool is small enough"
+    most = "most compute is recomputation when the pool is small enough"
     assert said[most] == pytest.approx(share)
     rules = rows(whole.victims, preemption="recompute")
     spared = 1 - min(rules.num_recomputed / rules.num_fed) / again.recomputed_share[0]
@@ -233,47 +235,51 @@ def test_claims_are_what_the_result_holds(whole: Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["recompute and swap", "watermarks"])
-def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
+def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = measured.run(config, Impatient(label))
+    result = measurement.run(config, Impatient(label))
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    said = smoke.ours(measured.claims(result))
-    assert not said.get("no answer depends on who is preempted, or how")
+    said = smoke.ours(measurement.claims(result))
+    assert not said.get("no answer depends on which requests are preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.report_parts(result)) >= 1
     assert smoke.draw(STUDY, result)
 
 
 @pytest.mark.slow
-def test_nothing_at_all_is_drawn_and_judged(model: str) -> None:
+def test_an_empty_run_is_drawn_and_judged(model: str) -> None:
     config = dataclasses.replace(SMOKE, model=model)
-    result = measured.run(config, Stopping(0))
-    assert measured.claims(result) == []
+    result = measurement.run(config, Stopping(0))
+    assert measurement.claims(result) == []
     assert STUDY.report_parts(result) == []
     assert smoke.draw(STUDY, result)
 
 
-def test_a_way_must_fit_its_engine(model: str) -> None:
+def test_a_setting_must_fit_its_engine(model: str) -> None:
     loaded = checkpoints.load_model(model)
-    requests, _ = measured.workload(SMOKE, loaded)
-    ways = [(Way("large", 21), measured.bounds(SMOKE, 20, 4))]
+    requests, _ = measurement.cut_prompts(SMOKE, loaded)
+    ways = [
+        (PreemptionSetting("large", 21), measurement.tight_engine_config(SMOKE, 20, 4))
+    ]
     with pytest.raises(ValueError, match="needs more pages"):
-        serving.serve(loaded, requests, [("large", "too large", 1, ways)], QUIET)
+        serving.serve_settings(
+            loaded, requests, [("large", "too large", 1, ways)], QUIET
+        )
 
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=513 must be at most"):
-        measured.run(Config(model=model))
+        measurement.run(Config(model=model))
 
 
-def test_the_record_shows_what_makes_it_cheap() -> None:
+def test_the_record_shows_cheap_preemption() -> None:
     folder = RECORDS / "preemption"
     run = run_folder.read_run(folder, registry.load_experiment("preemption"))
     ways, hosts = run.result.ways, run.result.hosts
     again = rows(ways, name="recompute")
-    # Holding new requests back loses more steps than preemption costs.
+    # Holding new requests costs more steps than preemption.
     assert rows(ways, name="recompute, hold new").steps > 1.2 * again.steps
     assert (hosts.num_recomputed[1:] < hosts.num_recomputed[0]).all()
     assert run.result.victims.recomputed_share.max() == again.recomputed_share

@@ -1,4 +1,4 @@
-"""What sequences share: counted from tables, from lengths, and by hand."""
+"""Page sharing: counted from page tables, from lengths, and by hand."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,8 @@ import pytest
 from experiments.framework import registry
 from experiments.harness import length_distributions, stepper
 from experiments.harness.prompts import PromptRequest
-from experiments.serving.sharing import requests, served
-from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, Picture
+from experiments.serving.sharing import measurement, requests
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, PageTableScenes
 from experiments.serving.sharing.requests import Client
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models import checkpoints
@@ -23,7 +23,7 @@ from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import ours, run
 
-SIZE = served.CONFIGS["smoke"].page_size
+SIZE = measurement.CONFIGS["smoke"].page_size
 ASK = Sampling(temperature=0.7)
 
 
@@ -33,18 +33,18 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def result() -> served.Result:
+def result() -> measurement.Result:
     return run("sharing").result
 
 
 @pytest.fixture(scope="module")
 def client(model: str) -> Client:
-    """A client of the run's engine, whose programs are compiled by now."""
+    """Returns a client with the run's engine, whose programs are compiled."""
     loaded, bounds = (
         checkpoints.load_model(model),
-        served.bounds(served.CONFIGS["smoke"]),
+        measurement.ample_engine_config(measurement.CONFIGS["smoke"]),
     )
-    engine = stepper.make_stepper(loaded, bounds, requests.seen_step)
+    engine = stepper.make_stepper(loaded, bounds, requests.step_with_tables)
     return Client(engine, loaded, ASK, QUIET)
 
 
@@ -60,11 +60,11 @@ def served_by(client: Client, asked: list[PromptRequest], **how: Any) -> Any:
 
 
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
-    """Logical and distinct pages of every step, with sets and nothing else."""
-    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one reads for all
+    """Returns logical and distinct pages of every step, counted with sets."""
+    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one prefill
     for places in range(prompt + 1, prompt + answer):
         held = [
-            # A full page of the prompt is the same for all, any other one's own.
+            # A full page of the prompt is shared, any other page is not.
             {(None if (k + 1) * SIZE <= prompt else sample, k) for k in range(num)}
             for sample in range(n)
             for num in [-(-places // SIZE)]
@@ -90,7 +90,7 @@ def test_the_saving_worked_by_hand(
     assert length_distributions.shared_page_saving(lengths, n, 16) == pytest.approx(
         share
     )
-    # A count of sets agrees, but for the step that reads the prompt.
+    # Set counts agree, except for the prefill step.
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
@@ -112,7 +112,7 @@ def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "answer", "n"), [(37, 20, 3), (32, 40, 8)])
-def test_pages_of_every_step_are_those_counted_by_hand(
+def test_pages_of_every_step_equal_those_counted_by_hand(
     client: Client, prompt: int, answer: int, n: int
 ) -> None:
     ask = Sampling(n=n, max_tokens=answer, ignore_eos=True, prefix_cache=False)
@@ -120,7 +120,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert done.logical_pages.tolist() == logical
     assert done.distinct_pages.tolist() == distinct
-    # Everybody but the last to write copies the prompt's partial page.
+    # All but the last sample to write copy the prompt's partial page.
     assert done.num_copied == (n - 1 if prompt % SIZE else 0)
     assert done.num_rows.sum() == prompt + n * (answer - 1)
     assert {name: len(tokens) for name, tokens in done.tokens.items()} == {
@@ -129,7 +129,7 @@ def test_pages_of_every_step_are_those_counted_by_hand(
 
 
 @pytest.mark.slow
-def test_requests_apart_share_nothing(client: Client) -> None:
+def test_separate_requests_share_no_pages(client: Client) -> None:
     ask = Sampling(max_tokens=9, ignore_eos=True, prefix_cache=False)
     done = served_by(client, [request_of(40, ask)] * 5)
     np.testing.assert_array_equal(done.logical_pages, done.distinct_pages)
@@ -140,7 +140,7 @@ def test_requests_apart_share_nothing(client: Client) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 5, 16, 40, None])
 @pytest.mark.parametrize("beams", [False, True])
-def test_a_prompt_is_computed_once_whatever_the_chunks(
+def test_a_prompt_is_computed_once_for_any_chunk_size(
     client: Client, chunk_size: int | None, beams: bool
 ) -> None:
     num = 4 if beams else 8
@@ -154,7 +154,7 @@ def test_a_prompt_is_computed_once_whatever_the_chunks(
 
 
 @pytest.mark.slow
-def test_samples_save_what_lengths_say(result: served.Result) -> None:
+def test_savings_of_samples_follow_from_lengths(result: measurement.Result) -> None:
     samples = result.samples
     assert samples.lengths.tolist() == ["short", "short", "long", "long"]
     assert samples.num_sequences.tolist() == [4, 8, 4, 8]
@@ -165,7 +165,7 @@ def test_samples_save_what_lengths_say(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_beams_save_more_than_samples(result: served.Result) -> None:
+def test_beams_save_more_than_samples(result: measurement.Result) -> None:
     assert result.beams.num_sequences.tolist() == [4, 4]
     for name in ("short", "long"):
         assert result.samples.saved(name, 4) < result.beams.saved(name, 4) < 3 / 4
@@ -173,7 +173,9 @@ def test_beams_save_more_than_samples(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
+def test_prompts_of_eight_samples_are_prefilled_once(
+    result: measurement.Result,
+) -> None:
     readings = result.readings
     assert readings.chunk_size.tolist() == [3, 64]
     assert readings.num_sequences.tolist() == [8, 8]
@@ -181,10 +183,10 @@ def test_prompts_of_eight_answers_are_read_once(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_a_common_beginning_is_found_and_changes_no_answer(
-    result: served.Result,
+def test_a_common_prefix_is_found_and_changes_no_answer(
+    result: measurement.Result,
 ) -> None:
-    smoke, prefixes = served.CONFIGS["smoke"], result.prefixes
+    smoke, prefixes = measurement.CONFIGS["smoke"], result.prefixes
     assert prefixes.prefix_tokens.tolist() == [33]
     assert prefixes.num_cached.tolist() == [32]  # its full pages
     assert prefixes.num_different.tolist() == [0]
@@ -197,7 +199,7 @@ def test_a_common_beginning_is_found_and_changes_no_answer(
 
 
 @pytest.mark.slow
-def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
+def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
     picture, rows = result.picture, NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
     assert picture.logical_pages.tolist() == (
@@ -216,7 +218,7 @@ def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
             held = picture.num_filled[i, row][table[row] != NO_PAGE]
             assert (held[:-1] == SIZE).all()
             assert held.sum() >= len(PROMPT)
-        # Who shares a page reads the same there, and shares all pages before it.
+        # Sequences that share a page have equal text in it, and share earlier pages.
         for column, one, two in np.ndindex(table.shape[1], rows, rows):
             if table[one, column] == table[two, column] != NO_PAGE:
                 assert (table[one, :column] == table[two, :column]).all()
@@ -225,7 +227,7 @@ def test_the_picture_shows_what_tables_hold(result: served.Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_are_what_the_result_holds(result: served.Result) -> None:
+def test_claims_follow_from_the_result(result: measurement.Result) -> None:
     kept, samples = run("sharing"), result.samples
     said = ours(kept.claims)
     assert said["8 answers to a prompt compute its tokens once"] == 1
@@ -255,12 +257,12 @@ def test_claims_are_what_the_result_holds(result: served.Result) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["parallel sampling", "picture"])
-def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
-    config = dataclasses.replace(served.CONFIGS["smoke"], model=model)
-    result = served.run(config, Impatient(label))
+def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
+    config = dataclasses.replace(measurement.CONFIGS["smoke"], model=model)
+    result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    said, samples = ours(served.claims(result)), result.samples
+    said, samples = ours(measurement.claims(result)), result.samples
     if label == "parallel sampling":
         saved = said.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])
@@ -271,13 +273,13 @@ def test_stopped_early_it_keeps_what_it_has(model: str, label: str) -> None:
     (study, _) = registry.load_experiment("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.report_parts(result)) >= 1
-    nothing = dataclasses.replace(result, picture=Picture.of([]))
+    nothing = dataclasses.replace(result, picture=PageTableScenes.of([]))
     for part in (result, nothing):
         assert support_smoke.draw(study, part)
 
 
 @pytest.mark.slow
-def test_what_is_stopped_leaves_an_empty_engine(client: Client) -> None:
+def test_a_stopped_client_leaves_an_empty_engine(client: Client) -> None:
     ask = Sampling(n=8, max_tokens=60, ignore_eos=True)
     requests = [request_of(50, ask)] * 3
     assert client._replace(progress=Stopping(0)).serve(requests) is None
@@ -288,7 +290,7 @@ def test_what_is_stopped_leaves_an_empty_engine(client: Client) -> None:
 
 @pytest.mark.slow
 def test_settings_serve_the_same_requests(client: Client) -> None:
-    """Whatever their number of answers, so that savings can be compared."""
+    """Requests do not depend on the number of samples, so savings are comparable."""
     kinds = {"short": Lengths(np.array([20, 9]), np.array([6, 12]))}
     savings = requests.serve_groups(client, kinds, (2, 3), beams=False)
     assert savings.mean_prompt.tolist() == [14.5] * 2
@@ -299,7 +301,9 @@ def test_settings_serve_the_same_requests(client: Client) -> None:
 
 def test_the_model_must_be_long_enough(model: str) -> None:
     with pytest.raises(ValueError, match="max_length=1024 must be at most"):
-        served.run(served.Config(model=model))
-    smoke = dataclasses.replace(served.CONFIGS["smoke"], model=model, length_scale=1.0)
+        measurement.run(measurement.Config(model=model))
+    smoke = dataclasses.replace(
+        measurement.CONFIGS["smoke"], model=model, length_scale=1.0
+    )
     with pytest.raises(ValueError, match="do not fit max_length=208"):
-        served.run(smoke)
+        measurement.run(smoke)

@@ -1,8 +1,8 @@
-"""What do preemptions cost a real model, and what makes them cheap?
+"""Measures preemption with a real model.
 
-It continues real text, always the same requests, and only the policy and the memory
-change. All are there when the clock starts; the model's own end token is ignored, so
-that lengths are those asked for.
+A model continues real text. Requests are always the same; only the policy and the
+memory differ. All requests arrive at 0 s. The model's own end token is ignored, so that
+output lengths are as requested.
 """
 
 import dataclasses
@@ -23,9 +23,13 @@ from experiments.framework import (
 from experiments.harness import model_shapes, prompts
 from experiments.harness.prompts import PromptRequest
 from experiments.plotting import style, systems
-from experiments.serving.preemption import moving, serving
-from experiments.serving.preemption.moving import Moves
-from experiments.serving.preemption.serving import Servings, Way, Ways
+from experiments.serving.preemption import restore_times, serving
+from experiments.serving.preemption.restore_times import RestoreTimes
+from experiments.serving.preemption.serving import (
+    PreemptionSetting,
+    PreemptionSettings,
+    Servings,
+)
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import checkpoints
@@ -33,49 +37,49 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import victims
 
 WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
-"""Recomputed share by the share of the pool kept free, in our own simulation of
-ShareGPT's mean lengths: 1,024 requests at 1.9 a second, 983 pages, of which 0, 32 and
-128 are kept free."""
+"""Recomputed share by watermark as a share of the pool, from this project's simulation
+of ShareGPT's mean lengths: 1,024 requests at 1.9 requests/s, 983 pages, of which 0, 32
+and 128 are kept free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(prompts.RaggedConfig):
-    """The requests, and the memory that they are served in."""
+    """The requests, and the memory that serves them."""
 
     prompt_tokens: tuple[int, int] = (16, 128)
-    """Shortest and longest prompt."""
+    """Shortest and longest prompt in tokens."""
     output_tokens: tuple[int, int] = (48, 320)
-    """Shortest and longest answer."""
+    """Shortest and longest answer in tokens."""
     sigma: float = 0.6
-    """Raggedness: standard deviation of the logarithm of both lengths."""
+    """Standard deviation of the logarithm of both lengths."""
     max_slots: int = 16
-    """Sequences that run at once."""
+    """Largest number of sequences that run at once."""
     pool_share: float = 0.4
-    """Pages in the pool, as a share of those that the longest requests, as many as
-    there are slots, need at their end."""
+    """Pages in the pool, as a share of the pages of the `max_slots` longest requests at
+    their end."""
     pool_shares: tuple[float, ...] = (0.5, 0.3, 0.2)
-    """Other sizes of the pool."""
+    """Further pool sizes, as shares."""
     watermark_shares: tuple[float, ...] = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-    """Pages kept free at admission, as shares of the pool."""
+    """Watermarks: pages kept free at admission, as shares of the pool."""
     swap_shares: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
-    """Pages of the swap space, as shares of the pool."""
+    """Sizes of the swap space in pages, as shares of the pool."""
     host_share: float = 1 / 8
-    """Pages of the buffer where the host takes part, as a share of the pool."""
+    """Pages of the device buffer when host memory is used, as a share of the pool."""
     host_shares: tuple[float, ...] = (0.0, 1 / 16, 1.0)
-    """Pages of swap space in host memory beside it, as shares of the pool."""
+    """Pages of swap space in host memory, as shares of the pool."""
     repeats: int = 3
-    """Servings of each way that is timed."""
+    """Servings of each timed setting."""
     move_tokens: int = 512
-    """Tokens of the one request that is brought back."""
+    """Tokens of the single request that is restored."""
     page_sizes: tuple[int, ...] = (1, 4, 16, 64)
-    """Page sizes at which it is."""
+    """Page sizes at which it is restored."""
     move_repeats: int = 30
-    """Measurements of that."""
+    """Measurements of the restored request."""
     numerics: Literal["fast", "reproducible"] = "reproducible"
-    """Whether answers may depend, in rounding, on who is preempted."""
+    """Numerics: "reproducible" makes answers independent of preemption."""
 
     def __post_init__(self) -> None:
-        """Refuses what does not fit, or leaves nothing to measure."""
+        """Validates the fields."""
         super().__post_init__()
         validation.at_least(self, "repeats", "move_tokens", "move_repeats")
         validation.at_least(self, "page_sizes")
@@ -112,25 +116,25 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """The same requests, served in many ways; and one request, brought back."""
+    """Servings of the same requests under many settings, and times of one restore."""
 
-    ways: Servings = column("room for all; then too little, recomputing and swapping")
-    victims: Servings = column("who is preempted")
-    watermarks: Servings = column("pages kept free at admission")
-    pools: Servings = column("smaller pools")
-    spaces: Servings = column("swapping with a buffer that has not room for all")
-    hosts: Servings = column("swapping with a small buffer and host memory beside it")
-    moves: Moves = column("one request, brought back")
+    ways: Servings = column("without preemption; with recomputation and with swapping")
+    victims: Servings = column("by rule that selects the victim")
+    watermarks: Servings = column("by pages kept free at admission")
+    pools: Servings = column("by pool size")
+    spaces: Servings = column("by swap space on the device")
+    hosts: Servings = column("by swap space in host memory, with a small device buffer")
+    moves: RestoreTimes = column("times to restore one request")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves everything; ended early, it has what is done."""
+    """Serves all settings; if stopped, keeps the finished ones."""
     longest = max(config.longest, config.move_tokens + 1)
     model = model_shapes.load_text_model(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
-    requests, moved = workload(config, model)
-    served = serving.serve(model, requests, _asked(config, requests), progress)
-    moves = moving.measure(
+    requests, moved = cut_prompts(config, model)
+    served = serving.serve_settings(model, requests, _asked(config, requests), progress)
+    moves = restore_times.time_restores(
         model,
         moved,
         config.page_sizes,
@@ -143,27 +147,33 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _asked(
     config: Config, requests: list[PromptRequest]
-) -> Iterator[tuple[str, str, int, Ways]]:
-    """Lists the ways that are compared; in the first of all none is preempted.
+) -> Iterator[tuple[str, str, int, PreemptionSettings]]:
+    """Lists the settings to compare; the first has no preemption.
 
     Yields:
-      A field of the result, and the rest that `serving.serve` takes.
+      A field of the result, and the arguments of `serving.serve_settings`.
     """
     lengths = [len(x.tokens) + (x.sampling.max_tokens or 0) for x in requests]
     pages = sorted(-(-length // config.page_size) for length in lengths)
     need = sum(pages[-config.max_slots :])
 
     def pages_of(share: float) -> int:
-        # The longest request must fit.
+        # The pool holds at least the longest request.
         return max(pages[-1], round(share * need))
 
     pool = pages_of(config.pool_share)
     small = max(1, round(config.host_share * pool))
-    wide, tight = bounds(config, need, need), bounds(config, pool, pool)
-    narrow = bounds(config, pool, small)
-    again, swap = Way("recompute", pool), Way("swap", pool, "swap", swap_pages=pool)
+    wide, tight = (
+        tight_engine_config(config, need, need),
+        tight_engine_config(config, pool, pool),
+    )
+    narrow = tight_engine_config(config, pool, small)
+    again, swap = (
+        PreemptionSetting("recompute", pool),
+        PreemptionSetting("swap", pool, "swap", swap_pages=pool),
+    )
     both, rules = (again, swap), get_args(victims.Victim.__value__)
-    ways = [(Way("room for all", need), wide)]
+    ways = [(PreemptionSetting("room for all", need), wide)]
     for way in both:
         held = way._replace(name=f"{way.name}, hold new", hold_new=True)
         ways += [(way, tight), (held, tight)]
@@ -189,8 +199,10 @@ def _asked(
     yield "hosts", "host memory", 1, ways
 
 
-def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
-    """The engine, with so much memory."""
+def tight_engine_config(
+    config: Config, num_pages: int, max_swap_pages: int
+) -> EngineConfig:
+    """Returns the engine config for a pool size and swap space in pages."""
     return config.engine_config(
         num_pages,
         config.longest,
@@ -200,13 +212,13 @@ def bounds(config: Config, num_pages: int, max_swap_pages: int) -> EngineConfig:
     )
 
 
-def workload(
+def cut_prompts(
     config: Config, model: checkpoints.LoadedModel
 ) -> tuple[list[PromptRequest], PromptRequest]:
-    """Cuts the prompts: those that are served, and the one that is brought back."""
+    """Cuts the prompts of the served requests and of the restored request."""
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng, ignore_eos=True)
-    # A file may be shorter.
+    # Eight attempts: a file may be shorter than the request.
     tries, ask = [config.move_tokens] * 8, requests[0].sampling
     found = prompts.cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
     return requests, max(found, key=lambda request: len(request.tokens))
@@ -214,7 +226,7 @@ def workload(
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Judges everything that was served; parts that were not are left out."""
+    """Judges the parts that were served."""
     ways = result.ways
     served = [x for x in table.field_values(result).values() if isinstance(x, Servings)]
     if len(ways) > 1:
@@ -230,15 +242,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("held", sum(x.num_overtaken.sum() for x in held))
     none, plain = result.spaces.where(swap_pages=0), ways.where(name="recompute")
     if len(none) and len(plain):
-        lost, theirs = none.num_recomputed[0], float(plain.num_recomputed[0])
-        yield measured("left_end", lost, published=theirs)
+        lost, reference = none.num_recomputed[0], float(plain.num_recomputed[0])
+        yield measured("left_end", lost, published=reference)
     for share, published in WATERMARKS.items():
         marks = result.watermarks
-        here = marks.at(marks.watermark == [round(share * x) for x in marks.pool_pages])
-        if len(here):
-            found, theirs = 100 * here.recomputed_share[0], 100 * published
+        selected = marks.at(
+            marks.watermark == [round(share * x) for x in marks.pool_pages]
+        )
+        if len(selected):
+            found, reference = 100 * selected.recomputed_share[0], 100 * published
             words: dict[str, Any] = {"share": 100 * share}
-            yield measured("watermark", found, published=theirs, differs=True, **words)
+            yield measured(
+                "watermark", found, published=reference, differs=True, **words
+            )
     again = result.pools.where(preemption="recompute")
     if len(again):
         most = 100 * again.recomputed_share.max()
@@ -261,7 +277,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     )
     words = {"low": sizes.min(), "high": sizes.max()}
     yield measured("reading", again.max() / again.min(), **words)
-    # Smaller than all others but those of one token, if there is a choice.
+    # The smallest page size above 1, if there is one.
     small = np.where(sizes > 1, sizes, 2**30).argmin()
     words = {"low": sizes[small], "high": sizes.max()}
     yield measured("small_pages", swap[small] / swap[sizes.argmax()], **words)
@@ -269,7 +285,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts the ways beside each other; parts that were not served are left out."""
+    """Returns tables of all settings; parts that were not served are left out."""
     ways, moves = result.ways, result.moves
     counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
     times = ("seconds", "mean_latency_s", "p95_latency_s", "num_different")
@@ -278,23 +294,23 @@ def summary(result: Result) -> list[ReportPart]:
     kept = ("watermark", "watermark_share", *counts)
     room = ("swap_pages", "host_pages", "num_fallbacks", *counts)
     pool, need = ways.pool_pages.min(initial=2**31), ways.pool_pages.max(initial=0)
-    title = f"a pool of {pool} pages, where {need} would do for all"
+    title = f"a pool of {pool} pages; {need} suffice for all requests"
     note = (
-        f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} servings "
-        "each, alternating. Pages moved: out and back. Hold new: no new request is "
-        "let in until all preempted ones are done."
+        f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} alternating "
+        "servings. Pages moved: out and back. Hold new: no new request is admitted "
+        "until all preempted ones are done."
     )
     marks, spaces = (
         "a watermark at admission, recomputing",
         "swap space that is too small",
     )
-    lost = "Whoever finds no room in the buffer has its tokens computed again."
+    lost = "Requests that find no room in the buffer have their tokens recomputed."
     small = Servings.joined([result.spaces, result.hosts])
-    back = f"bringing back one request of {moves.num_tokens.max(initial=0):,} tokens"
+    back = f"restoring one request of {moves.num_tokens.max(initial=0):,} tokens"
     medians = f"Medians of {moves.recompute_s.shape[-1]}."
     sheets = [
         ways.sheet(title, "name", *counts, *times, note=note),
-        result.victims.sheet("who is preempted", "victim", "preemption", *counts),
+        result.victims.sheet("rules for victims", "victim", "preemption", *counts),
         result.watermarks.sheet(marks, *kept),
         result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
         small.sheet(spaces, *room, note=lost),
@@ -304,7 +320,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws four panels; those of parts that were not served stay empty."""
+    """Draws 4 panels; panels of parts that were not served stay empty."""
     _draw_ways(axes[0], result.ways)
     _draw_watermarks(axes[1], result.watermarks, result.victims)
     _draw_spaces(axes[2], result.spaces, result.hosts)
@@ -312,7 +328,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_ways(ax: Any, ways: Servings) -> None:
-    """Tokens computed once and again, a bar each way, with steps and seconds."""
+    """Draws computed and recomputed tokens as a bar for each setting."""
     names, again_look = ways.name.tolist(), {"hatch": "xxx", "edgecolor": "white"}
     shares = {}
     for i, row in enumerate(ways.rows()):
@@ -345,12 +361,12 @@ AGAIN = "computed again [% of tokens]"
 
 
 def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
-    """Recomputed share against pages kept free; at none, every rule of victims."""
+    """Draws the recomputed share by pages kept free, and the best victim rule."""
     title = "Pages kept free at admission"
-    theirs = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
+    reference = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
-    style.draw_curve(ax, *zip(*theirs, strict=True), "published", label, **look)
+    style.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
@@ -374,7 +390,7 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
 
 
 def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
-    """Recomputed share against swap space, and with the host's memory as well."""
+    """Draws the recomputed share by swap space, with and without host memory."""
     hosts = hosts.at(hosts.host_pages > 0)
     for found, system, label, line in (
         (spaces, "swap", "buffer on the device", "-"),
@@ -406,13 +422,11 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         ax.legend()
 
 
-def _draw_moves(ax: Any, moves: Moves) -> None:
-    """Time to bring one request back, against the page size."""
+def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
+    """Draws the time to restore one request by page size."""
     x, y = "page size [tokens]", "time [ms]"
     if not len(moves):
-        style.set_labels(
-            ax, "Bringing one request back: not measured in this run", x, y
-        )
+        style.set_labels(ax, "Restoring one request: not measured in this run", x, y)
         return
     sizes, medians = moves.page_size.tolist(), {}
     for label, values, system in (
@@ -423,8 +437,8 @@ def _draw_moves(ax: Any, moves: Moves) -> None:
         medians[label] = 1000 * np.median(values, axis=1)
         style.draw_curve(ax, sizes, medians[label], system, label)
     last = [x[-1] for x in medians.values()]
-    title = f"{moves.num_tokens[0]:,} tokens come back {last[0] / last[-1]:,.0f} times "
-    title += "sooner by swapping than by computing"
+    title = f"Swapping restores {moves.num_tokens[0]:,} tokens "
+    title += f"{last[0] / last[-1]:,.0f} times sooner than recomputation"
     if sizes[0] == 1:
         title += " (pages of 1: XLA copies the pool)"
     style.use_powers_of_two(ax)

@@ -1,14 +1,14 @@
-"""What is shared at the paper's lengths? Pages counted in simulated time, none read.
+"""Simulates page sharing at the paper's lengths.
 
-The engine's own scheduler serves a load with a clock for a model: OPT-13B on one A100
-of 40 GB, whose pool has 983 pages of 16 tokens. Sequences of a request share the full
-pages of its prompt, and a partial one until they write: figure 15a.
+The engine's scheduler serves a load with the cost model of OPT-13B on an A100 of 40 GB,
+whose pool has 983 pages of 16 tokens. Samples of a request share the full pages of its
+prompt, and its partial page until they write: figure 15a.
 
-Translations all begin with the same examples: figure 16, of LLaMA-13B, whose weights
-and pool are as large. With pages, the full pages of the examples are in the pool once,
-and read before the load comes. Orca (Oracle) knows how long every translation will be
-and reserves as much in one piece, with a copy of the examples for each, which it reads
-again each time.
+Translations share a prefix of examples: figure 16, for LLaMA-13B, whose weights and
+pool have the same size. With pages, the full pages of the prefix are in the pool once
+and are prefilled before the load starts. Orca (Oracle) knows the length of every
+translation and reserves contiguous memory for it, with a copy of the prefix that it
+prefills for each request.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from experiments.framework.table import (
 from experiments.harness import length_distributions
 from experiments.plotting import style, systems
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.sharing.requests import published_share
-from experiments.serving.sharing.served import (
+from experiments.serving.sharing.measurement import (
     CLAIMS,
     DATA,
     figure_claim,
     lengths_claims,
 )
+from experiments.serving.sharing.requests import published_share
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
@@ -49,14 +49,14 @@ PANELS = (2, 2)
 SWITCH = ("num_simulated", True)
 SERVER = settings.SERVERS["13B"]
 MAX_ROWS = 2560
-"""Tokens fed in a step at most: a longest prompt, and all that decode."""
+"""Token budget of a step: the longest prompt and all decoding sequences."""
 
 LAWS = {"short": lengths.ALPACA, "long": lengths.SHAREGPT}
 TIMES = {"short": 4, "long": 1}
-"""Short requests are soon served: so many times as many for the same numbers."""
+"""Factor of the number of requests, for equal precision of short and long ones."""
 SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
-"""Load, two thirds of where the axes of figures 14 and 12 end. As long as nobody waits,
-what is saved does not depend on it."""
+"""Load in sequences/s, two thirds of the ends of the axes of figures 14 and 12. The
+saving does not depend on it as long as no request waits."""
 ANSWERS = (2, 4, 6)
 
 SENTENCES = lengths.Pair(
@@ -65,30 +65,30 @@ SENTENCES = lengths.Pair(
     max_prompt=256,
     max_length=512,
 )
-"""Sentences of WMT16 English to German. Four more examples make a prompt 341 - 80 = 261
-tokens longer: a pair has 65. German takes a third more of them than English."""
+"""Sentences of WMT16 English to German. Four more examples add 341 - 80 = 261 tokens,
+so a pair has 65. German has a third more tokens than English."""
 RATES = np.round(np.geomspace(4.0, 80.0, 20), 2)
-"""Translations a second."""
+"""Translations/s."""
 SECONDS = 120.0
-"""Simulated load of them."""
+"""Simulated seconds of load."""
 AT_MOST_S = 0.5
-"""Seconds a token at which rates are compared."""
+"""Latency in s/token at which rates are compared."""
 SYSTEMS = ("Orca (Oracle)", "paged")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How much is simulated."""
+    """Extent of the simulation."""
 
     num_simulated: int = 512
-    """Requests of the paper's lengths, in each of its settings."""
+    """Requests with the paper's lengths in each setting."""
     prefixes: tuple[int, ...] = (80, 341)
-    """Tokens with which translations begin alike: one and five examples."""
+    """Tokens of the common prefix of translations: 1 and 5 examples."""
     seed: int = 0
-    """Of lengths and arrivals."""
+    """Seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to share."""
+        """Validates the fields."""
         validation.at_least(self, "num_simulated", "prefixes")
         validation.at_least(self, "seed", low=0)
 
@@ -96,116 +96,119 @@ class Config:
 CONFIGS = {"paper": Config()}
 
 
-class Counted(ResultTable):
-    """Requests of several answers, a row for each setting."""
+class SimulatedSavings(ResultTable):
+    """Simulated page sharing of requests with several samples."""
 
     lengths: Texts = column('"short" or "long"')
-    num_sequences: Ints = column("of a request", key="answers")
+    num_sequences: Ints = column("samples per request", key="answers")
     rate: Floats = column("arrivals", key="requests_per_s", heading="requests/s")
-    num_requests: Ints = column("how many there were", key="requests")
-    batch: Floats = column("sequences that ran, on average over time")
-    saved_share: Floats = column("pages saved / without sharing, on average over time")
-    expected_share: Floats = column("what lengths alone say")
-    num_preempted: Ints = column("sequences preempted", key="preempted")
+    num_requests: Ints = column("requests", key="requests")
+    batch: Floats = column("mean number of running sequences")
+    saved_share: Floats = column("mean saved pages / pages without sharing")
+    expected_share: Floats = column("saved share by lengths")
+    num_preempted: Ints = column("preempted sequences", key="preempted")
 
     @property
     @computed_column()
     def published_share(self) -> np.ndarray:
-        """The paper's; NaN where there is none."""
+        """Published share; NaN if there is none."""
         return published_share("answers", self)
 
 
-class Translated(ResultTable):
-    """Translations with a common beginning, a row for each length of it."""
+class TranslationRates(ResultTable):
+    """Sustained rates of translations by length of the prefix."""
 
-    prefix_tokens: Ints = column("with which all begin")
-    rate: Float[np.ndarray, "rows rates"] = column(
-        "requests a second", is_reported=False
-    )
+    prefix_tokens: Ints = column("tokens of the prefix")
+    rate: Float[np.ndarray, "rows rates"] = column("requests/s", is_reported=False)
     latency_s: Float[np.ndarray, "rows systems rates"] = column(
-        "seconds a token, Orca's and ours", is_reported=False
+        "latency in s/token, Orca and paged", is_reported=False
     )
     batch: Float[np.ndarray, "rows systems rates"] = column(
-        "sequences that ran on average", is_reported=False
+        "mean number of running sequences", is_reported=False
     )
     at_most: Float[np.ndarray, "rows systems"] = column(
-        "requests a second at 0.5 s a token", is_reported=False
+        "requests/s at 0.5 s/token", is_reported=False
     )
 
     @property
     @computed_column()
     def oracle_per_s(self) -> np.ndarray:
-        """The rate that Orca (Oracle) sustains."""
+        """Highest rate that Orca (Oracle) sustains, requests/s."""
         return self.at_most.reshape(-1, 2)[:, 0]
 
     @property
     @computed_column()
     def paged_per_s(self) -> np.ndarray:
-        """The rate that pages sustain, shared."""
+        """Rate that the paged system sustains."""
         return self.at_most.reshape(-1, 2)[:, 1]
 
     @property
     @computed_column()
     def ratio(self) -> np.ndarray:
-        """How many times as many requests pages serve."""
+        """Paged rate over that of Orca (Oracle)."""
         return self.paged_per_s / self.oracle_per_s
 
     @property
     @computed_column()
     def published_ratio(self) -> np.ndarray:
-        """The paper's; NaN where there is none."""
+        """Published ratio; NaN if there is none."""
         printed = CLAIMS.published("translations")
         return np.array([printed.get(str(x), np.nan) for x in self.prefix_tokens])
 
 
 class Result(ResultRecord):
-    """What was counted."""
+    """Simulated samples and translations."""
 
-    counted: Counted = column(
-        "several answers",
+    counted: SimulatedSavings = column(
+        "samples",
         key="simulated",
-        heading="pages saved by several answers, simulated",
-        note="OPT-13B on an A100 of 40 GB; lengths after the printed means. Expected: "
-        "by lengths alone.",
+        heading="pages saved by several samples, simulated",
+        note="OPT-13B on an A100 of 40 GB; lengths follow the printed means. Expected: "
+        "by lengths.",
     )
-    translated: Translated = column(
-        "common beginnings",
+    translated: TranslationRates = column(
+        "common prefixes",
         key="translations",
         heading=f"translations/s at {AT_MOST_S} s a token, simulated",
-        note="Lengths of sentences are worked out from those of the examples, and step "
-        "times are OPT-13B's fit; neither is printed.",
+        note="Sentence lengths follow from those of the examples, and step times are "
+        "OPT-13B's fit; neither is printed.",
     )
 
 
-class Behind(NamedTuple):
-    """A cost of sequences that all attend to so many more tokens than are counted."""
+class SharedPrefixCost(NamedTuple):
+    """A cost model whose sequences attend to an uncounted shared prefix.
+
+    Attributes:
+      cost: cost model of a step.
+      num_tokens: tokens of the shared prefix.
+    """
 
     cost: Cost
     num_tokens: Int32[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
+        """Returns the seconds of a step."""
         more = work.decode_context + self.num_tokens * work.num_decodes
         return self.cost(work._replace(decode_context=more))
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Counts both; ended early, it has what is done."""
-    counted = count(config, progress)
-    translated = Translated.of([])
+    """Simulates both parts; if stopped, keeps the finished ones."""
+    counted = simulate_answers(config, progress)
+    translated = TranslationRates.of([])
     if not progress.stopped:
-        translated = translate(config, progress)
+        translated = simulate_translations(config, progress)
     return Result(counted=counted, translated=translated)
 
 
 def _capacity(num_places: int) -> Capacity:
-    """Bounds of the machine with a pool of so many token places."""
-    plain = runs.capacity(num_places // settings.PAGE_SIZE)
+    """Returns the capacity of a pool with `num_places` token places."""
+    plain = runs.pool_capacity(num_places // settings.PAGE_SIZE)
     return plain._replace(token_budget=jnp.int32(MAX_ROWS))
 
 
-def count(config: Config, progress: Progress) -> Counted:
-    """Serves each kind of requests with each number of answers."""
+def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
+    """Simulates each kind of requests with each number of samples."""
     rows = []
     for name, law in LAWS.items():
         size = TIMES[name] * config.num_simulated
@@ -213,7 +216,7 @@ def count(config: Config, progress: Progress) -> Counted:
         tokens = length_distributions.draw_lengths(law, size, settings.MAX_LENGTH, rng)
         members = []
         for n in ANSWERS:
-            # The same requests in a random order, whatever their number of answers.
+            # The same requests in the same random order for every number of samples.
             rng = np.random.default_rng(config.seed)
             order, rate = rng.permutation(size), SEQUENCES_PER_S[name] / n
             load = arrivals.make(
@@ -223,7 +226,7 @@ def count(config: Config, progress: Progress) -> Counted:
                 samples=n,
             )
             pool = _capacity(SERVER.num_places)
-            members.append(Members(load, pool, fcfs.fcfs(), settings.cost(SERVER)))
+            members.append(Members(load, pool, fcfs.fcfs(), settings.step_time(SERVER)))
         served = driver.simulate(
             driver.stack(members),
             max_slots=128,
@@ -239,13 +242,13 @@ def count(config: Config, progress: Progress) -> Counted:
             expected = length_distributions.shared_page_saving(
                 tokens, n, settings.PAGE_SIZE
             )
-            asked = name, n, SEQUENCES_PER_S[name] / n, size
-            rows.append((*asked, means.batch[i], saved[i], expected, preempted[i]))
-    return Counted.of(rows)
+            setting = name, n, SEQUENCES_PER_S[name] / n, size
+            rows.append((*setting, means.batch[i], saved[i], expected, preempted[i]))
+    return SimulatedSavings.of(rows)
 
 
-def translate(config: Config, progress: Progress) -> Translated:
-    """Serves translations at all rates by both systems; stopped, it tells nothing."""
+def simulate_translations(config: Config, progress: Progress) -> TranslationRates:
+    """Simulates translations at all rates with both systems; empty if stopped."""
     shape = (len(config.prefixes), len(RATES))
     latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
     for k, system in enumerate(SYSTEMS):
@@ -260,7 +263,7 @@ def translate(config: Config, progress: Progress) -> Translated:
             members, max_slots=runs.MAX_SLOTS, head=runs.HEAD, progress=progress
         )
         if progress.stopped:
-            return Translated.of([])
+            return TranslationRates.of([])
         took_s = workloads.metrics.normalised_latency_s(
             served.arrival_s, served.finish_s, np.asarray(members.workload.output)
         )
@@ -269,7 +272,7 @@ def translate(config: Config, progress: Progress) -> Translated:
     capacity = functools.partial(workloads.metrics.capacity, at_most_s=AT_MOST_S)
     at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
     prefixes, rates = np.array(config.prefixes), np.broadcast_to(RATES, shape)
-    return Translated(prefixes, rates, latency_s, batch, np.array(at_most))
+    return TranslationRates(prefixes, rates, latency_s, batch, np.array(at_most))
 
 
 def _translations(
@@ -288,14 +291,14 @@ def _translations(
         load._replace(prompt=load.prompt + prefix - shared),
         _capacity(places - shared),
         fcfs.fcfs(),
-        Behind(settings.cost(SERVER), jnp.asarray(shared, jnp.int32)),
+        SharedPrefixCost(settings.step_time(SERVER), jnp.asarray(shared, jnp.int32)),
         reservation=None if system == "paged" else reservation,
     )
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists every setting, a row each."""
-    # Every run of the experiment has the lists of both studies.
+    """Returns a row per setting."""
+    # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")
     return {**{name: [] for name in served}, **table.metrics(result)}
 
@@ -305,7 +308,7 @@ summary = table.sheets
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the counts against closed forms, and figures 15a and 16 against ours."""
+    """Compares the simulation with closed forms and figures 15a and 16."""
     yield from lengths_claims(result.counted)
     for row in result.counted.rows():
         is_end = (row["lengths"], row["answers"]) == ("long", max(ANSWERS))
@@ -321,7 +324,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws figure 15a above, and figure 16 below."""
+    """Draws figure 15a above and figure 16 below."""
     names = result.counted.distinct("lengths")
     for ax, name in zip(axes[0], names, strict=False):
         _draw_savings(ax, result.counted.where(lengths=name), name)
@@ -331,8 +334,8 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
 
 
-def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
-    """Bars of ours next to the paper's in grey; a dash where lengths alone lead."""
+def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
+    """Draws simulated and published bars; a dash marks the saving by lengths."""
     data, place = DATA[name], np.arange(len(counted))
     for shift, share, system, label in (
         (-0.2, counted.published_share, "published", "the paper's"),
@@ -353,8 +356,8 @@ def _draw_savings(ax: Any, counted: Counted, name: str) -> None:
     ax.legend()
 
 
-def _draw_latency(ax: Any, translated: Translated, i: int) -> None:
-    """Latency against rate, as figure 16 has it."""
+def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
+    """Draws latency by rate as in figure 16."""
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]
         look = {"marker": ""}

@@ -1,9 +1,8 @@
-"""What do preemptions cost at the paper's scale, and what makes them cheap?
+"""Simulates preemption at the paper's scale.
 
-OPT-13B under chat requests, in simulated time. Who is preempted, and how many pages are
-kept free against it, decide how much is computed again. What it costs to move pages
-instead depends on their size, since every page is a transfer of its own for K and for V
-in every layer.
+OPT-13B serves chat requests in simulated time. The rule for victims and the watermark
+determine the recomputed share. The cost of swapping depends on the page size, because
+every page needs separate transfers of K and V in every layer.
 """
 
 import dataclasses
@@ -38,26 +37,26 @@ from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
 RATE = 1.9
-"""Requests a second: nearly what the memory sustains."""
+"""Requests/s, close to the rate that the memory sustains."""
 PAGES_RATE = 1.6
-"""Where pages of several sizes are compared: large ones sustain less."""
+"""Requests/s of the comparison of page sizes; large pages sustain less."""
 NUM_SEEDS = 4
-"""Draws of the load under which the latest is preempted: so near to what is sustained
-one draw of a thousand requests tells little."""
+"""Draws of the load under the rule "latest". At a rate this close to the sustained one,
+a single draw of 1,024 requests varies too much."""
 MAX_SLOTS = 96
 WATERMARKS = (0, 8, 16, 32, 64, 128)
 """Pages kept free at admission, of 983."""
 PREEMPTIONS = ("recompute", "swap", "swap, hold new")
-"""What becomes of preempted requests; under the last no new one is let in until all of
-them are done, as in the paper."""
+"""Ways to preempt. "hold new" admits no new request until all preempted ones are done,
+as in the paper."""
 PAGE_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 RULES: tuple[victims.Victim, ...] = get_args(victims.Victim.__value__)
 BUS = 25e9
-"""Bytes a second between a GPU and its host that PCIe 4 x16 reaches, of 32e9."""
+"""Bandwidth between GPU and host in bytes/s: PCIe 4 x16 reaches 25e9 of 32e9."""
 LAUNCH_S = 4e-6
-"""What a transfer takes besides: our choice."""
+"""Fixed time of a transfer, chosen here."""
 NUM_TOKENS = 512
-"""Of the sequence that is brought back."""
+"""Tokens of the restored sequence."""
 CLAIMS = claims_file(__file__)
 
 
@@ -66,12 +65,12 @@ class Config:
     """The load."""
 
     simulated_requests: int = 1024
-    """Requests."""
+    """Number of requests."""
     seed: int = 0
-    """The first, of their lengths and arrivals."""
+    """First seed of lengths and arrivals."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be drawn."""
+        """Validates the fields."""
         validation.at_least(self, "simulated_requests")
         validation.at_least(self, "seed", low=0)
 
@@ -82,54 +81,54 @@ SWITCH = ("simulated_requests", True)
 CONFIGS = {"paper": Config()}
 
 
-class Simulated(ResultTable):
-    """What became of every way of serving, a row for each."""
+class SimulatedServings(ResultTable):
+    """Preemptions and latency of each simulated setting."""
 
-    study: Texts = column("victims: these, and watermarks; pages: size, what is moved")
-    victim: Texts = column("who is preempted")
+    study: Texts = column('"victims" (with watermarks) or "pages" (with preemption)')
+    victim: Texts = column("rule for victims")
     watermark: Ints = column("pages kept free at admission", heading="pages kept free")
-    preemption: Texts = column("what becomes of preempted requests")
+    preemption: Texts = column("one of `PREEMPTIONS`")
     page_size: Ints = column("token places in a page")
-    rate: Floats = column("requests a second")
-    seed: Ints = column("of their lengths and arrivals")
-    num_preempted: Ints = column("preemptions of a request", heading="preempted")
-    recomputed_share: Floats = column("of all tokens", heading="computed again")
-    normalised_s: Floats = column("seconds a token", heading="a token")
-    moved_bytes: Floats = column("over the bus, both ways")
+    rate: Floats = column("requests/s")
+    seed: Ints = column("seed of lengths and arrivals")
+    num_preempted: Ints = column("preemptions", heading="preempted")
+    recomputed_share: Floats = column("share of all tokens", heading="computed again")
+    normalised_s: Floats = column("latency in s/token", heading="a token")
+    moved_bytes: Floats = column("bytes over the bus, both ways")
 
 
-class BringBack(ResultTable):
-    """Times of one request alone, a row for each page size."""
+class RestoreCosts(ResultTable):
+    """Times to restore a single request by page size."""
 
     page_size: Ints = column("token places in a page")
-    num_tokens: Ints = column("of the request")
-    recompute_s: Floats = column("computing them again")
-    swap_s: Floats = column("moving its pages out and in")
+    num_tokens: Ints = column("tokens of the request")
+    recompute_s: Floats = column("recomputation")
+    swap_s: Floats = column("swapping out and in")
 
 
 class Result(ResultRecord):
-    """Requests served in simulated time."""
+    """Simulated settings."""
 
-    simulated: Simulated = column("every way")
+    simulated: SimulatedServings = column("by setting")
 
     @property
     @computed_column(heading=f"{NUM_TOKENS} tokens brought back")
-    def bring_back(self) -> BringBack:
-        """One request alone: arithmetic."""
+    def bring_back(self) -> RestoreCosts:
+        """Times to restore a single request, calculated."""
         sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
-        return BringBack.of(
-            (x, NUM_TOKENS, again, bring_back_s(NUM_TOKENS, x)) for x in sizes
+        return RestoreCosts.of(
+            (x, NUM_TOKENS, again, restore_s(NUM_TOKENS, x)) for x in sizes
         )
 
 
 def page_bytes(page_size: int) -> int:
-    """K and V of a page in all layers: 13,107,200 bytes for 16 tokens."""
+    """Returns bytes of K and V of a page in all layers; 16 tokens: 13,107,200."""
     model = settings.SERVERS["13B"].description
     return int(serving.kv_bytes_per_token(model)) * page_size
 
 
 def swap_s(page_size: int) -> float:
-    """Time to move a page one way: K and V of every layer, one after the other.
+    """Returns the time to move a page one way: K and V of every layer in sequence.
 
     A page of 16 tokens: 80 * 4 us + 13.1 MB / 25 GB/s = 0.84 ms.
     """
@@ -138,17 +137,17 @@ def swap_s(page_size: int) -> float:
 
 
 def recompute_s(num_tokens: int) -> float:
-    """Time to compute tokens again, in a step that others run in, too."""
-    return float(settings.cost(settings.SERVERS["13B"]).prefill[1]) * num_tokens
+    """Returns the time to recompute tokens in a step that is run in any case."""
+    return float(settings.step_time(settings.SERVERS["13B"]).prefill[1]) * num_tokens
 
 
-def bring_back_s(num_tokens: int, page_size: int) -> float:
-    """Time to move a sequence's pages out and in."""
+def restore_s(num_tokens: int, page_size: int) -> float:
+    """Returns the time to move a sequence's pages out and in."""
     return 2 * -(-num_tokens // page_size) * swap_s(page_size)
 
 
-class Way(NamedTuple):
-    """How requests that run out of pages are served; fields as in `Simulated`."""
+class SimulatedSetting(NamedTuple):
+    """A simulated preemption policy and load; fields as in `SimulatedServings`."""
 
     study: str
     victim: victims.Victim
@@ -159,47 +158,49 @@ class Way(NamedTuple):
     seed: int
 
 
-def ways(seed: int) -> list[Way]:
-    """All that are compared, on the load of a seed; some on those behind it, too."""
+def list_settings(seed: int) -> list[SimulatedSetting]:
+    """Returns all settings; "latest" has `NUM_SEEDS` seeds, other rules have one."""
     found = [
-        Way("victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k)
+        SimulatedSetting(
+            "victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k
+        )
         for rule in RULES
         for k in range(NUM_SEEDS if rule == "latest" else 1)
         for mark in WATERMARKS
     ]
     return found + [
-        Way("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
+        SimulatedSetting("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
         for preemption in PREEMPTIONS
         for size in PAGE_SIZES
     ]
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves the same requests in every way."""
+    """Simulates every setting."""
     law, num = settings.DATA["ShareGPT"], config.simulated_requests
-    asked = ways(config.seed)
+    cases = list_settings(config.seed)
     loads = [
         arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
-        for way in asked
+        for way in cases
     ]
     served = driver.simulate(
-        driver.stack([*map(_member, loads, asked)]),
+        driver.stack([*map(_member, loads, cases)]),
         max_slots=MAX_SLOTS,
         head=runs.HEAD,
         progress=progress,
     )
     totals, rows = served.totals, []
-    for i, way in enumerate(asked):
+    for i, way in enumerate(cases):
         fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
         again = served.recomputed[i].sum() / fed
         latency_s = np.mean(took_s / np.asarray(loads[i].output))
         moved = int(totals.swapped_pages[i]) * page_bytes(way.page_size)
         rows.append((*way, served.preempted[i].sum(), again, latency_s, float(moved)))
-    return Result(Simulated.of(rows))
+    return Result(SimulatedServings.of(rows))
 
 
-def _member(load: arrivals.Workload, way: Way) -> Members:
+def _member(load: arrivals.Workload, way: SimulatedSetting) -> Members:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
@@ -210,27 +211,29 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
         hold_new="hold new" in way.preemption,
         stackable=True,
     )
-    capacity = runs.capacity(pages, way.page_size)._replace(
+    capacity = runs.pool_capacity(pages, way.page_size)._replace(
         max_swap_pages=jnp.int32(pages if swaps else 0)
     )
-    cost = settings.cost(server)._replace(swap_s=jnp.float32(swap_s(way.page_size)))
+    cost = settings.step_time(server)._replace(
+        swap_s=jnp.float32(swap_s(way.page_size))
+    )
     return Members(load, capacity, policy, cost)
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Judges watermarks, victims, and moving against recomputing."""
+    """Judges watermarks, rules for victims, and swapping against recomputation."""
     found = result.simulated
     latest = found.where(study="victims", victim="latest")
     for mark in latest.distinct("watermark"):
-        here = latest.where(watermark=mark)
-        shares = 100 * here.recomputed_share
-        for id, values in (("kept_free", shares), ("latency", here.normalised_s)):
+        selected = latest.where(watermark=mark)
+        shares = 100 * selected.recomputed_share
+        for id, values in (("kept_free", shares), ("latency", selected.normalised_s)):
             low, mean, high = values.min(), values.mean(), values.max()
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
             most = max(high - mean, mean - low)
-            yield measured(id, mean, tolerance=most, num=len(here), **words)
+            yield measured(id, mean, tolerance=most, num=len(selected), **words)
     rules = _first(found.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares, best = rules.recomputed_share, rules.recomputed_share.argmin()
@@ -239,10 +242,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
         saved = 1 - shares[best] / max(latest, 1e-9)
         yield measured("simulated_victims", saved, **words)
-    alone = result.bring_back
-    pages_of_1, pages_of_256 = alone.swap_s[[0, -1]]
+    single = result.bring_back
+    pages_of_1, pages_of_256 = single.swap_s[[0, -1]]
     yield measured("pages_of_1", pages_of_1 / pages_of_256)
-    yield measured("simulated_fifth", (alone.recompute_s / alone.swap_s).max())
+    yield measured("simulated_fifth", (single.recompute_s / single.swap_s).max())
     again = found.where(preemption="recompute", study="pages")
     for name in PREEMPTIONS[1:] if len(again) else ():
         ratio = again.normalised_s / found.where(preemption=name).normalised_s
@@ -252,19 +255,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("faster", ratio[0], name=name)
 
 
-def _first(found: Simulated) -> Simulated:
-    """The rows of the first seed."""
+def _first(found: SimulatedServings) -> SimulatedServings:
+    """Returns the rows of the first seed."""
     return found.where(seed=found.seed.min(initial=2**31))
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts rules, watermarks and page sizes beside each other."""
+    """Returns tables of rules, watermarks and page sizes."""
     found = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
     rules, sizes = _first(found.where(study="victims")), found.where(study="pages")
     kept = f"victims and pages kept free, {RATE} requests/s"
     pages = f"end to end, {PAGES_RATE} requests/s"
-    back = f"{NUM_TOKENS} tokens brought back"
+    back = f"{NUM_TOKENS} tokens restored"
     return [
         rules.sheet(kept, "watermark", "victim", *names),
         result.bring_back.sheet(back, "page_size", "recompute_s", "swap_s"),
@@ -273,16 +276,16 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws victims and watermarks above, and page sizes below."""
-    found, alone = result.simulated, result.bring_back
+    """Draws rules and watermarks above, page sizes below."""
+    found, single = result.simulated, result.bring_back
     _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
     ax, size = axes[1, 0], "page size [tokens]"
-    again, swap = 1000 * alone.recompute_s, 1000 * alone.swap_s
+    again, swap = 1000 * single.recompute_s, 1000 * single.swap_s
     style.draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
     style.draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
-    title = f"{NUM_TOKENS} tokens come back sooner by swapping "
+    title = f"Swapping restores {NUM_TOKENS} tokens sooner "
     title += f"from pages of {less[0]} on" if less else "with no page size"
     style.set_labels(ax, title, size, "time [ms]")
     ax, worst = axes[1, 1], ("", 0.0)
@@ -303,12 +306,14 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
-    """A number of every rule of victims against the pages kept free."""
-    theirs = {int(x): y for x, y in CLAIMS.published(id).items()}
+    """Draws a metric of every rule for victims by pages kept free."""
+    reference = {int(x): y for x, y in CLAIMS.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}
-    # The sketch's shares are in per cent.
-    values = [(1000 if name == "normalised_s" else 1) * y for y in theirs.values()]
-    style.draw_curve(ax, [*theirs], values, "published", "earlier sketch", **look)
+    # The published shares are percentages.
+    values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
+    style.draw_curve(
+        ax, [*reference], values, "published", "earlier simulation", **look
+    )
     for rule in RULES:
         rows, text = (
             _first(found.where(study="victims", victim=rule)),

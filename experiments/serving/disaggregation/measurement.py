@@ -1,12 +1,12 @@
-"""The same requests, served by workers for both phases and by workers for either.
+"""Serves the same requests with combined and with disaggregated workers.
 
-Each worker is a Ray actor with a core of its own. Both times there are two: either both
-read and decode, and requests go to the one with less to do; or one reads, and its pages
-go through Ray's object store to the other, which decodes. Prompts are held-out text,
-they come at random at a rate, and the answers are drawn.
+Each worker is a Ray actor with a core of its own, and there are always 2. Either both
+run prefill and decode, and a request goes to the worker with less load; or one runs
+prefill and sends its pages through Ray's object store to the other, which decodes.
+Prompts are held-out text, arrivals are a Poisson process, and answers are sampled.
 
-What a step costs is calibrated on one such worker beforehand, prompts of three lengths
-and batches of four sizes, each alone; with that the simulator predicts both ways.
+Step costs are calibrated beforehand on one such worker, with prompts of 3 lengths and
+batches of 4 sizes. With these costs the simulator predicts both placements.
 """
 
 import asyncio
@@ -61,36 +61,36 @@ SWITCH = ("shares_served", True)
 WAYS = ("both phases", "either phase")
 NUM_WORKERS = 2
 BATCHES = (1, 2, 4, 8)
-"""Sequences that decode at once where costs are calibrated."""
+"""Batch sizes of the calibration."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The requests, and the workers."""
+    """The requests and the workers."""
 
     model: str = "stdlib-bytes"
-    """A folder, a bundled model, or one of `model_shapes.RANDOM`."""
+    """Model folder, bundled model, or one of `model_shapes.RANDOM`."""
     prompt_tokens: int = 448
     output_tokens: int = 48
     shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)
-    """Rates of requests, over what two workers for both phases can do at most."""
+    """Request rates, over the highest rate of 2 combined workers."""
     seconds: float = 20.0
-    """For which requests come, at each rate."""
+    """Seconds of arrivals at each rate."""
     max_slots: int = 8
-    """Sequences that a worker runs at once."""
+    """Largest number of sequences that a worker runs at once."""
     page_size: int = 16
     token_budget: int = 128
-    """Rows that a step feeds at most, where prompts are read."""
+    """Token budget of a step of workers that prefill."""
     decode_budget: int = 32
-    """The same of a worker that decodes alone, which reads less than a page."""
+    """Token budget of a step of a decode worker, which prefills less than a page."""
     temperature: float = 1.0
     repeats: int = 5
-    """Of each calibration."""
+    """Repetitions of each calibration."""
     seed: int = 0
-    """Of arrivals, prompts and draws."""
+    """Seed of arrivals, prompts and sampling."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to serve."""
+        """Validates the fields."""
         validation.at_least(self, "output_tokens", "max_slots", low=2)
         validation.at_least(self, "repeats", "page_size")
         least = max(self.page_size, self.max_slots)
@@ -101,7 +101,7 @@ class Config:
 
     @property
     def ask(self) -> Sampling:
-        """How answers are drawn."""
+        """Sampling of the answers."""
         return Sampling(
             temperature=self.temperature,
             max_tokens=self.output_tokens,
@@ -110,7 +110,7 @@ class Config:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Of `Engine.load`; room for as many prompts more as run at once."""
+        """Arguments of `Engine.load`; the pool holds twice the running sequences."""
         length = self.prompt_tokens + self.output_tokens + 1
         pages = -(-length // self.page_size)
         return {
@@ -131,53 +131,57 @@ CONFIGS = {
 }
 
 
-class Loads(ResultTable):
-    """Requests at a rate, served one way."""
+class MeasuredLoads(ResultTable):
+    """Latencies of requests at a rate under one placement."""
 
-    way: Texts = column("what a worker does")
-    rate: Floats = column("requests a second", form="{:.1f}")
-    requests: Ints = column("that came")
-    first_s: Floats = column(
-        "median time to the first token", form=units.format_seconds
-    )
-    first_p90_s: Floats = column("90 % are faster", form=units.format_seconds)
+    way: Texts = column("phases of a worker")
+    rate: Floats = column("requests/s", form="{:.1f}")
+    requests: Ints = column("requests that arrived")
+    first_s: Floats = column("median time to first token", form=units.format_seconds)
+    first_p90_s: Floats = column("P90 time to first token", form=units.format_seconds)
     between_s: Floats = column("median time between tokens", form=units.format_seconds)
-    between_p90_s: Floats = column("90 % are faster", form=units.format_seconds)
+    between_p90_s: Floats = column("P90 time between tokens", form=units.format_seconds)
     said_first_s: Floats = column(
-        "median time to the first token, simulated", form=units.format_seconds
+        "median time to first token, simulated", form=units.format_seconds
     )
     said_between_s: Floats = column(
         "median time between tokens, simulated", form=units.format_seconds
     )
     sent_s: Floats = column(
-        "median time for pages to be copied out, sent and written",
+        "median time to copy, send and write the pages",
         form=units.format_seconds,
     )
 
 
-class Costs(ResultTable):
-    """What was calibrated: one worker, nothing else running."""
+class CalibrationTimes(ResultTable):
+    """Calibrated times of one worker on an idle machine."""
 
-    what: Texts = column("that was timed")
-    size: Ints = column("tokens of the prompt, or sequences at once")
+    what: Texts = column("timed operation")
+    size: Ints = column("tokens of the prompt, or batch size")
     seconds: Floats = column(
         "median: to the first token, or between tokens", form=units.format_seconds
     )
 
 
 class Result(ResultRecord):
-    """What was served."""
+    """Latencies, costs and transfers."""
 
-    loads: Loads = column("a row for each rate and way")
-    costs: Costs = column("calibrated")
-    different: int = column("answers that are not the same both ways")
-    answers: int = column("that were compared")
-    page_bytes: float = column("bytes of a token that a worker sent")
-    formula_bytes: float = column("bytes of K and V of a token")
+    loads: MeasuredLoads = column("by rate and placement")
+    costs: CalibrationTimes = column("calibrated costs")
+    different: int = column("answers that differ between the placements")
+    answers: int = column("compared answers")
+    page_bytes: float = column("sent bytes per token")
+    formula_bytes: float = column("bytes of K and V per token by formula")
 
 
-class Asked(NamedTuple):
-    """Requests at a rate."""
+class OfferedLoad(NamedTuple):
+    """Requests at one rate.
+
+    Attributes:
+      rate: requests/s.
+      requests: arrivals and lengths.
+      prompts: prompt tokens of each request.
+    """
 
     rate: float
     requests: Requests
@@ -185,10 +189,10 @@ class Asked(NamedTuple):
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Calibrates, then serves every load both ways; ended early, those done."""
+    """Calibrates, then serves every load both ways; if stopped, keeps finished ones."""
     with contextlib.ExitStack() as stack:
         if config.model in model_shapes.RANDOM_SHAPES:
-            # Random weights, which read bytes, are kept in a folder for now.
+            # Random weights with a byte tokenizer are kept in a temporary folder.
             words = ByteTokenizer(corpora.VOCAB_SIZE)
             shape = model_shapes.RANDOM_SHAPES[config.model]
             shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
@@ -203,17 +207,17 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             progress.show("calibrating")
             costs = asyncio.run(_calibrated(config, loaded, service))
         replica, most = _replica(config, loaded.config, costs)
-        asked = []
+        offered = []
         for share in config.shares_served:
-            # The same requests for both ways.
+            # Both placements serve the same requests.
             rate, rng = share * most, np.random.default_rng(config.seed)
             num = max(2, round(rate * config.seconds))
             arrival_s = arrivals.poisson(rng, rate=rate, num=num)
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
             requests = Requests(arrival_s, lengths.Lengths(*sizes))
-            asked.append(Asked(rate, requests, tokens))
-        jobs = [(way, load) for way in WAYS for load in asked]
+            offered.append(OfferedLoad(rate, requests, tokens))
+        jobs = [(way, load) for way in WAYS for load in offered]
         found: list[list[RoutedAnswer]] = []
         for way, load in progress.track(jobs, "loads", "serving"):
             other = config.token_budget if way == WAYS[0] else config.decode_budget
@@ -224,20 +228,20 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows, sent_bytes = [], []
     for (way, load), served in zip(jobs, found, strict=False):
         marks = np.percentile([_times_s(x) for x in served], (50, 90), axis=0)
-        said = _simulated(config, way, load, replica)
+        simulated = _simulated(config, way, load, replica)
         sent = [x.transfer for x in served if x.transfer.num_bytes]
         sent_s = np.median([x.transfer_s for x in sent] or [0.0])
         sent_bytes += [x.num_bytes for x in sent]
-        rows.append((way, load.rate, len(served), *marks.T.ravel(), *said, sent_s))
+        rows.append((way, load.rate, len(served), *marks.T.ravel(), *simulated, sent_s))
     pairs = [
         (a.completion.tokens, b.completion.tokens)
-        for both in zip(found, found[len(asked) :], strict=False)
+        for both in zip(found, found[len(offered) :], strict=False)
         for a, b in zip(*both, strict=True)
     ]
     whole = config.prompt_tokens // config.page_size * config.page_size
     return Result(
-        loads=Loads.of(rows),
-        costs=Costs.of(costs),
+        loads=MeasuredLoads.of(rows),
+        costs=CalibrationTimes.of(costs),
         different=sum(a != b for a, b in pairs),
         answers=len(pairs),
         page_bytes=float(np.median(sent_bytes)) / whole if sent_bytes else np.nan,
@@ -248,7 +252,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _service(
     config: Config, folder: Path, roles: Sequence[str], budgets: Sequence[int]
 ) -> Service:
-    """Starts workers of these roles and token budgets, each on a core of its own."""
+    """Starts workers of the given roles and token budgets, each on its own core."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     specs = [
         WorkerSpec(
@@ -265,14 +269,14 @@ def _service(
 async def _calibrated(
     config: Config, loaded: Any, service: Service
 ) -> list[tuple[str, int, float]]:
-    """Times prompts alone, and batches that decode."""
+    """Times the prefill of single prompts, and batches that decode."""
     rng, names, rows = np.random.default_rng(config.seed + 1), itertools.count(), []
     most = config.prompt_tokens
     sizes = [most // 4, most // 2, most]
     sizes = [x for x in sizes for _ in range(config.repeats + 1)]
     batches = [x for x in BATCHES if x <= config.max_slots]
     sizes += [most // 2] * (config.repeats * sum(batches))
-    # Drawn before: nothing else may keep this process busy.
+    # Prompts are cut before the clock starts, so that this process is idle then.
     ready = iter(_prompts(loaded, sizes, rng))
 
     async def ask(output: int) -> RoutedAnswer:
@@ -305,7 +309,7 @@ def _prompts(
 
 
 def _times_s(served: RoutedAnswer) -> tuple[float, float]:
-    """Seconds to the first token, and between tokens."""
+    """Returns the time to first token and the mean time between tokens."""
     times = served.completion
     assert times.first_token_s is not None
     later_s, num = times.finish_s - times.first_token_s, len(times.tokens) - 1
@@ -315,17 +319,17 @@ def _times_s(served: RoutedAnswer) -> tuple[float, float]:
 def _replica(
     config: Config, model: Any, costs: Sequence[tuple[str, int, float]]
 ) -> tuple[Replica, float]:
-    """A worker for the simulator; and requests a second that two can do."""
+    """Returns the simulated worker, and the highest rate of 2 workers in requests/s."""
 
     def line(what: str) -> np.ndarray:
-        """Seconds at none, and for each one more; neither below zero."""
+        """Returns intercept and slope of a linear fit, both at least 0."""
         size, seconds = np.array([x[1:] for x in costs if x[0] == what]).T
         each, start = np.polyfit(size, seconds, 1)
         return np.maximum([start, each], 0)
 
     reads, decodes = line("a prompt"), line("decoding")
     cost = cost_models.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
-    # The simulated replicas read prompts whole.
+    # The simulated replicas prefill whole prompts.
     whole = config.prompt_tokens + config.max_slots
     bounds = config.engine | {"token_budget": whole}
     names = ("num_pages", "page_size", "max_length", "token_budget")
@@ -337,8 +341,10 @@ def _replica(
     return Replica(cost, capacity, 1, float(size)), NUM_WORKERS / (prompt_s + answer_s)
 
 
-async def _serve(config: Config, load: Asked, service: Service) -> list[RoutedAnswer]:
-    """Sends the requests when they come."""
+async def _serve(
+    config: Config, load: OfferedLoad, service: Service
+) -> list[RoutedAnswer]:
+    """Sends the requests at their arrival times."""
     begun_s = time.perf_counter()
 
     async def one(name: int, tokens: list[int], arrival_s: float) -> RoutedAnswer:
@@ -352,9 +358,9 @@ async def _serve(config: Config, load: Asked, service: Service) -> list[RoutedAn
 
 
 def _simulated(
-    config: Config, way: str, load: Asked, replica: Replica
+    config: Config, way: str, load: OfferedLoad, replica: Replica
 ) -> tuple[float, float]:
-    """Median time to the first token, and between tokens, by the simulator."""
+    """Returns the simulated median time to first token and between tokens."""
     until_s = 10 * config.seconds
     slots: Any = {"max_slots": config.max_slots}
     found: list[Answers]
@@ -366,7 +372,7 @@ def _simulated(
         jobs = [Job(replica, "both", x) for x in turns]
         found = disaggregated.serve(jobs, until_s, **slots)
     else:
-        # One machine: the cost of a transfer is the workers' own time.
+        # On one machine the cost of a transfer is time of the workers.
         placement = Split(replica, replica, 1, 1, 1e9)
         found = disaggregated.split([(placement, load.requests)], until_s, **slots)
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
@@ -380,16 +386,16 @@ def _simulated(
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Tables: loads, measured and simulated; what was calibrated."""
+    """Returns tables of measured and simulated latencies, and of the calibration."""
     return [
         result.loads.sheet(
             "two workers, a core each",
             note=f"{result.different} of {result.answers} answers differ between the "
-            "ways. Simulated: with costs calibrated on one worker alone.",
+            "placements. Simulated: with costs calibrated on a single worker.",
         ),
-        result.costs.sheet("calibrated: a worker alone"),
+        result.costs.sheet("calibrated: a single worker"),
         Sheet(
-            "pages that were sent",
+            "transferred pages",
             ("", "bytes of a token"),
             [
                 ("by the workers, headers counted", f"{result.page_bytes:,.0f}"),
@@ -401,43 +407,43 @@ def summary(result: Result) -> list[ReportPart]:
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds the ways against each other, and the simulator against both."""
+    """Compares both placements with each other and with the simulator."""
     yield measured("served_same", result.different, num=f"{result.answers:,}")
     yield measured("served_bytes", result.page_bytes, published=result.formula_bytes)
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
         for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
-            said = row[f"said_{name}"]
-            yield measured(id, row[name], published=said, differs=True, **words)
+            simulated = row[f"said_{name}"]
+            yield measured(id, row[name], published=simulated, differs=True, **words)
 
 
 SYSTEMS = dict(zip(WAYS, ("both phases", "split"), strict=True))
-"""The names of the ways in figures."""
+"""Labels of the placements in figures."""
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws times to the first token, and between tokens, by rate."""
+    """Draws time to first token and time between tokens by rate."""
     for ax, name, unit, words in (
         (axes[0], "first", 1, "first token"),
         (axes[1], "between", 1000, "between tokens"),
     ):
         last = {}
         for way, system in SYSTEMS.items():
-            mine = result.loads.where(way=way)
+            subset = result.loads.where(way=way)
             found = {
-                f"{way}, median": (unit * getattr(mine, f"{name}_s"), "-"),
-                f"{way}, 90 %": (unit * getattr(mine, f"{name}_p90_s"), "--"),
-                f"{way}, simulated": (unit * getattr(mine, f"said_{name}_s"), ":"),
+                f"{way}, median": (unit * getattr(subset, f"{name}_s"), "-"),
+                f"{way}, 90 %": (unit * getattr(subset, f"{name}_p90_s"), "--"),
+                f"{way}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
             }
             for label, (values, line) in found.items():
-                style.draw_curve(ax, mine.rate, values, system, label, linestyle=line)
-            if len(mine):
+                style.draw_curve(ax, subset.rate, values, system, label, linestyle=line)
+            if len(subset):
                 last[way] = float(found[f"{way}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
         if len(last) == len(WAYS):
             shown = [f"{last[way]:,.2g} {'s' if unit == 1 else 'ms'}" for way in WAYS]
             title = f"{words.capitalize()}, 90 %, at {max(result.loads.rate):.2g} "
-            title += f"requests/s: {shown[0]} on shared workers, {shown[1]} apart"
+            title += f"requests/s: {shown[0]} combined, {shown[1]} disaggregated"
         scale = "log" if name == "first" else "linear"
         y = f"{'time to the' if name == 'first' else 'time'} {words} "
         y += "[s]" if unit == 1 else "[ms]"

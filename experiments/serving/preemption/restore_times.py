@@ -1,9 +1,9 @@
-"""Bringing one request back: its tokens computed again, or its pages moved out and in.
+"""Times the restore of one request by recomputation and by swapping.
 
-The paper's micro-benchmark (figure 19a) on this machine. Recomputing is one step of the
-engine that reads all tokens. Swapping is the two jitted parts that copy pages between
-the pool and the buffer beside it, and for host memory also the way from the buffer to
-NumPy arrays and back.
+The micro-benchmark of the paper (figure 19a) on this machine. Recomputation is one
+engine step that prefills all tokens. Swapping consists of the two jitted functions that
+copy pages between the pool and the device buffer and, for host memory, of the copies
+between the buffer and NumPy arrays.
 """
 
 import functools
@@ -32,40 +32,42 @@ from jaxkv.scheduling import fcfs
 from jaxkv.serving import host_swap, programs, request_batch
 
 POOL_TOKENS = 4096
-"""Token places in the pool, over which a request's pages are scattered."""
+"""Token places in the pool; a request's pages are scattered over it."""
 
 
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class Moves(ResultTable):
-    """Times of bringing one request back, a row for each page size."""
+class RestoreTimes(ResultTable):
+    """Times to restore one request by page size."""
 
     page_size: Ints = column("token places in a page")
     num_tokens: Ints = column("tokens of the request")
-    num_bytes: Ints = column("of their K and V", key="kv_bytes")
-    recompute_s: Times = column("reading the tokens again", of=np.median)
-    out_s: Times = column("pages into the buffer", heading="out", of=np.median)
-    in_s: Times = column("and back", heading="in", of=np.median)
+    num_bytes: Ints = column("bytes of its K and V", key="kv_bytes")
+    recompute_s: Times = column("prefill of the tokens", of=np.median)
+    out_s: Times = column("pool to device buffer", heading="out", of=np.median)
+    in_s: Times = column("device buffer to pool", heading="in", of=np.median)
     host_out_s: Times = column(
-        "from the buffer into host memory", heading="to host", of=np.median
+        "device buffer to host memory", heading="to host", of=np.median
     )
-    host_in_s: Times = column("and back", heading="from host", of=np.median)
+    host_in_s: Times = column(
+        "host memory to device buffer", heading="from host", of=np.median
+    )
 
     @property
     @computed_column(heading="swap", of=np.median)
     def swap_s(self) -> Times:
-        """Moving into the buffer and back."""
+        """Swap out and in through the device buffer."""
         return self.out_s + self.in_s
 
     @property
     @computed_column(heading="swap through host", of=np.median)
     def swap_through_host_s(self) -> Times:
-        """The same by way of host memory."""
+        """Swap out and in through host memory."""
         return self.swap_s + self.host_out_s + self.host_in_s
 
 
-def measure(
+def time_restores(
     model: checkpoints.LoadedModel,
     request: PromptRequest,
     page_sizes: Sequence[int],
@@ -73,10 +75,10 @@ def measure(
     repeats: int,
     numerics: Literal["fast", "reproducible"],
     progress: Progress,
-) -> Moves:
-    """Times all of it, a page size after the other; if stopped, some are left out.
+) -> RestoreTimes:
+    """Times restores for each page size; if stopped, keeps the finished ones.
 
-    One measurement more than the `repeats` of each is taken, and not counted.
+    Each time is measured `repeats` + 1 times, and the first measurement is dropped.
     """
     rows = []
     num_tokens = len(request.tokens)
@@ -102,7 +104,7 @@ def measure(
         moved_s = _time_moves(pages, num_tokens, config, repeats)
         host_s = _time_host(pages, num_tokens, config, repeats)
         rows.append((page_size, num_tokens, num_bytes, read_s, *moved_s, *host_s))
-    return Moves.of(rows)
+    return RestoreTimes.of(rows)
 
 
 def _time_reading(
@@ -111,14 +113,14 @@ def _time_reading(
     config: EngineConfig,
     repeats: int,
 ) -> list[float]:
-    """Times the one step that feeds all tokens of the request, which then ends."""
+    """Times the step that prefills all tokens of the request, after which it ends."""
     state = init(config, paged.make_pages(model.config, config))
     forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
     ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
     drain = jax.jit(requests.drain, donate_argnames="state")
     found = []
     for _ in range(repeats + 1):
-        asked = request_batch.make_requests(
+        batch = request_batch.make_requests(
             [request.tokens],
             [ask],
             config=config,
@@ -126,7 +128,7 @@ def _time_reading(
             eos_ids=model.eos_ids,
             width=config.submit_width,
         )
-        state, _ = programs.LOCAL.submit(state, asked, config=config)
+        state, _ = programs.LOCAL.submit(state, batch, config=config)
         read = functools.partial(
             programs.LOCAL.run_steps, config=config, forward=forward, policy=policy
         )
@@ -141,7 +143,7 @@ def _time_reading(
 def _time_moves(
     pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Times the way into the buffer, and back, of pages scattered over the pool."""
+    """Times swapping out and in of pages that are scattered over the pool."""
     rng = np.random.default_rng(0)
     pages = jax.tree.map(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), pages
@@ -165,7 +167,7 @@ def _time_moves(
 
     @functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
     def leave(pages, staging, pool, table):
-        """The first slot's request leaves the pool for the buffer, as in a step."""
+        """Swaps the request of the first slot out, as a step does."""
         row = jnp.zeros((1,), jnp.int32)
         staging, left = swap_buffer.move_out(
             staging,
@@ -180,7 +182,7 @@ def _time_moves(
 
     @functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
     def back(pages, staging, pool, table):
-        """It comes back to the slot."""
+        """Swaps the request in."""
         group = jnp.arange(2, dtype=jnp.int32)
         pages, pool, table, staging = swap_buffer.move_in(
             staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
@@ -203,10 +205,10 @@ def _time_moves(
 def _time_host(
     pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """Times the way from the buffer into host memory, and back.
+    """Times the copies from the buffer to host memory and back.
 
-    Another request, of one page, is the next to come back: so ours, behind it, leaves
-    the buffer. When that one is gone, ours is next.
+    Another request of one page precedes the timed request in the queue, so that the
+    timed request is moved to the host. Without the other request, it is moved back.
     """
     num_pages = config.max_swap_pages - 1
     staging = _staging(pages, config)

@@ -1,38 +1,38 @@
-"""Preemptions at the paper's scale: arithmetic by hand, claims on made-up numbers."""
+"""Simulated preemption: arithmetic by hand, claims on synthetic numbers."""
 
 import numpy as np
 import pytest
 
 from experiments.framework.report import Sheet
 from experiments.framework.study import studies_of
-from experiments.serving.preemption import simulated
-from experiments.serving.preemption.simulated import Config, Result, Simulated
+from experiments.serving.preemption import simulation
+from experiments.serving.preemption.simulation import Config, Result, SimulatedServings
 from tests.support import smoke
 
-(STUDY,) = studies_of(simulated)
+(STUDY,) = studies_of(simulation)
 
 
 def made_up() -> Result:
-    """Rows in which what is computed again halves with each step of the watermark."""
+    """Returns rows whose recomputed share halves with each watermark."""
     rows = []
-    for way in simulated.ways(3):
-        share = 0.2 / 2 ** simulated.WATERMARKS.index(way.watermark)
+    for way in simulation.list_settings(3):
+        share = 0.2 / 2 ** simulation.WATERMARKS.index(way.watermark)
         share *= 1.0 if way.victim == "latest" else 0.75
         latency = {"recompute": 0.05, "swap": 0.05}.get(way.preemption, 0.5)
         rows.append((*way, 10, share * (1 + (way.seed - 3) / 10), latency, 0.0))
-    return Result(Simulated.of(rows))
+    return Result(SimulatedServings.of(rows))
 
 
 def test_moving_a_page_is_two_transfers_a_layer() -> None:
-    assert simulated.page_bytes(16) == 13_107_200
-    assert simulated.swap_s(16) == pytest.approx(0.844e-3, rel=0.01)
-    # 500 tokens are on 32 pages, which leave and come back.
-    assert simulated.bring_back_s(500, 16) == pytest.approx(0.054, rel=0.01)
-    assert simulated.recompute_s(512) == pytest.approx(0.0942, rel=0.01)
+    assert simulation.page_bytes(16) == 13_107_200
+    assert simulation.swap_s(16) == pytest.approx(0.844e-3, rel=0.01)
+    # 500 tokens occupy 32 pages, which are swapped out and in.
+    assert simulation.restore_s(500, 16) == pytest.approx(0.054, rel=0.01)
+    assert simulation.recompute_s(512) == pytest.approx(0.0942, rel=0.01)
 
 
-def test_claims_take_means_over_draws_and_compare_within_one() -> None:
-    found = {claim.claim: claim for claim in simulated.claims(made_up())}
+def test_claims_take_means_over_draws() -> None:
+    found = {claim.claim: claim for claim in simulation.claims(made_up())}
     free = found["computed again with 0 of 983 pages kept free"]
     assert free.ours == pytest.approx(20 * 1.15)
     victims = found["choosing other victims saves half of the recomputation"]
@@ -43,22 +43,22 @@ def test_claims_take_means_over_draws_and_compare_within_one() -> None:
     assert (as_fast.ours, small.ours, held.ours) == pytest.approx((1.0, 1.0, 0.1))
 
 
-def test_the_figure_and_tables_are_of_the_simulation() -> None:
+def test_figure_and_tables_show_the_simulation() -> None:
     result = made_up()
     files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     sheets = [x for x in STUDY.report_parts(result) if isinstance(x, Sheet)]
-    rules, moves = len(simulated.RULES), len(simulated.PREEMPTIONS)
-    marks, sizes = len(simulated.WATERMARKS), len(simulated.PAGE_SIZES)
+    rules, moves = len(simulation.RULES), len(simulation.PREEMPTIONS)
+    marks, sizes = len(simulation.WATERMARKS), len(simulation.PAGE_SIZES)
     assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]
     found = STUDY.metrics(result)
-    assert len(found["simulated"]) == len(simulated.ways(0))
+    assert len(found["simulated"]) == len(simulation.list_settings(0))
     assert len(found["bring_back"]) == sizes
-    assert not simulated.claims(Result(Simulated.of([])))[:-2]
+    assert not simulation.claims(Result(SimulatedServings.of([])))[:-2]
 
 
 @pytest.mark.slow
-def test_a_few_requests_are_served_in_every_way() -> None:
-    found = simulated.run(Config(simulated_requests=80)).simulated
+def test_every_setting_is_simulated() -> None:
+    found = simulation.run(Config(simulated_requests=80)).simulated
     assert (found.recomputed_share[found.preemption != "recompute"] == 0).all()
     assert np.isfinite(found.normalised_s).all()

@@ -1,15 +1,15 @@
-"""Drafts of given acceptance: counts of the engine, the formula, speeds by hand."""
+"""Speculation with synthetic acceptance: counts, the formula, and speeds by hand."""
 
 import numpy as np
 import pytest
 
-from experiments.decoding.speculation import by_chance
-from experiments.decoding.speculation.by_chance import Config, Priced, Result
+from experiments.decoding.speculation import synthetic
+from experiments.decoding.speculation.synthetic import Config, Result, TimedDrafts
 from experiments.framework import registry
 from tests.support import smoke
 
 STUDY = next(
-    x for x in registry.load_experiment("speculation").studies if x.run is by_chance.run
+    x for x in registry.load_experiment("speculation").studies if x.run is synthetic.run
 )
 TINY = Config(
     shape="random-tiny",
@@ -24,33 +24,33 @@ TINY = Config(
 
 def test_speeds_and_errors_by_hand() -> None:
     times = np.array([3e-3, 2e-3]), np.array([2e-3, 1e-3])
-    priced = Priced.of([(0.5, 2, 100, 180, *times), (1.0, 3, 40, 160, *times)])
+    priced = TimedDrafts.of([(0.5, 2, 100, 180, *times), (1.0, 3, 40, 160, *times)])
     np.testing.assert_allclose(priced.tokens_per_step, [1.8, 4.0])
     np.testing.assert_allclose(priced.expected, [1.75, 4.0])
-    # 1, 2 and 3 tokens with 1/2, 1/4 and 1/4; four, always.
+    # 1, 2 and 3 tokens with probability 1/2, 1/4 and 1/4; 4 tokens with certainty.
     error = (3.75 - 1.75**2) ** 0.5 / 10
     np.testing.assert_allclose(priced.errors_off, [0.05 / error, 0.0])
     np.testing.assert_allclose(priced.cost, 1.75)
     np.testing.assert_allclose(priced.speed, np.array([1.8, 4.0]) / 1.75)
     np.testing.assert_allclose(priced.predicted, np.array([1.75, 4.0]) / 1.75)
     found = Result(priced, shape="a shape", device="cpu")
-    [claim] = by_chance.claims(found)
+    [claim] = synthetic.claims(found)
     assert claim.verdict == "holds"
     assert claim.ours == pytest.approx(0.05 / error)
-    few = Result(Priced.of([(0.5, 2, 9, 27, *times)]), "a shape", "cpu")
-    assert [x.verdict for x in by_chance.claims(few)] == ["differs"]
-    assert len(by_chance.summary(found)) == 1
+    few = Result(TimedDrafts.of([(0.5, 2, 9, 27, *times)]), "a shape", "cpu")
+    assert [x.verdict for x in synthetic.claims(few)] == ["differs"]
+    assert len(synthetic.summary(found)) == 1
     assert smoke.draw(STUDY, found)
 
 
-def test_stopped_early_it_says_nothing() -> None:
-    nothing = Result(Priced.of([]), "a shape", "cpu")
-    assert by_chance.summary(nothing) == []
-    assert [*by_chance.claims(nothing)] == []
+def test_an_empty_run_has_no_claims() -> None:
+    nothing = Result(TimedDrafts.of([]), "a shape", "cpu")
+    assert synthetic.summary(nothing) == []
+    assert [*synthetic.claims(nothing)] == []
     assert smoke.draw(STUDY, nothing)
 
 
-def test_what_leaves_nothing_to_measure_is_refused() -> None:
+def test_invalid_configs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^output_tokens=64 must be more than 64"):
         Config(output_tokens=64)
     with pytest.raises(ValueError, match=r"chances=\(1.5,\) must be in \[0, 1\]"):
@@ -60,8 +60,8 @@ def test_what_leaves_nothing_to_measure_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_shape_gives_what_the_formula_says() -> None:
-    priced = by_chance.run(TINY).priced
+def test_a_tiny_shape_follows_the_formula() -> None:
+    priced = synthetic.run(TINY).priced
     assert priced.num_drafts.tolist() == [1, 3]
     assert (priced.steps > 100).all()
     assert (np.abs(priced.errors_off) < 4).all()

@@ -1,38 +1,38 @@
-"""Sharing at the paper's lengths: who holds what, and what is said of it."""
+"""Simulated page sharing: reservations by system, and claims."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from experiments.serving.sharing import simulated
-from experiments.serving.sharing.simulated import (
-    Behind,
-    Counted,
+from experiments.serving.sharing import simulation
+from experiments.serving.sharing.simulation import (
     Result,
-    Translated,
+    SharedPrefixCost,
+    SimulatedSavings,
+    TranslationRates,
 )
 from jaxkv.simulation import Members
 from jaxkv.simulation.step import Work
 from tests.support.commands import Command, document
 
 
-def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
+def test_decoding_sequences_attend_to_the_shared_prefix() -> None:
     plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
     work = Work(*(jnp.int32(0) for _ in Work._fields))._replace(
         num_decodes=jnp.int32(7), decode_context=jnp.int32(100)
     )
-    cost = Behind(plain, jnp.int32(80))
+    cost = SharedPrefixCost(plain, jnp.int32(80))
     assert float(cost(work)) == pytest.approx(0.010 + 1e-5 * (100 + 7 * 80) + 7 * 2e-4)
 
 
-def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
+def test_a_prefix_is_stored_once_or_in_every_reservation() -> None:
     def member(system: str) -> Members:
-        return simulated._translations(system, 341, 10.0, 3.0, seed=1)
+        return simulation._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")
     own = np.asarray(theirs.workload.prompt) - 341
-    # 21 pages of 16 hold 336 of the tokens; the other 5 are each one's own.
+    # 21 pages of 16 hold 336 of the tokens; each request stores the other 5 itself.
     np.testing.assert_array_equal(np.asarray(ours.workload.prompt), own + 5)
     assert own.min() >= 1
     assert (int(ours.capacity.num_pages), int(theirs.capacity.num_pages)) == (962, 983)
@@ -40,10 +40,10 @@ def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() ->
     assert theirs.reservation is not None
 
 
-def counted(saved: list[float]) -> Counted:
+def counted(saved: list[float]) -> SimulatedSavings:
     num = len(saved)
     ones = np.ones(num, int)
-    return Counted(
+    return SimulatedSavings(
         lengths=np.array(["short"] * num),
         num_sequences=np.array([2, 4, 6][:num]),
         rate=np.ones(num),
@@ -57,7 +57,9 @@ def counted(saved: list[float]) -> Counted:
 
 def test_savings_are_judged_in_points() -> None:
     saved = counted([0.0650, 0.0970, 0.1170])
-    claims = simulated.claims(Result(counted=saved, translated=Translated.of([])))
+    claims = simulation.claims(
+        Result(counted=saved, translated=TranslationRates.of([]))
+    )
     assert [claim.verdict for claim in claims] == ["holds", "holds", "holds", "fails"]
     assert claims[0].ours == pytest.approx(0.9)
     assert claims[3].ours - claims[3].published == pytest.approx(11.7 - 9.79)
@@ -65,18 +67,18 @@ def test_savings_are_judged_in_points() -> None:
 
 def test_rates_at_equal_latency_are_compared() -> None:
     two = np.ones((1, 2, 3))
-    told = Translated(
+    told = TranslationRates(
         np.array([80]), np.ones((1, 3)), two, two, np.array([[20.0, 33.4]])
     )
-    (claim,) = simulated.claims(Result(counted=counted([]), translated=told))
+    (claim,) = simulation.claims(Result(counted=counted([]), translated=told))
     assert (claim.ours, claim.published) == pytest.approx((1.67, 1.67))
     assert claim.verdict == "differs"
-    nothing = Result(counted=counted([]), translated=Translated.of([]))
-    assert simulated.claims(nothing) == []
+    nothing = Result(counted=counted([]), translated=TranslationRates.of([]))
+    assert simulation.claims(nothing) == []
 
 
 @pytest.mark.slow
-def test_a_simulated_run_counts_what_lengths_say(jaxkv: Command) -> None:
+def test_simulated_savings_follow_from_lengths(jaxkv: Command) -> None:
     args = ("run", "sharing", "paper", "--num-simulated", "48", "--out", "run")
     claims = document(jaxkv, *args)["claims"]
     forms = [x for x in claims if "full prompt pages" in x["claim"]]

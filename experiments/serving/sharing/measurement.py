@@ -1,11 +1,11 @@
-"""What does an engine share when a real model continues real text?
+"""Measures page sharing of a real model on real text.
 
-The page tables are looked at in the middle of every step. Answers of one request share
-the pages of its prompt; beams also share what they wrote before they parted; and
-requests that begin alike share the pages of that beginning, if a prefix cache finds it.
+The page tables are read in the middle of every step. Samples of one request share the
+pages of its prompt. Beams also share the pages that they wrote before they diverged.
+Requests with a common prefix share its pages if the prefix cache finds them.
 
-Lengths are drawn after the printed means of Alpaca (short) and ShareGPT (long), a byte
-being a token; the model's own end token is ignored.
+Lengths follow the printed means of Alpaca (short) and ShareGPT (long), with a byte per
+token. The model's own end token is ignored.
 """
 
 import dataclasses
@@ -27,8 +27,13 @@ from experiments.harness import length_distributions, model_shapes, stepper
 from experiments.harness.prompts import draw_ragged_lengths
 from experiments.plotting import style, systems
 from experiments.serving.sharing import picture, requests
-from experiments.serving.sharing.picture import NUM_SEQUENCES, Picture
-from experiments.serving.sharing.requests import PUBLISHED, Prefixes, Readings, Savings
+from experiments.serving.sharing.picture import NUM_SEQUENCES, PageTableScenes
+from experiments.serving.sharing.requests import (
+    PUBLISHED,
+    PrefillCounts,
+    PrefixSavings,
+    Savings,
+)
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
@@ -44,47 +49,47 @@ DATA = {"short": "Alpaca", "long": "ShareGPT"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The requests, and the engine that serves them."""
+    """The requests and the engine."""
 
     model: str = "stdlib-bytes"
-    """A folder, or a bundled model."""
+    """Model folder or bundled model."""
     answers: tuple[int, ...] = (2, 4, 6, 8)
-    """Answers of a request."""
+    """Samples per request."""
     widths: tuple[int, ...] = (2, 4, 6)
-    """Beams of a request."""
+    """Beams per request."""
     num_short: int = 48
-    """Requests with lengths after Alpaca's."""
+    """Requests with Alpaca's lengths."""
     num_long: int = 16
-    """Requests with lengths after ShareGPT's."""
+    """Requests with ShareGPT's lengths."""
     length_scale: float = 1.0
-    """By which their mean lengths are multiplied."""
+    """Factor of the mean lengths."""
     prefixes: tuple[int, ...] = (80, 341)
-    """Tokens with which requests begin alike: one and five examples."""
+    """Tokens of a common prefix: 1 and 5 examples."""
     num_prefixed: int = 48
-    """Requests that begin alike."""
+    """Requests with a common prefix."""
     own_tokens: tuple[int, int] = (16, 64)
-    """Shortest and longest rest of their prompts, and the same of their answers."""
+    """Shortest and longest rest of their prompts in tokens, and of their answers."""
     repeats: int = 5
     """Servings with the prefix cache, and as many without."""
     chunk_sizes: tuple[int, ...] = (1, 7, 64)
-    """Prompt tokens that a step may feed of one request, where these are counted."""
+    """Chunk sizes in tokens for counting prompt tokens."""
     temperature: float = 0.7
-    """Of the draws."""
+    """Sampling temperature."""
     top_p: float = 0.95
-    """Of the draws."""
+    """Nucleus sampling threshold."""
     max_slots: int = 8
-    """Sequences that run at once."""
+    """Largest number of sequences that run at once."""
     max_length: int = 1024
-    """Longest sequence."""
+    """Longest sequence in tokens."""
     page_size: int = 16
     """Token places in a page."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """Whether answers may depend, in rounding, on the batch."""
+    """Numerics: "reproducible" makes answers independent of the batch."""
     seed: int = 0
-    """Of lengths, prompts and draws."""
+    """Seed of lengths, prompts and sampling."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to share, or does not fit."""
+        """Validates the fields."""
         validation.at_least(self, "num_short", "num_long", "num_prefixed", "repeats")
         validation.at_least(self, "page_size", "prefixes", "chunk_sizes")
         validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
@@ -125,34 +130,37 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """What was shared."""
+    """Shared pages by kind of request."""
 
     samples: Savings = column(
-        "by answers",
-        heading="pages saved by sequences of one request: answers",
-        note="Pages in use against those that every sequence would hold for itself; "
-        "expected: by lengths alone.",
+        "by number of samples",
+        heading="pages saved by sequences of one request: samples",
+        note="Pages in use relative to pages without sharing; expected: by lengths.",
     )
     beams: Savings = column(
-        "by beams", heading="pages saved by sequences of one request: beams"
+        "by number of beams", heading="pages saved by sequences of one request: beams"
     )
-    readings: Readings = column(
-        "in chunks", heading="prompts of several answers, read in chunks"
+    readings: PrefillCounts = column(
+        "by chunk size", heading="prompts of several samples, chunked prefill"
     )
-    prefixes: Prefixes = column(
-        "by requests that begin alike",
+    prefixes: PrefixSavings = column(
+        "by length of the prefix",
         heading="requests that begin with the same text",
-        note="Without and with a prefix cache, which holds the beginning at the start; "
-        "rates: medians, lowest and highest of alternating pairs of runs.",
+        note="Without and with a prefix cache that holds the prefix; rates: "
+        "median, lowest and highest of alternating pairs of runs.",
     )
-    picture: Picture = column("of tables", key="pictures", heading="in the picture")
+    picture: PageTableScenes = column(
+        "by scene", key="pictures", heading="drawn scenes"
+    )
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Serves all of it with one program; ended early, it has what is done."""
+    """Serves all parts with one program; if stopped, keeps the finished ones."""
     model = model_shapes.load_text_model(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    engine = stepper.make_stepper(model, bounds(config), requests.seen_step)
+    engine = stepper.make_stepper(
+        model, ample_engine_config(config), requests.step_with_tables
+    )
     client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
@@ -172,10 +180,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     few = [tokens[: config.max_slots] for tokens in kinds["long"]]
     progress.show("compiling")
     return Result(
-        picture=picture.take(client),
+        picture=picture.serve_scenes(client),
         samples=requests.serve_groups(client, kinds, config.answers, beams=False),
         beams=requests.serve_groups(client, kinds, config.widths, beams=True),
-        readings=requests.read_in_chunks(
+        readings=requests.count_prompt_rows(
             client, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
@@ -184,8 +192,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def bounds(config: Config) -> EngineConfig:
-    """An engine that never runs short of pages, whatever it is given here."""
+def ample_engine_config(config: Config) -> EngineConfig:
+    """Returns the config of an engine that never runs out of pages in this study."""
     pages_per_slot = -(-config.max_length // config.page_size)
     return model_shapes.make_engine_config(
         4 * config.max_slots,
@@ -202,11 +210,11 @@ def bounds(config: Config) -> EngineConfig:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists every setting, a row each."""
+    """Returns a row per setting."""
     found = table.metrics(result) | {"prefixes": result.prefixes.metrics()}
-    for row in found["beams"]:  # of these lengths alone say nothing
+    for row in found["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
-    # Every run of the experiment has the lists of both studies.
+    # Every run of the experiment has the keys of both studies.
     return found | {"simulated": [], "translations": []}
 
 
@@ -214,16 +222,16 @@ summary = table.sheets
 
 
 def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
-    """Holds savings by answers against what lengths alone say."""
+    """Compares measured savings of samples with those by lengths."""
     for name in savings.distinct("lengths"):
-        here = savings.where(lengths=name)
-        apart = abs(here.saved_share - here.expected_share).max()
-        yield measured("lengths", 100 * apart, lengths=name, **words)
+        selected = savings.where(lengths=name)
+        difference = abs(selected.saved_share - selected.expected_share).max()
+        yield measured("lengths", 100 * difference, lengths=name, **words)
 
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds closed forms and published numbers against ours."""
+    """Compares savings with closed forms and published numbers."""
     yield from lengths_claims(result.samples, how="", reading="")
     readings, beams = result.readings, result.beams
     if len(readings):
@@ -247,7 +255,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
-    """Holds a saving against figure 15, if that has one."""
+    """Compares a saving with figure 15, if it has one."""
     ours_, published = 100 * row["saved_share"], 100 * row["published_share"]
     if np.isfinite(published):
         data = DATA[row["lengths"]]
@@ -255,7 +263,7 @@ def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws charts above, and page tables below."""
+    """Draws charts above and page tables below."""
     _draw_savings(axes[0, 0], result.samples, "answers")
     _draw_savings(axes[0, 1], result.beams, "beams")
     if len(result.beams):
@@ -271,28 +279,29 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
     _draw_prefixes(figure.add_subplot(grid[1, :]), result.prefixes)
     for i in range(len(result.picture)):
-        picture.draw(figure.add_subplot(grid[2 + i, :]), result.picture, i)
+        picture.draw_scene(figure.add_subplot(grid[2 + i, :]), result.picture, i)
 
 
 def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
-    """Ours as points, what follows from lengths as a line, the paper's in grey."""
+    """Draws measured savings as points, expected as lines, published in grey."""
     most = 0.0
     for name in ("long", "short"):
-        theirs = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
+        reference = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        style.draw_curve(ax, *zip(*theirs, strict=True), "published", label, **look)
-        here, system = savings.where(lengths=name), LENGTHS[name]
-        if not len(here):
+        style.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+        selected, system = savings.where(lengths=name), LENGTHS[name]
+        if not len(selected):
             continue
-        ours, expected = 100 * here.saved_share, 100 * here.expected_share
+        ours, expected = 100 * selected.saved_share, 100 * selected.expected_share
         is_known = np.isfinite(expected).all()
-        tokens = f"{here.mean_prompt.mean():.0f} + {here.mean_answer.mean():.0f} tokens"
+        mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
+        tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        style.draw_curve(ax, here.num_sequences, ours, system, tokens, **look)
+        style.draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            style.draw_curve(ax, here.num_sequences, expected, system, **look)
+            style.draw_curve(ax, selected.num_sequences, expected, system, **look)
         most = max(most, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {most:.0f} % of the pages"
@@ -304,11 +313,11 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
 
 
 LENGTHS = {"long": "ShareGPT", "short": "Alpaca"}
-"""The data whose colour short and long requests have."""
+"""Dataset whose colour short and long requests have."""
 
 
-def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
-    """What a prefix cache leaves of pages, prompt tokens and steps, in per cent."""
+def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
+    """Draws pages, prompt tokens and steps with the cache relative to without."""
     kinds = {
         "pages": (systems.BLUE, ""),
         "prompt tokens computed": (systems.GREEN, "//"),
@@ -337,5 +346,5 @@ def _draw_prefixes(ax: Any, prefixes: Prefixes) -> None:
         title = f"A prefix cache gives {best['speed_up']:.1f} times the tokens/s with "
         title += f"{best['prefix_tokens']} tokens in common"
         ax.legend()
-    x = "left with a prefix cache [% of without]"
+    x = "with the prefix cache [% of without]"
     style.set_labels(ax, title, x, "", xlim=(0, 108))

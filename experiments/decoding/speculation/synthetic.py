@@ -1,9 +1,10 @@
-"""A real shape with drafts of given acceptance: is the gain what theory says it is?
+"""Speculation with synthetic acceptance: measured speed-up against theory.
 
-Nobody's drafts are looked at: each is accepted by a coin, and drafting costs nothing.
-So tokens a step must be those of the formula, and speed that over what a verifying
-step costs in plain ones, which is measured. Weights are random; their values do not
-matter for speed. Everyone takes turns with plain decoding, one sequence alone.
+Each draft token is accepted with a given probability, and drafting costs no time.
+Tokens per step must follow the formula, and the speed-up is that number over the
+relative cost of a verifying step, which is measured. Weights are random, since their
+values do not affect speed. All settings alternate with plain decoding of a single
+sequence.
 """
 
 import collections
@@ -17,7 +18,7 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN
-from experiments.decoding.speculation.theory import Tossed
+from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
@@ -36,51 +37,51 @@ from jaxkv.speculation import Jacobi, Speculation, Synthetic
 
 CLAIMS = claims_file(__file__)
 FEW_STEPS = 30
-"""Of the case with the fewest; below, nothing is said."""
+"""Fewest steps of a case below which no verdict is given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The shape, the chances, and how many tokens."""
+    """Model shape, acceptance rates, draft lengths and tokens."""
 
     shape: str = "random-135m"
-    """One of `model_shapes.RANDOM`, a bundled model or a folder."""
+    """A name in `model_shapes.RANDOM`, a bundled model or a folder."""
     chances: tuple[float, ...] = (0.5, 0.7, 0.9)
-    """Of each draft to be accepted."""
+    """Acceptance rates of a draft token."""
     drafts: tuple[int, ...] = (1, 3, 7)
-    """In a step."""
+    """Draft lengths."""
     prompt_tokens: int = 32
-    """Random ones."""
+    """Random tokens of the prompt."""
     output_tokens: int = 160
-    """Of each answer."""
+    """Tokens of each answer."""
     rounds: int = 3
-    """Turns of everyone, each with an answer and coins of its own."""
+    """Rounds, each with its own answer and acceptance draws."""
     steps_per_call: int = 4
-    """Steps between two looks of the host."""
+    """Steps per call of the engine."""
     seed: int = 0
-    """Of prompts and coins."""
+    """Seed of prompts and acceptance draws."""
 
     def __post_init__(self) -> None:
-        """Refuses what leaves nothing to measure."""
+        """Validates the fields."""
         validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
         validation.at_least(self, "seed", low=0)
         validation.ascending(self, "drafts", low=1)
         validation.within(self, "chances", low=0, high=1)
-        # A call that reads the prompt, and one behind it that does not end the answer.
-        if self.output_tokens <= (least := self.warm_tokens):
+        # A call that prefills, and another one that does not end the answer.
+        if self.output_tokens <= (least := self.warmup_tokens):
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than {least}"
             )
 
     @property
-    def warm_tokens(self) -> int:
-        """Of the answer by which programs are compiled and warmed."""
+    def warmup_tokens(self) -> int:
+        """Tokens of the warm-up answer that compiles the programs."""
         return 2 * self.steps_per_call * (1 + self.drafts[-1])
 
     def request(
         self, turn: int, vocab_size: int, max_tokens: int
     ) -> tuple[list[list[int]], list[Sampling]]:
-        """A prompt, and how it is to be continued."""
+        """Returns a prompt and its sampling."""
         rng = np.random.default_rng((self.seed, turn))
         prompt = rng.integers(0, vocab_size, self.prompt_tokens).tolist()
         ask = Sampling(
@@ -97,82 +98,86 @@ CONFIGS = {"synthetic": Config()}
 PANELS = (1, 2)
 
 
-class Priced(Tossed):
-    """Chances and drafts, a row each, and plain decoding beside."""
+class TimedDrafts(IndependentDrafts):
+    """Times of steps by acceptance rate and draft length, with plain decoding."""
 
     step_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a step takes", heading="a step", of=np.median
+        "time of a step", heading="a step", of=np.median
     )
     plain_s: Float[np.ndarray, "rows rounds"] = column(
-        "that a plain one takes", heading="a plain step", of=np.median
+        "time of a plain step", heading="a plain step", of=np.median
     )
 
     @property
     @computed_column(heading="standard errors off", form="{:+.1f}")
     def errors_off(self) -> np.ndarray:
-        """How far, in standard errors of so many steps; 0 where there is no chance."""
+        """Deviation from the formula in standard errors; 0 without randomness."""
         error, off = self.chance_error, self.tokens_per_step - self.expected
         return off / np.where(error > 0, error, np.inf)
 
     @property
     @computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
-        """What a verifying step costs, in plain ones; the median of rounds."""
-        return serving.costs(self.step_s, self.plain_s)
+        """Cost of a verifying step / plain step, median over rounds."""
+        return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
     @computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
-        """Tokens a second over those of plain decoding."""
+        """Tokens/s over those of plain decoding."""
         return self.tokens_per_step / self.cost
 
     @property
     @computed_column(heading="by theory", form="{:.2f}")
     def predicted(self) -> np.ndarray:
-        """Tokens by formula over the measured cost."""
+        """Tokens per step by formula over the measured cost."""
         return self.expected / self.cost
 
 
 class Result(ResultRecord):
-    """What was measured."""
+    """Measured steps."""
 
-    priced: Priced = column("chances and drafts")
-    shape: str = column("of the model")
-    device: str = column("kind of it")
+    priced: TimedDrafts = column("by acceptance rate and draft length")
+    shape: str = column("model shape")
+    device: str = column("kind of device")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Decodes with every chance in turns; ended early, what is done.
+    """Decodes with every acceptance rate in turns; if stopped, keeps finished ones.
 
     Raises:
-      ValueError: there is no such model, or it has no room for so many tokens.
+      ValueError: the model does not exist, or its context is too short.
     """
     model = model_shapes.load_benchmark_model(config.shape, "float32")
     longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
     turns = collections.Counter[Server]()
 
     def begin(num: int) -> list[Server]:
-        """Plain decoding, then every chance, compiled."""
+        """Returns compiled servers: plain decoding, then every acceptance rate."""
         servers = []
         for drafts, chance in ((0, 0.0), *((num, x) for x in config.chances)):
             judged = Speculation(Jacobi(), Synthetic(chance)) if drafts else None
-            bounds = serving.bounds(1, drafts, longest, config.steps_per_call)
+            bounds = serving.drafting_engine_config(
+                1, drafts, longest, config.steps_per_call
+            )
             way = "Jacobi" if drafts else PLAIN
-            server = serving.make(model, way, bounds, judged)
+            server = serving.make_server(model, way, bounds, judged)
             server.name = f"chance {chance:g}, {drafts} drafts"
-            serving.decode(server, *config.request(0, size, config.warm_tokens))
+            serving.decode_batches(
+                server, *config.request(0, size, config.warmup_tokens)
+            )
             servers.append(server)
         return servers
 
     def measure(num: int, server: Server) -> tuple[int, int, float]:
-        """Steps that fed all drafts, their tokens, and seconds of a step."""
+        """Returns steps with full draft length, their tokens, and seconds per step."""
         turns[server] += 1
-        asked = config.request(turns[server], size, config.output_tokens)
-        _, counts = serving.decode(server, *asked)
+        request = config.request(turns[server], size, config.output_tokens)
+        _, counts = serving.decode_batches(server, *request)
         step_s = counts.call_s / max(counts.call_steps, 1)
         if not server.engine.config.max_drafts:
             return counts.steps, counts.emitted, step_s
-        return *serving.given(server, num), step_s
+        return *serving.steps_with_drafts(server, num), step_s
 
     rows: list[tuple[Any, ...]] = []
     words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
@@ -184,18 +189,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             steps, emitted, step_s = zip(*found[server.name], strict=True)
             counts = sum(steps), sum(emitted)
             rows.append((chance, num, *counts, np.array(step_s), plain_s))
-    return Result(Priced.of(rows), config.shape, jax.devices()[0].device_kind)
+    return Result(TimedDrafts.of(rows), config.shape, jax.devices()[0].device_kind)
 
 
 NOTE = (
-    "Times as fast: tokens a step over step / plain step, the median of rounds in "
-    "turns. By theory: tokens by formula over the same measured cost. Drafting itself "
-    "costs nothing here, so that this is the most that drafts so good can give."
+    "Times as fast: tokens a step over step / plain step, the median of alternating "
+    "rounds. By theory: tokens by formula over the same measured cost. Drafting costs "
+    "no time here, so this is an upper bound at these acceptance rates."
 )
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """A table of all cases."""
+    """Returns a table of all cases."""
     if not len(result.priced):
         return []
     title = f"{result.shape}, one sequence on {result.device}"
@@ -204,7 +209,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Holds tokens a step against the formula."""
+    """Compares tokens per step with the formula."""
     priced = result.priced
     if len(priced):
         steps = int(priced.steps.min())
@@ -214,5 +219,5 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws tokens a step and speeds by chance, over the lines of theory."""
+    """Draws tokens per step and speed by acceptance rate, with lines of theory."""
     drawing.draw_priced(axes, result.priced)

@@ -1,8 +1,8 @@
-"""What does it buy to read prompts on other GPUs than those that decode?
+"""Simulates DistServe's experiments: prefill and decode on separate GPUs.
 
-Both phases on one GPU keep each other from their promises. Apart, each takes the GPUs
-that suit it, and keys and values cross over in between: the experiments of DistServe,
-with the times of steps that its authors published, and queues beside their formulas.
+Prefill and decode on one GPU delay each other. On separate GPUs, each phase has its own
+tensor-parallel degree, and keys and values are transferred in between. Step times are
+the published fits. Prefill queues are compared with formulas of queueing theory.
 """
 
 import math
@@ -22,8 +22,8 @@ from experiments.framework import (
 from experiments.framework.table import ResultRecord, column, computed_column
 from experiments.plotting import style, systems
 from experiments.serving.disaggregation import queues, runs, settings
-from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queues
-from experiments.serving.disaggregation.runs import Goodputs, Loads
+from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
+from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation.disaggregated import Role, Split
@@ -44,36 +44,38 @@ CONFIGS = {
 
 
 class Result(ResultRecord):
-    """What was simulated."""
+    """Simulated placements and queues."""
 
-    alone: Loads = column("single machines: for both phases, and for either")
-    split: Loads = column("machines for either phase, coupled")
-    links: Loads = column("the example's, with slower ways for keys and values")
-    queues: Queues = column("prompts that wait for one machine, or two")
+    alone: PlacementLoads = column("single replicas of each role")
+    split: PlacementLoads = column("prefill and decode replicas with transfers")
+    links: PlacementLoads = column("the example with slower links")
+    queues: QueueTimes = column("prefill queues of 1 or 2 devices")
 
     @property
     @computed_column()
     def goodput(self) -> Goodputs:
-        """Rates that each application's GPUs sustain; the example's are first."""
-        return runs.goodputs(self.alone, self.split)
+        """Goodput of each application; the paper's example is first."""
+        return runs.application_goodputs(self.alone, self.split)
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
-    """Simulates everything."""
-    asked: list[tuple[str, Role, Instance, float]] = []
+    """Simulates all parts."""
+    cases: list[tuple[str, Role, Instance, float]] = []
     for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
         phases: dict[Role, tuple[int, ...]]
-        phases = {"both": (x.together,), "prefill": x.ways, "decode": x.ways}
+        phases = {"both": (x.colocated_gpus,), "prefill": x.ways, "decode": x.ways}
         for role, ways in phases.items():
             for instance in [Instance(x.model, num) for num in ways]:
-                most = runs.bounds(x, instance)[role]
-                asked += [(name, role, instance, part * most) for part in config.shares]
+                most = runs.search_limits(x, instance)[role]
+                cases += [(name, role, instance, part * most) for part in config.shares]
     progress.show("one machine, either phase or both")
-    alone = runs.alone(asked, config, progress)
-    found = runs.phases(alone)
-    placements = [(name, *runs.best(name, found)) for name in config.applications]
-    # The example's is as the paper has it, whatever would be best here.
+    single = runs.serve_single_replicas(cases, config, progress)
+    found = runs.phase_goodputs(single)
+    placements = [
+        (name, *runs.best_placement(name, found)) for name in config.applications
+    ]
+    # The example's placement is the paper's, not the best one here.
     reads, decodes = found.where(name=EXAMPLE).rate_per_s
     one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
     placements += [
@@ -82,7 +84,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     top = [1.15 * x / max(config.shares) for x in config.shares if x >= 0.2]
     progress.show("machines for either phase")
-    both = runs.split(
+    both = runs.serve_split_replicas(
         [
             (name, x, share * most)
             for name, x, most in placements
@@ -94,38 +96,41 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     is_slow = (both.name == EXAMPLE) & (both.link != settings.LINK)
     return Result(
-        alone=alone,
+        alone=single,
         split=both.at(~is_slow),
         links=both.at(is_slow),
-        queues=queues.measure(config, progress),
+        queues=queues.simulate_queues(config, progress),
     )
 
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
-    """Finds everything; parts that were not simulated are left out."""
+    """Judges the simulated parts."""
     found, line = result.goodput, result.queues
     together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
-    reads, decodes = runs.phases(result.alone).rate_per_s[:2]
-    yield measured("example", together, what="both phases on one GPU")
-    yield measured("example", reads, what="prompts alone")
-    yield measured("example", decodes, what="decoding alone")
+    reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
+    yield measured("example", together, quantity="both phases on one GPU")
+    yield measured("example", reads, quantity="prefill on one GPU")
+    yield measured("example", decodes, quantity="decode on one GPU")
     coupled = "two GPUs that read and one that decodes, for each GPU"
-    yield measured("example", split, what=coupled)
+    yield measured("example", split, quantity=coupled)
     yield measured("more", split / together if together > 0 else math.nan)
     for row in found.at(slice(1, None)).rows():
-        together, apart = row["together_per_card_per_s"], row["split_per_card_per_s"]
-        if math.isnan(apart):
+        together, split_rate = (
+            row["together_per_card_per_s"],
+            row["split_per_card_per_s"],
+        )
+        if math.isnan(split_rate):
             continue
         (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
         yield measured(
             "application" if low == high else "span",
-            apart / together if together > 0 else math.nan,
+            split_rate / together if together > 0 else math.nan,
             published=low if low == high else (low, high),
             name=row["name"],
             where=where,
             ratio=f"{low:g}" if low == high else f"{low:g} to {high:g}",
-            rates=f"{apart:.3g} against {together:.3g} requests/s for each GPU, "
+            rates=f"{split_rate:.3g} against {together:.3g} requests/s for each GPU, "
             f"{row['placement']}",
         )
     size = 512 * settings.kv_bytes("opt-66b") / 2**30
@@ -145,29 +150,30 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def metrics(result: Result) -> dict[str, Any]:
-    """Lists every load, what GPUs sustain, and the queues."""
+    """Returns every load, the goodputs and the queues."""
     return table.metrics(result) | {"queues": result.queues.rows()}
 
 
 def summary(result: Result) -> list[ReportPart]:
-    """Puts placements, and queues and formulas, beside each other."""
+    """Returns tables of placements, and of queues against formulas."""
     each = "requests/s for each GPU"
     links = [
         {
             "GB/s": link / 1e9,
-            each: f"{runs.each(here):.3g}",
-            "transfer_s": here.transfer_s.min(),
+            each: f"{runs.goodput_per_objective(selected):.3g}",
+            "transfer_s": selected.transfer_s.min(),
         }
         for link in result.links.distinct("link")
-        for here in [result.links.where(link=link)]
+        for selected in [result.links.where(link=link)]
     ]
     waits = zip(result.queues.rows(), result.queues.off.flat, strict=True)
     return [
         result.goodput.sheet(
             "requests a second, for each GPU, of which 90 % keep both objectives",
-            note="Of the example, 90 % keep either objective, as figure 1 has it.",
+            note="The example: the rate at which 90 % meet each objective separately, "
+            "as in figure 1.",
         ),
-        runs.phases(result.alone).sheet("one phase alone"),
+        runs.phase_goodputs(result.alone).sheet("single-phase replicas"),
         report.row_sheet(
             "the example over slower links",
             links,
@@ -176,7 +182,7 @@ def summary(result: Result) -> list[ReportPart]:
                 each: each,
                 "95 % of transfers, at the lowest rate": "transfer_s",
             },
-            "What a machine sends goes one after the other.",
+            "Transfers from one machine are serialized.",
         ),
         report.row_sheet(
             "queues of prompts",
@@ -194,16 +200,18 @@ def summary(result: Result) -> list[ReportPart]:
 
 ROLES = {"both": "both phases", "prefill": "prompts alone"}
 ROLES |= {"decode": "decoding alone", "split": "split"}
-"""The names of the roles in figures."""
+"""Labels of the roles in figures."""
 
 
 RATES = "load [requests/s per GPU]"
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws six panels."""
-    alone, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
-    both, prefill, decode = (alone.where(role=x) for x in ("both", "prefill", "decode"))
+    """Draws 6 panels."""
+    single, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
+    both, prefill, decode = (
+        single.where(role=x) for x in ("both", "prefill", "decode")
+    )
     first_s, gap_s = KNOWN[EXAMPLE].objectives
     lines, label = [both, prefill, split], "first token [s]"
     _draw_tail(axes[0, 0], "ttft_s", lines, first_s, label)
@@ -218,25 +226,27 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_tail(
-    ax: Any, field: str, lines: list[Loads], goal: float, label: str
+    ax: Any, field: str, lines: list[PlacementLoads], goal: float, label: str
 ) -> None:
-    borne = {}
+    sustained = {}
     for loads in filter(len, lines):
         values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
         style.draw_curve(ax, loads.rate_per_card, values, name, name)
-        borne[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
+        sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
     style.draw_reference_line(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
-    if borne:
-        most = max(borne, key=lambda name: borne[name])
+    if sustained:
+        most = max(sustained, key=lambda name: sustained[name])
         title += f": {most} has most load within the objective"
     style.set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
 
-def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) -> None:
+def _draw_attained(
+    ax: Any, lines: list[PlacementLoads], goodput: dict[str, Any] | None
+) -> None:
     for loads in filter(len, lines):
         name, x = ROLES[loads.role[0]], loads.rate_per_card
         style.draw_curve(ax, x, 100 * loads.attained, name, name)
@@ -254,7 +264,7 @@ def _draw_attained(ax: Any, lines: list[Loads], goodput: dict[str, Any] | None) 
 
 
 KEPT = 90
-"""Per cent of the requests that must keep the objectives."""
+"""Percentage of requests that must meet the objectives."""
 
 
 def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
@@ -285,12 +295,13 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
     style.set_labels(ax, title, "", "goodput / together [ratio]")
 
 
-def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
+def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
     speeds = {
-        link / 1e9: runs.each(links.where(link=link)) for link in links.distinct("link")
+        link / 1e9: runs.goodput_per_objective(links.where(link=link))
+        for link in links.distinct("link")
     }
     if len(split):
-        speeds[settings.LINK / 1e9] = runs.each(split)
+        speeds[settings.LINK / 1e9] = runs.goodput_per_objective(split)
     style.draw_curve(ax, [*speeds], [*speeds.values()], "split")
     title = "Goodput by the speed of the link"
     if speeds:
@@ -306,7 +317,7 @@ def _draw_links(ax: Any, links: Loads, split: Loads) -> None:
 MACHINE_COLORS = (systems.BLACK, systems.ORANGE, systems.GREEN)
 
 
-def _draw_queues(ax: Any, found: Queues) -> None:
+def _draw_queues(ax: Any, found: QueueTimes) -> None:
     speeds = (1, queues.SPEED_UP, 2)
     machines = zip(MACHINES, speeds, MACHINE_COLORS, "osv", strict=True)
     off = [0.0]
@@ -316,8 +327,8 @@ def _draw_queues(ax: Any, found: Queues) -> None:
         style.draw_curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
         style.draw_curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
-        theirs = np.array([queues.formula_s(machine, rate) for rate in found.rate])
-        off += np.abs(found.simulated_s[i] / theirs - 1).tolist()
+        reference = np.array([queues.formula_s(machine, rate) for rate in found.rate])
+        off += np.abs(found.simulated_s[i] / reference - 1).tolist()
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"
