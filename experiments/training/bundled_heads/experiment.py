@@ -291,8 +291,8 @@ def heads_card(
         only.""",
         "## Data",
         f"""The {len(split.train)} files of {corpora.describe_source(text)} that the
-        model was trained on; the {len(split.held_out)} held-out files are the same as the
-        model's.""",
+        model was trained on; the {len(split.held_out)} held-out files are those of the
+        model.""",
         "## Result",
         "\n".join(table),
         f"""Share of drafts that equal the model's token, in greedy answers of
