@@ -22,7 +22,7 @@ MAX_PAIRWISE = 64
 """Largest number of entries for which comparing all pairs is faster than a scatter."""
 
 
-def begin(array: Shaped[Array, "..."], values: Shaped[Array, "..."]) -> Array:
+def write_prefix(array: Shaped[Array, "..."], values: Shaped[Array, "..."]) -> Array:
     """Writes `values` at the start of an array, along every axis.
 
     With values of the size of the array, `array.at[:n].set` compiles to a scatter with
@@ -82,27 +82,29 @@ def take(
     )
 
 
-def ranks(marked: Bool[Array, " n"]) -> Int32[Array, " n"]:
+def number_marked(marked: Bool[Array, " n"]) -> Int32[Array, " n"]:
     """Numbers the marked entries from 0 in order; NONE at unmarked entries."""
     return jnp.where(marked, jnp.cumsum(marked, dtype=jnp.int32) - 1, NONE)
 
 
-def places(marked: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
+def marked_indices(marked: Bool[Array, " n"], num: int) -> Int32[Array, " num"]:
     """Returns the indices of the first `num` marked entries, padded with NONE.
 
     `num` is static; marked entries beyond the first `num` are dropped.
     """
     index = jnp.arange(marked.shape[0], dtype=jnp.int32)
-    return put(jnp.full((num,), NONE, jnp.int32), ranks(marked), index)
+    return put(jnp.full((num,), NONE, jnp.int32), number_marked(marked), index)
 
 
-def packed(ids: Int32[Array, " n"], num: int | None = None) -> Int32[Array, " num"]:
+def compact_ids(
+    ids: Int32[Array, " n"], num: int | None = None
+) -> Int32[Array, " num"]:
     """Compacts ids to the front, in order, and pads with NONE.
 
     `num`, static, is the size of the result; None means the size of `ids`.
     """
     absent = jnp.full((ids.shape[0] if num is None else num,), NONE, jnp.int32)
-    return put(absent, ranks(ids >= 0), ids)
+    return put(absent, number_marked(ids >= 0), ids)
 
 
 def before_first(marked: Bool[Array, " n"]) -> Bool[Array, " n"]:
@@ -112,7 +114,7 @@ def before_first(marked: Bool[Array, " n"]) -> Bool[Array, " n"]:
     return index < jnp.min(jnp.where(marked, index, marked.shape[0]))
 
 
-def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
+def inverse_permutation(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     """Returns the inverse of a permutation of at most `MAX_PAIRWISE` entries.
 
     Compares all pairs, which is faster than a scatter at this size.
@@ -132,7 +134,7 @@ def mark_last_occurrences(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     return (ids >= 0) & ~jnp.any(again, axis=1)
 
 
-def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
+def inverse_index(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
     """Inverts a list of distinct ids: entry i is the index of id i in it, or NONE.
 
     Compares all pairs, so `ids` should have at most `MAX_PAIRWISE` entries; `num`, the
@@ -145,7 +147,7 @@ def namers(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
     return jnp.max(jnp.where(at, every[:, None], NONE), axis=0)
 
 
-def when[T](
+def update_if[T](
     wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *given: Any
 ) -> T:
     """Applies `change(carry, *given)` if `wanted`, updating the carry in place.
@@ -181,7 +183,7 @@ def when[T](
     return lax.while_loop(lambda state: state[0], once, (wanted, carry, given))[1]
 
 
-def side_by_side(tree: Any) -> jax.tree_util.Partial:
+def pack_leaves(tree: Any) -> jax.tree_util.Partial:
     """Packs the leaves of a tree into one vector per dtype.
 
     Returns a `Partial` that holds the vectors. Calling it unpacks the tree; a `Partial`
@@ -219,7 +221,7 @@ def any_of(*masks: Bool[Array, " n"]) -> tuple[Bool[Array, ""], ...]:
     return tuple(lax.reduce(masks, (np.False_,) * len(masks), either, (0,)))
 
 
-def over_groups(
+def reduce_groups(
     values: Shaped[Array, " n"],
     group: Int32[Array, " n"] | None,
     how: Literal["add", "max"],
@@ -244,7 +246,7 @@ def over_groups(
     return take(reduced, group, fill=0)
 
 
-def on_device[T](tree: T) -> T:
+def to_jax_arrays[T](tree: T) -> T:
     """Converts NumPy arrays and scalars in a tree to JAX arrays, which have `at`.
 
     Public functions call it first. Under `jit` the leaves are JAX arrays already and

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Num
 
-SECOND = 1_000_000
+MICROS_PER_SECOND = 1_000_000
 """Microseconds in a second."""
 
 
@@ -26,10 +26,12 @@ def advance(
     """
     whole = jnp.floor(seconds)
     # Only the fraction is rounded: a float32 of microseconds is exact up to 16 s.
-    part = jnp.round((seconds - whole) * SECOND).astype(jnp.int32)
+    part = jnp.round((seconds - whole) * MICROS_PER_SECOND).astype(jnp.int32)
     full, total = whole.astype(jnp.int32), clock[1] + part
-    clock = jnp.stack([clock[0] + full + total // SECOND, total % SECOND])
-    return clock, full * SECOND + part
+    clock = jnp.stack(
+        [clock[0] + full + total // MICROS_PER_SECOND, total % MICROS_PER_SECOND]
+    )
+    return clock, full * MICROS_PER_SECOND + part
 
 
 def is_past(
@@ -44,7 +46,7 @@ def is_past(
     return (seconds < now_s) | ((seconds == now_s) & (micros <= now_us))
 
 
-def later(first: Int32[Array, " 2"], second: Int32[Array, " 2"]) -> Int32[Array, " 2"]:
+def latest(first: Int32[Array, " 2"], second: Int32[Array, " 2"]) -> Int32[Array, " 2"]:
     """Returns the later of two times."""
     return jnp.where(is_past(second, first), first, second)
 
@@ -53,11 +55,15 @@ def from_seconds(
     seconds: int | float | Num[np.ndarray, "*shape"],
 ) -> Int32[np.ndarray, "*shape 2"]:
     """Rounds seconds in float64 to the nearest microsecond, on the host."""
-    micros = np.round(np.asarray(seconds, np.float64) * SECOND).astype(np.int64)
-    return np.stack([micros // SECOND, micros % SECOND], axis=-1).astype(np.int32)
+    micros = np.round(np.asarray(seconds, np.float64) * MICROS_PER_SECOND).astype(
+        np.int64
+    )
+    return np.stack(
+        [micros // MICROS_PER_SECOND, micros % MICROS_PER_SECOND], axis=-1
+    ).astype(np.int32)
 
 
 def to_seconds(time: Num[np.ndarray, "*shape 2"]) -> Float[np.ndarray, "*shape"]:
     """Converts times to seconds in float64, on the host."""
     time = np.asarray(time).astype(np.float64)
-    return time[..., 0] + time[..., 1] / SECOND
+    return time[..., 0] + time[..., 1] / MICROS_PER_SECOND

@@ -73,7 +73,9 @@ def prefill(
         through 8-bit pages or through the GPU's kernels for 16-bit pages.
     """
     _check_length(cache, forward)
-    params, cache, tokens, lengths = arrays.on_device((params, cache, tokens, lengths))
+    params, cache, tokens, lengths = arrays.to_jax_arrays(
+        (params, cache, tokens, lengths)
+    )
     slots, width = tokens.shape
     cache, fed, enough = _reserve(cache, lengths)
     place = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -104,7 +106,9 @@ def decode_step(
     The remaining arguments, results and errors are those of `prefill`.
     """
     _check_length(cache, forward)
-    params, cache, tokens, active = arrays.on_device((params, cache, tokens, active))
+    params, cache, tokens, active = arrays.to_jax_arrays(
+        (params, cache, tokens, active)
+    )
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
     cache, fed, enough = _reserve(cache, want)
@@ -200,5 +204,5 @@ def _feed(
     if why is not None:
         forward = functools.partial(_without_gradient, forward, why)
     result = forward(params, cache.pages, rows)
-    table = page_table.advance(cache.table, fed)
+    table = page_table.advance_lengths(cache.table, fed)
     return result.logits, cache._replace(pages=result.pages, table=table)

@@ -28,7 +28,7 @@ _LONGEST = 60
 """Longest text of a value in a message, in characters."""
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Returns a value as messages show it: on one line, at most 60 characters."""
     try:
         text = " ".join(repr(value).split())
@@ -157,7 +157,7 @@ def integer(
         allowed = f"a whole number {allowed}"
     elif not hint and below == INT32 and plain < low:
         allowed = f"at least {low}"
-    raise ValueError(f"{name}={shown(value)} must be {allowed}")
+    raise ValueError(f"{name}={format_value(value)} must be {allowed}")
 
 
 def number(
@@ -181,7 +181,7 @@ def number(
     plain = _plain(value)
     if type(plain) not in (int, float) or not low <= plain <= high:
         kind = "" if type(plain) in (int, float) else "a number, "
-        raise ValueError(f"{name}={shown(value)} must be {kind}{hint}")
+        raise ValueError(f"{name}={format_value(value)} must be {kind}{hint}")
     return float(plain)
 
 
@@ -193,7 +193,7 @@ def boolean(name: str, value: object) -> bool:
     """
     plain = _plain(value)
     if type(plain) is not bool:
-        raise ValueError(f"{name}={shown(value)} must be True or False")
+        raise ValueError(f"{name}={format_value(value)} must be True or False")
     return plain
 
 
@@ -208,10 +208,12 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
         if isinstance(plain, type(each)) and plain == each:
             return each
     *first, last = map(repr, allowed)
-    raise ValueError(f"{name}={shown(value)} must be {', '.join(first)} or {last}")
+    raise ValueError(
+        f"{name}={format_value(value)} must be {', '.join(first)} or {last}"
+    )
 
 
-def settle(owner: Any, **bounds: int | tuple[int, int]) -> None:
+def check_fields(owner: Any, **bounds: int | tuple[int, int]) -> None:
     """Checks every field of a frozen config by its type, and converts its numbers.
 
     Integers must be at least 1, other numbers positive and finite, and a Literal one of
@@ -302,7 +304,9 @@ def ascending(
         values = attrgetter(name)(owner)
         ordered = sorted({*values} if strictly else values) == [*values]
         if len(values) < least or not ordered or not all(x >= low for x in values):
-            raise ValueError(f"{name}={shown(values)} must be {count}{order}{start}")
+            raise ValueError(
+                f"{name}={format_value(values)} must be {count}{order}{start}"
+            )
 
 
 def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
@@ -319,7 +323,7 @@ def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> N
         values = attrgetter(name)(owner)
         if len(values) < least or not {*values} <= {*allowed}:
             some = f"{least} or more of" if least else "of"
-            raise ValueError(f"{name}={shown(values)} must be {some} {allowed}")
+            raise ValueError(f"{name}={format_value(values)} must be {some} {allowed}")
 
 
 def instance(name: str, value: object, *kinds: Any) -> Any:
@@ -333,7 +337,7 @@ def instance(name: str, value: object, *kinds: Any) -> Any:
     if isinstance(value, type) or not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         wanted = wanted.replace("NoneType", "None")
-        raise ValueError(f"{name}={shown(value)} must be a {wanted}")
+        raise ValueError(f"{name}={format_value(value)} must be a {wanted}")
     return value
 
 
@@ -348,7 +352,9 @@ def path(name: str, value: object) -> Path:
             return Path(value)
         except TypeError:  # a path of bytes
             pass
-    raise ValueError(f"{name}={shown(value)} must be a path, a str or os.PathLike")
+    raise ValueError(
+        f"{name}={format_value(value)} must be a path, a str or os.PathLike"
+    )
 
 
 def integers(
@@ -366,7 +372,7 @@ def integers(
     if found is None or not all(low <= x < below for x in found):
         allowed = f" in [{low}, {below - 1}]" if low > -INT32 else ""
         raise ValueError(
-            f"{name}={shown(value)} must be a sequence of whole numbers{allowed}"
+            f"{name}={format_value(value)} must be a sequence of whole numbers{allowed}"
         )
     return tuple(found)
 
@@ -410,7 +416,9 @@ def token_sequence(name: str, value: object) -> Any:
     import jax
     import numpy as np
 
-    refused = ValueError(f"{name}={shown(value)} must be a sequence of token ids")
+    refused = ValueError(
+        f"{name}={format_value(value)} must be a sequence of token ids"
+    )
     if isinstance(value, np.ndarray | jax.Array):
         ids = np.asarray(value)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -444,7 +452,7 @@ def floating(name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name}={shown(value)} must be a floating type")
+        raise ValueError(f"{name}={format_value(value)} must be a floating type")
     return dtype
 
 
@@ -501,7 +509,7 @@ def _entries(
         value = attrgetter(name)(owner)
         entries = value if isinstance(value, tuple | list) else (value,)
         if not all(map(fits, entries)):
-            raise ValueError(f"{name}={shown(value)} must be {allowed}")
+            raise ValueError(f"{name}={format_value(value)} must be {allowed}")
 
 
 def _plain(value: object) -> Any:

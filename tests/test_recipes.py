@@ -145,7 +145,8 @@ asked = [jaxkv.RequestAttributes(tenant=x) for x in tenants]
 config = dataclasses.replace(engines.SERVED, max_slots=1, queue_head=4, debug=False)
 engine = jaxkv.Engine(
     engines.params(), paged.PagedForward(engines.MODEL),
-    paged.make_pages(engines.MODEL, config), config, policy=TenantFirst(), eos_ids=(),
+    paged.make_model_pages(engines.MODEL, config), config, policy=TenantFirst(),
+    eos_ids=(),
 )
 ask = jaxkv.Sampling.greedy(max_tokens=2)
 ids = [engine.submit([7, 8], ask, attributes=each) for each in asked]
@@ -165,7 +166,7 @@ class OneSecond(NamedTuple):
 
 column = jaxkv.RequestAttributes(tenant=np.array(tenants))
 two = np.full(4, 2)
-load = arrivals.make(np.zeros(4), two, two, attributes=column)
+load = arrivals.make_workload(np.zeros(4), two, two, attributes=column)
 bounds = Capacity.of(num_pages=20, max_length=8, token_budget=8)
 members = driver.stack([Members(load, bounds, TenantFirst(), OneSecond())])
 finish_s = driver.simulate(members, max_slots=1, head=4).finish_s[0]

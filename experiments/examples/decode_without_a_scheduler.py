@@ -24,7 +24,7 @@ def main(model: str = MODEL, prompt: str = "def main(", num_tokens: int = 24) ->
     loaded = checkpoints.load_model(model)
     step = paged.PagedForward(loaded.config)
     cache = decoding.init_cache(
-        paged.make_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),
+        paged.make_model_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),
         max_slots=1,
         max_length=128,
     )

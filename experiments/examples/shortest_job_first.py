@@ -46,7 +46,7 @@ def main() -> dict[str, float]:
     """Serves a burst of long and short jobs with both policies, in simulated time."""
     rng, num = np.random.default_rng(0), 64
     is_long = rng.random(num) < 0.25
-    load = arrivals.make(
+    load = arrivals.make_workload(
         np.sort(rng.uniform(0.0, 2.0, num)),
         np.where(is_long, 400, 20),
         np.where(is_long, 200, 10),

@@ -135,7 +135,7 @@ class ResultTable(ResultRecord):
         """
         from jaxkv.workloads import dataframes
 
-        return dataframes.make(field_values(self))
+        return dataframes.make_dataframe(field_values(self))
 
     def __len__(self) -> int:
         """Returns the number of rows."""

@@ -126,7 +126,7 @@ def make_engine(
     return Engine(
         model.params,
         paged.PagedForward(model.config, bounds.numerics),
-        paged.make_pages(model.config, bounds),
+        paged.make_model_pages(model.config, bounds),
         bounds,
         tokenizer=model.tokenizer if has_text else None,
         eos_ids=model.eos_ids,

@@ -198,7 +198,7 @@ def make_stepper(
     return Stepper(
         config,
         paged.PagedForward(model.config, config.numerics),
-        functools.partial(paged.make_pages, model.config, config),
+        functools.partial(paged.make_model_pages, model.config, config),
         params=model.params,
         eos_ids=model.eos_ids,
         step=step,

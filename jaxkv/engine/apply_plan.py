@@ -86,7 +86,7 @@ def apply_plan(
             back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
             num_back=jnp.zeros((), jnp.int32) if staged else None,
         )
-        state, batch = arrays.when(
+        state, batch = arrays.update_if(
             jnp.any(preempt | admit),
             functools.partial(_turn_over, config=config, eviction=eviction),
             (state, batch),
@@ -122,7 +122,7 @@ def _turn_over(
     group = groups.find_groups(state)
     state = beam_search.note_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
-    state, leaves, moved = swapping.move_out(state, plan.swap & gone, config)
+    state, leaves, moved = swapping.move_pages_out(state, plan.swap & gone, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
@@ -136,7 +136,7 @@ def _turn_over(
         is_swapped=leaves & (state.table.length > 0),
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
-    state = prefix_caching.drop(state, gone, eviction)
+    state = prefix_caching.drop_slots_to_cache(state, gone, eviction)
     books, new = ledger.admit(
         books,
         head,
@@ -147,14 +147,18 @@ def _turn_over(
     )
     source, num_slots = new.source, new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
-    state = state._replace(ledger=books, table=page_table.moved(state.table, stays))
+    state = state._replace(
+        ledger=books, table=page_table.move_slots(state.table, stays)
+    )
     # Slots of the first sequences of the admitted requests, by request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
     request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
     first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
-    state = prefix_caching.start(state, found, arrays.put(first, request, slot))
+    state = prefix_caching.start_on_prefixes(
+        state, found, arrays.put(first, request, slot)
+    )
     back = new.swapped_in
     turned = Turned(
         num_preempted=jnp.sum(gone, dtype=jnp.int32),
@@ -184,14 +188,14 @@ def _reserve(
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:
         places, num_rows = places + drafts, num_rows + drafts
-    wanted = page_table.num_wanted(
+    wanted = page_table.num_new_pages(
         state.pool, state.table, places, num_rows, page_size=size
     )
     if batch.num_back is not None:
         wanted += batch.num_back
-    state = prefix_caching.make_room(state, wanted)
+    state = prefix_caching.evict_until_free(state, wanted)
     if batch.back is not None:
-        state = swapping.move_in(state, batch.back)
+        state = swapping.bring_pages_in(state, batch.back)
     pool, table, copies, enough = page_table.reserve(
         state.pool,
         state.table,

@@ -30,7 +30,7 @@ from jaxkv.memory import page_sharing, page_table
 from jaxkv.sampling import beam_search
 
 
-class Groups(NamedTuple):
+class BeamGroups(NamedTuple):
     """The beams in the slots, by request: row g is the request that slot g is first of.
 
     Rows of slots that begin no search have nobody in them.
@@ -42,7 +42,7 @@ class Groups(NamedTuple):
     """Slot of each beam, or NO_SEQUENCE."""
 
 
-def groups(state: EngineState, max_beams: int) -> Groups:
+def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
     """Finds the beams of every request in the slots."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
@@ -51,13 +51,13 @@ def groups(state: EngineState, max_beams: int) -> Groups:
     at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
     nobody = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
     begins = here & (first == every)
-    return Groups(
+    return BeamGroups(
         lead=jnp.where(begins, s.group[row], NO_SEQUENCE),
         slot=arrays.put(nobody, at, every),
     )
 
 
-def advance(
+def advance_searches(
     state: EngineState,
     logits: Float[Array, "slots vocab"],
     emits: Bool[Array, " slots"],
@@ -90,9 +90,13 @@ def _search(
     here: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
-    """Takes the step, and lets slots and histories follow; as `advance` returns."""
+    """Takes the step, and moves slots and histories along.
+
+    Returns:
+      As `advance_searches`.
+    """
     s, sequence = state.sequences, state.slots.sequence
-    found = groups(state, config.max_beams)
+    found = find_beams(state, config.max_beams)
     first, sample = find_groups(state).first, s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
@@ -127,13 +131,13 @@ def _search(
 
 
 def _step(
-    state: EngineState, found: Groups, choices: tuple[Array, Array], here: Array
+    state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
 ) -> tuple[beam_search.Beams, Array, Array, Array]:
     """`beams.step` of all requests; the last result says which of them took it."""
     s, search = state.sequences, state.search
     assert search is not None
     lead = jnp.maximum(found.lead, 0)
-    params = beam_search.Params(
+    params = beam_search.BeamParams(
         width=search.width[lead],
         length_penalty=search.length_penalty[lead],
         early_stopping=search.early_stopping[lead],
@@ -146,11 +150,16 @@ def _step(
     slot = jnp.maximum(found.slot, 0)
     tokens, logprobs = (x[slot] for x in choices)
     logprobs = jnp.where((found.slot >= 0)[..., None], logprobs, -jnp.inf)
-    return *jax.vmap(beam_search.step)(group, params, tokens, logprobs, active), active
+    return *jax.vmap(beam_search.advance_beams)(
+        group, params, tokens, logprobs, active
+    ), active
 
 
 def _finish(
-    state: EngineState, found: Groups, done: Bool[Array, " slots"], config: EngineConfig
+    state: EngineState,
+    found: BeamGroups,
+    done: Bool[Array, " slots"],
+    config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Puts the answers of searches that are done where other sequences have theirs."""
     search, sequence = state.search, state.slots.sequence
@@ -203,15 +212,15 @@ def note_paths(
     def unroll(_: Array, path: Array) -> Array:
         assert state.search is not None
         s, sequence = state.sequences, state.slots.sequence
-        found, first = groups(state, config.max_beams), find_groups(state).first
+        found, first = find_beams(state, config.max_beams), find_groups(state).first
         sample = s.params.sample[jnp.maximum(sequence, 0)]
         slot = jnp.maximum(found.slot, 0)
         rows, known = sequence[slot], state.slots.num_tokens[slot]
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
-        held = jax.vmap(beam_search.unroll)(state.search.parents[rows], ends, known)[
-            first, sample
-        ]
+        held = jax.vmap(beam_search.follow_parents)(
+            state.search.parents[rows], ends, known
+        )[first, sample]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
         holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
         tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]

@@ -52,7 +52,7 @@ def counts(
     first = jnp.min(first, axis=1)
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
-    found = prefix_caching.find(state, first, head.num_to_feed, looks, config)
+    found = prefix_caching.find_prefixes(state, first, head.num_to_feed, looks, config)
     goal = groups.num_to_feed(state)
     pages = page_table.num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
@@ -71,7 +71,7 @@ def counts(
             copies=shares.copies,
             group=shares.first,
             free_pages=state.pool.num_free + prefix_caching.num_idle(state),
-            free_swap_pages=swapping.num_free(state),
+            free_swap_pages=swapping.num_free_swap_pages(state),
         ),
         num_pages=config.num_pages,
         page_size=size,
@@ -91,7 +91,9 @@ def counts(
         waiting_pages=jnp.where(exists & ~ready, interface.BLOCKED, wanted),
         waiting_scored_prompt=exists & s.prompt_scored[first],
         spare_logit_rows=config.num_logit_rows - config.max_slots,
-        drafts=None if drafter is None else drafting.wishes(state, drafter, config),
+        drafts=None
+        if drafter is None
+        else drafting.requested_draft_lengths(state, drafter, config),
     ), found
 
 

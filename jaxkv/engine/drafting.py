@@ -60,7 +60,7 @@ class Drafts(NamedTuple):
     """Descent, which `propose` computes from `parents`."""
 
 
-class Verified(NamedTuple):
+class VerifyOutput(NamedTuple):
     """What became of the drafts, for the drafter to learn from."""
 
     num_drafts: Int32[Array, " slots"]
@@ -76,7 +76,7 @@ class Verified(NamedTuple):
     """Slots that drew anything."""
 
 
-class Ruling(NamedTuple):
+class AcceptResult(NamedTuple):
     """What follows each row, a place of some slot."""
 
     accept: Float[Array, "rows width"]
@@ -109,7 +109,7 @@ class Verifier(Protocol):
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
-    ) -> Ruling:
+    ) -> AcceptResult:
         """Judges the children of every row, and draws what follows without them.
 
         Args:
@@ -195,7 +195,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def learn(self, memory: Any, state: EngineState, verified: Verified) -> Any:
+    def learn(self, memory: Any, state: EngineState, verified: VerifyOutput) -> Any:
         """Takes note of a verdict; the tokens that it gave are in the state.
 
         Slots change hands, rows of `Sequences` do only when a request is drained: what
@@ -242,7 +242,7 @@ class Speculation(_Pair):
         return cls(*iterable)
 
 
-def wishes(
+def requested_draft_lengths(
     state: EngineState, drafter: Drafter, config: EngineConfig
 ) -> Int32[Array, " slots"]:
     """How many drafts each slot would feed behind its last known token.
@@ -254,7 +254,7 @@ def wishes(
     with jax.named_scope("wishes"):
         wanted = drafter.wishes(state.memory, state, config)
     alone = ~groups.fork_of(state).reads & ~groups.is_beam(state)
-    return interface.wishes(
+    return interface.limit_draft_lengths(
         jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),
         num_tokens=groups.num_to_feed(state),
         length=state.table.length,
@@ -310,7 +310,7 @@ def tree(parents: Int32[Array, "slots drafts"]) -> Tree:
     return Tree(jnp.sum(ancestors, axis=2, dtype=jnp.int32), ancestors)
 
 
-def children(drafts: Drafts, width: int) -> Int32[Array, "slots places each"]:
+def find_children(drafts: Drafts, width: int) -> Int32[Array, "slots places each"]:
     """Places of the first children of every place, in order; -1 where there is none."""
     num_slots, num = drafts.tokens.shape
     place = jnp.arange(num + 1, dtype=jnp.int32)

@@ -62,7 +62,9 @@ def find_groups(state: EngineState) -> Groups:
     return ledger.find_groups(group_of_slots(state))
 
 
-def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
+def find_forks(
+    state: EngineState, num_rows: Int32[Array, " slots"]
+) -> Int32[Array, " slots"]:
     """Finds the slots that are forked at the end of the step that feeds `num_rows`.
 
     Returns:
@@ -76,7 +78,7 @@ def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " 
     return jnp.max(jnp.where(pairs, slot[:, None], NO_SEQUENCE), axis=0)
 
 
-def advance(
+def advance_groups(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
@@ -84,8 +86,8 @@ def advance(
 ) -> EngineState:
     """Counts the rows fed as written, and forks the slots that are due."""
     length = state.table.length
-    state = state._replace(table=page_table.advance(state.table, num_rows))
-    state = prefix_caching.keep(state, length, config)
+    state = state._replace(table=page_table.advance_lengths(state.table, num_rows))
+    state = prefix_caching.cache_filled_pages(state, length, config)
 
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
@@ -93,10 +95,10 @@ def advance(
         slots = ledger.fork(state.slots, forks >= 0, table.length)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
-    return arrays.when(jnp.any(forks >= 0), fork, state, forks)
+    return arrays.update_if(jnp.any(forks >= 0), fork, state, forks)
 
 
-def accept(
+def accept_drafted_tokens(
     state: EngineState,
     num: Int32[Array, " slots"],
     keep: Int32[Array, " slots"],
@@ -108,15 +110,15 @@ def accept(
     case.
     """
     before = state.table.length
-    state = state._replace(table=page_table.advance(state.table, num))
-    state = prefix_caching.keep(state, before, config)
+    state = state._replace(table=page_table.advance_lengths(state.table, num))
+    state = prefix_caching.cache_filled_pages(state, before, config)
     pool, table = page_table.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
     return state._replace(pool=pool, table=table)
 
 
-def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     """Takes slots out of a shared prefill, before they are emptied.
 
     If the slot that reads is gone, the first one that waits for it goes on in its

@@ -102,7 +102,7 @@ def feed(
         with jax.named_scope("tiles"):
             logits, pages = lax.fori_loop(0, num_tiles, one, (blank, state.pages))
         logits, drafted = _parted(logits, config)
-        logits = arrays.begin(logits, logits[wanted.source])
+        logits = arrays.write_prefix(logits, logits[wanted.source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
@@ -144,10 +144,10 @@ def _feed_fast(
         for length in config.lengths:
             few = jnp.all(wanted.num_rows <= 1 + length)
             with jax.named_scope("verify"):
-                carry = arrays.when(many & few, several(length), carry, wanted)
+                carry = arrays.update_if(many & few, several(length), carry, wanted)
             many &= ~few
         with jax.named_scope("mixed"):
-            return arrays.when(many, several(None), carry, wanted)
+            return arrays.update_if(many, several(None), carry, wanted)
 
     # What the rows are made of is given to the loops, or the compiler would see that
     # rows, embedding and first products do not change from trip to trip, and move them
@@ -156,13 +156,13 @@ def _feed_fast(
     # A step of one row a slot could run any program; the smallest one is the fastest.
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
-        carry = arrays.when(busy & ~many, decode, carry, wanted)
+        carry = arrays.update_if(busy & ~many, decode, carry, wanted)
     if config.lengths:
         # In a loop of their own, so that steps of one row a slot see none of them.
-        carry = arrays.when(many, verify, carry, wanted)
+        carry = arrays.update_if(many, verify, carry, wanted)
     else:
         with jax.named_scope("mixed"):
-            carry = arrays.when(many, several(None), carry, wanted)
+            carry = arrays.update_if(many, several(None), carry, wanted)
     logits, drafted, state = carry
     return logits, drafted, state.pages
 
@@ -187,7 +187,7 @@ def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> 
     rows = _pack(state, num_rows, None, config).rows
     assert rows.slot is not None
     slot = arrays.take(rows.slot, rows.logit_rows[: logits.shape[0]], fill=-1)
-    slot = arrays.begin(slot, jnp.arange(num_rows.shape[0], dtype=jnp.int32))
+    slot = arrays.write_prefix(slot, jnp.arange(num_rows.shape[0], dtype=jnp.int32))
     spread = result.logits[jnp.maximum(slot, 0)]
     return jnp.where((slot >= 0)[:, None], spread, logits), drafted, after
 
@@ -205,11 +205,11 @@ def _several(
     rows = _pack(state, num_rows, num_drafts, config, length).rows
     if tree is not None and num_drafts is not None:
         rows = _branch(rows, state.table.length, num_drafts, tree)
-    logit_rows = arrays.begin(rows.logit_rows, rows.logit_rows[source])
+    logit_rows = arrays.write_prefix(rows.logit_rows, rows.logit_rows[source])
     result = run(state.pages, rows._replace(logit_rows=logit_rows))
     logits, found = _parted(result.logits, config)
     if drafted is not None and found is not None:
-        drafted = arrays.begin(drafted, found)
+        drafted = arrays.write_prefix(drafted, found)
     return logits, drafted, state._replace(pages=result.pages)
 
 
@@ -308,7 +308,7 @@ def _pack(
         s = state.sequences
         scored = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
         scored &= arrays.take(s.prompt_scored, sequence, fill=False)
-        spare = arrays.places(scored, config.num_logit_rows - config.max_slots)
+        spare = arrays.marked_indices(scored, config.num_logit_rows - config.max_slots)
         logit_rows.append(spare)
     if length and num_drafts is None:
         logit_rows.append(jnp.full((last.shape[0] * length,), -1, jnp.int32))

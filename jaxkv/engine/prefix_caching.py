@@ -42,7 +42,7 @@ class Found(NamedTuple):
     """Those among the pages that count as free until somebody starts on them."""
 
 
-def find(
+def find_prefixes(
     state: EngineState,
     sequence: Int32[Array, " head"],
     num_tokens: Int32[Array, " head"],
@@ -108,7 +108,9 @@ def pinned(
     return None if cache is None else prefix_cache.is_cached(cache, page_ids)
 
 
-def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
+def start_on_prefixes(
+    state: EngineState, found: Found, slot: Int32[Array, " head"]
+) -> EngineState:
     """Gives the slots of admitted requests what was found; -1 for all others."""
     if state.prefixes is None:
         return state
@@ -122,7 +124,7 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
     given = arrays.put(fork.num_given, slot, found.num_tokens)
     slots = slots._replace(fork=fork._replace(num_given=given))
     return state._replace(
-        prefixes=prefix_eviction.use(state.prefixes, ids),
+        prefixes=prefix_eviction.mark_used(state.prefixes, ids),
         pool=page_pool.share(state.pool, ids),
         table=Table(
             page_ids=arrays.put(table.page_ids, slot, ids),
@@ -137,7 +139,7 @@ def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> Engi
     ).with_slots(slots)
 
 
-def make_room(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
+def evict_until_free(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
     """Evicts pages until as many are free as are wanted, or none is left to evict."""
     if state.prefixes is None:
         return state
@@ -146,7 +148,7 @@ def make_room(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
     return state._replace(prefixes=cache, pool=pool)
 
 
-def drop(
+def drop_slots_to_cache(
     state: EngineState, gone: Bool[Array, " slots"], rule: Eviction | None
 ) -> EngineState:
     """Empties slots; of their pages those stay that are cached."""
@@ -154,12 +156,12 @@ def drop(
     pool, left = page_pool.release_counted(state.pool, rows)
     cache = state.prefixes
     if cache is not None:
-        cache = prefix_eviction.rest(cache, rows, left, rule)
-    table = page_table.emptied(state.table, gone)
+        cache = prefix_eviction.mark_idle(cache, rows, left, rule)
+    table = page_table.clear_slots(state.table, gone)
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
-def keep(
+def cache_filled_pages(
     state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
 ) -> EngineState:
     """Enters the pages filled in this step: the first of every slot, then the second.
@@ -179,7 +181,7 @@ def keep(
         end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
     num_filled = jnp.where(reuses, end - first, 0)
     with jax.named_scope("enter"):
-        return arrays.when(
+        return arrays.update_if(
             jnp.any(num_filled > 0),
             functools.partial(_enter, config=config),
             state,
@@ -204,8 +206,8 @@ def _enter(
     offset = jnp.arange(size, dtype=jnp.int32)[None, :]
 
     def column(
-        index: Array, carry: tuple[prefix_cache.Prefixes, Pool, Array]
-    ) -> tuple[prefix_cache.Prefixes, Pool, Array]:
+        index: Array, carry: tuple[prefix_cache.PrefixCache, Pool, Array]
+    ) -> tuple[prefix_cache.PrefixCache, Pool, Array]:
         cache, pool, page_ids = carry
         place = jnp.where(index < num_filled, first + index, -1)
         own = arrays.take(page_ids, (slot, place), fill=NO_PAGE)
@@ -213,12 +215,12 @@ def _enter(
         at = (sequence[:, None], place[:, None] * size + offset)
         tokens = arrays.take(s.tokens, at, fill=0)
         given = (own, parent, tokens, salt)
-        cache, entered, kept = prefix_cache.enter_unpinned(cache, *given)
+        cache, entered, kept = prefix_cache.insert_unpinned(cache, *given)
         other = (kept != NO_PAGE) & (kept != own)
         kept, own = (jnp.where(other, ids, NO_PAGE) for ids in (kept, own))
         gained = jnp.concatenate([entered, kept])
         pool, _ = page_pool.release_counted(pool, own, shared=gained)
-        cache = prefix_eviction.use(cache, kept)
+        cache = prefix_eviction.mark_used(cache, kept)
         at = (slot, jnp.where(other, place, -1))
         return cache, pool, arrays.put(page_ids, at, kept)
 

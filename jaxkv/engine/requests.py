@@ -21,7 +21,7 @@ from jaxkv.engine.state import (
     Sequences,
     no_sequences,
 )
-from jaxkv.ledger import NO_SEQUENCE, Events, Ledger, Progress
+from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceEvents, SequenceProgress
 from jaxkv.memory import Eviction, demand
 from jaxkv.sampling import Params, beam_search
 from jaxkv.scheduling.attributes import RequestAttributes
@@ -57,9 +57,9 @@ class Requests(NamedTuple):
     beam_width: Int32[Array, " requests"]
     """Beams of the request, as many as it has rows; 0 if it does not search."""
     length_penalty: Float[Array, " requests"]
-    """As in `beam_search.Params`."""
+    """As in `beam_search.BeamParams`."""
     early_stopping: Int32[Array, " requests"]
-    """As in `beam_search.Params`."""
+    """As in `beam_search.BeamParams`."""
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds at which the request may be admitted."""
     attributes: RequestAttributes
@@ -83,7 +83,7 @@ def submit(
       finds queue or sequences full. Those behind a request that found no room are
       refused with it, so that nobody is overtaken.
     """
-    state, requests = arrays.on_device((state, requests))
+    state, requests = arrays.to_jax_arrays((state, requests))
     s, books, r = state.sequences, state.ledger, requests
     index = jnp.arange(r.limit.shape[0], dtype=jnp.int32)
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
@@ -92,29 +92,31 @@ def submit(
     fits &= r.limit <= config.max_length
     fits &= ~r.prompt_scored | (config.num_logit_rows > config.max_slots)
     fits &= r.beam_width <= config.max_beams
-    size = arrays.over_groups(jnp.ones_like(first), first, "add")
-    shared, own = demand.at_most(r.prompt_length, r.limit, page_size=config.page_size)
-    pages = shared[first] + arrays.over_groups(own, first, "add")
+    size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
+    shared, own = demand.max_pages(r.prompt_length, r.limit, page_size=config.page_size)
+    pages = shared[first] + arrays.reduce_groups(own, first, "add")
     fits &= (size <= config.max_slots) & (pages <= config.num_pages)
     # A condition that fails for one row fails for all rows of the request.
-    taken = ~arrays.over_groups(~fits, first, "max")
+    taken = ~arrays.reduce_groups(~fits, first, "max")
     # Requests for which queue and sequences have room. Running ones count, because any
     # of those may come back to the queue.
     begins = taken & (first == index)
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _is_alive(books)) & leads
     places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    is_empty = ledger.columns(Progress, books.progress).num_tokens == 0
+    is_empty = ledger.columns(SequenceProgress, books.progress).num_tokens == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
-    lacks = arrays.over_groups(taken & ~room, first, "max")
+    lacks = arrays.reduce_groups(taken & ~room, first, "max")
     # No request overtakes another: all after one without room are refused, too.
     taken &= jnp.cumsum(lacks, dtype=jnp.int32) == 0
     begins = taken & (first == index)
     # The k-th sequence taken gets the k-th empty row.
-    empty = arrays.places(is_empty, is_empty.shape[0])
-    row = arrays.take(empty, arrays.ranks(taken), fill=NO_SEQUENCE)
-    place = jnp.where(begins, books.num_waiting + arrays.ranks(begins), NO_SEQUENCE)
+    empty = arrays.marked_indices(is_empty, is_empty.shape[0])
+    row = arrays.take(empty, arrays.number_marked(taken), fill=NO_SEQUENCE)
+    place = jnp.where(
+        begins, books.num_waiting + arrays.number_marked(begins), NO_SEQUENCE
+    )
     asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
     # Scores of a prompt come from reading all of it.
     asked["reuses"] = r.reuses & ~r.prompt_scored
@@ -122,9 +124,9 @@ def submit(
     new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
     members = arrays.put(sequences.members, (lead, index - first), row)
-    progress = Progress(*(jnp.zeros_like(row) for _ in Progress._fields))._replace(
-        num_tokens=r.prompt_length, num_common=r.prompt_length
-    )
+    progress = SequenceProgress(
+        *(jnp.zeros_like(row) for _ in SequenceProgress._fields)
+    )._replace(num_tokens=r.prompt_length, num_common=r.prompt_length)
     return state._replace(
         search=_begin_search(state, requests, row, config),
         sequences=sequences._replace(members=members),
@@ -184,14 +186,14 @@ def cancel(
       The new state. The sequences have ended with the tokens that they had; those of
       a beam search end together, without an answer.
     """
-    state, request_ids, samples = arrays.on_device((state, request_ids, samples))
+    state, request_ids, samples = arrays.to_jax_arrays((state, request_ids, samples))
     s, books, slots = state.sequences, state.ledger, state.slots
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.columns(SequenceProgress, books.progress)
     num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
         # All beams of a search end together, and have no answers before the end.
@@ -202,7 +204,7 @@ def cancel(
     gone = arrays.take(ended, slots.sequence, fill=False)
     again = ledger.num_recomputed(slots, state.table.length)
     at = jnp.where(gone, slots.sequence, NO_SEQUENCE)
-    events = ledger.columns(Events, books.events)
+    events = ledger.columns(SequenceEvents, books.events)
     now = books.clock
     events = events._replace(
         finish_s=jnp.where(ended, now[0] + 1, events.finish_s),
@@ -216,14 +218,16 @@ def cancel(
     state = state._replace(
         sequences=s._replace(reason=jnp.where(ended, CANCELLED, s.reason)),
         ledger=books._replace(
-            queue=arrays.packed(jnp.where(stays, books.queue, NO_SEQUENCE)),
+            queue=arrays.compact_ids(jnp.where(stays, books.queue, NO_SEQUENCE)),
             num_waiting=jnp.sum(stays, dtype=jnp.int32),
             progress=jnp.stack(progress, axis=1),
             events=jnp.stack(events, axis=1),
         ),
     )
-    state = swapping.cancel(state, ended)
-    state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
+    state = swapping.give_up_pages(state, ended)
+    state = prefix_caching.drop_slots_to_cache(
+        groups.promote_fork_waiter(state, gone), gone, eviction
+    )
     sequence = jnp.where(gone, NO_SEQUENCE, state.slots.sequence)
     return state.with_slots(state.slots._replace(sequence=sequence))
 
@@ -234,8 +238,8 @@ class DrainedSequences(NamedTuple):
     is_final: Bool[Array, " sequences"]
     """Sequences of requests that are complete; their rows are free now."""
     sequences: Sequences
-    progress: Progress
-    events: Events
+    progress: SequenceProgress
+    events: SequenceEvents
 
 
 def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
@@ -249,24 +253,28 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     Returns:
       The new state, and all sequences.
     """
-    state = arrays.on_device(state)
+    state = arrays.to_jax_arrays(state)
     s, books = state.sequences, state.ledger
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
-    found = DrainedSequences(final, s, progress, ledger.columns(Events, books.events))
+    found = DrainedSequences(
+        final, s, progress, ledger.columns(SequenceEvents, books.events)
+    )
     left = jnp.where(final[:, None], 0, books.progress)
     return state._replace(ledger=books._replace(progress=left)), found
 
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
     """Returns the sequences that wait or run."""
-    num_tokens = ledger.columns(Progress, books.progress).num_tokens
-    return (num_tokens > 0) & (ledger.columns(Events, books.events).finish_s == 0)
+    num_tokens = ledger.columns(SequenceProgress, books.progress).num_tokens
+    return (num_tokens > 0) & (
+        ledger.columns(SequenceEvents, books.events).finish_s == 0
+    )
 
 
 def _any_in_group(
     s: Sequences, mask: Bool[Array, " sequences"]
 ) -> Bool[Array, " sequences"]:
     """Marks every sequence of a request of which any is marked."""
-    return arrays.over_groups(mask, s.group, "max")
+    return arrays.reduce_groups(mask, s.group, "max")

@@ -31,12 +31,12 @@ import orbax.checkpoint as ocp
 from jaxkv import validation
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.files import (
-    aside,
-    blaming,
     check_digests,
+    check_disk_space,
     check_replaceable,
-    make_sure_of_room,
     read_json,
+    replace_folder,
+    reporting_errors,
     silencing_orbax,
 )
 from jaxkv.files import digests as _digests
@@ -93,11 +93,11 @@ def save_state(
             "pages of swapped requests are in the memory of the host, which a snapshot "
             "does not hold; save a state without a host, or with them back"
         )
-    with aside(folder, ValueError) as new:
+    with replace_folder(folder, ValueError) as new:
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             # Orbax refuses arrays that hold nothing; their shapes say all of them.
             full = {name: x for name, x in _by_name(state).items() if x.size}
-            make_sure_of_room(new, sum(x.nbytes for x in full.values()))
+            check_disk_space(new, sum(x.nbytes for x in full.values()))
             writer.save(new / ARRAYS, kv_pages.to_host(full))
         header = {
             "config": dataclasses.asdict(config),
@@ -155,7 +155,7 @@ def load_state(
     }
     full = {name: x for name, x in shapes.items() if x.size}
     with (
-        blaming(folder, KeyError, TypeError),
+        reporting_errors(folder, KeyError, TypeError),
         silencing_orbax(),
         ocp.StandardCheckpointer() as reader,
     ):

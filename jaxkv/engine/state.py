@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from jaxkv import ledger, validation
 from jaxkv.ledger import Ledger, Slots
 from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
-from jaxkv.memory.prefix_cache import Prefixes, make_prefixes
+from jaxkv.memory.prefix_cache import PrefixCache, make_prefix_cache
 from jaxkv.sampling import Params, beam_search, greedy_params
 from jaxkv.scheduling.attributes import RequestAttributes
 
@@ -106,7 +106,7 @@ class EngineConfig:
             "seed": (0, 2**64),
             **dict.fromkeys(off, 0),
         }
-        validation.settle(self, **bounds)
+        validation.check_fields(self, **bounds)
         if self.token_budget < self.max_slots:
             raise ValueError(
                 f"token_budget={self.token_budget} must be at least "
@@ -226,9 +226,9 @@ class Search(NamedTuple):
     width: Int32[Array, " sequences"]
     """Beams of the request, 0 if it does not search."""
     length_penalty: Float[Array, " sequences"]
-    """As in `beam_search.Params`."""
+    """As in `beam_search.BeamParams`."""
     early_stopping: Int32[Array, " sequences"]
-    """As in `beam_search.Params`."""
+    """As in `beam_search.BeamParams`."""
     groups: beam_search.Beams
     """The searches."""
     parents: Int32[Array, "sequences max_length"]
@@ -246,7 +246,7 @@ class EngineState(NamedTuple):
     ledger: Ledger
     """Queue, slots, progress and clock; the host sets the clock."""
     sequences: Sequences
-    prefixes: Prefixes | None
+    prefixes: PrefixCache | None
     """The prefix cache, if the engine has one."""
     search: Search | None
     """Beam search, if the engine has it."""
@@ -316,7 +316,7 @@ def init(
         pages=pages,
         pool=page_pool.make_pool(config.num_pages),
         table=page_table.make_table(slots, config.max_pages_per_slot),
-        ledger=ledger.init(
+        ledger=ledger.make_ledger(
             num_slots=slots,
             # Preempted requests find a place however many new ones wait.
             num_places=config.queue_capacity + slots,
@@ -325,7 +325,7 @@ def init(
             holds=True,
         ),
         sequences=no_sequences(config.max_sequences, config),
-        prefixes=make_prefixes(config.num_pages, config.page_size)
+        prefixes=make_prefix_cache(config.num_pages, config.page_size)
         if config.prefix_cache
         else None,
         search=search,

@@ -118,7 +118,7 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    params, state = arrays.on_device((params, state))
+    params, state = arrays.to_jax_arrays((params, state))
     drafter = None if speculation is None else speculation.drafter
     state, applied = plan_step(
         state, config=config, policy=policy, eviction=eviction, drafter=drafter
@@ -130,7 +130,7 @@ def step(
             params, state, applied.granted, drafter, config
         )
     # Drafts are fed after the rows of their slot, and not counted.
-    forks = groups.due(state, applied.num_rows)
+    forks = groups.find_forks(state, applied.num_rows)
     num_rows = applied.num_rows
     result = model_runner.feed(
         params,
@@ -143,7 +143,7 @@ def step(
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
-        state = groups.advance(state, num_rows, forks, config)
+        state = groups.advance_groups(state, num_rows, forks, config)
     has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
@@ -179,7 +179,7 @@ def _accept(
         accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
         stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
         length = state.table.length[:, None]
-        pages = kv_pages.move(
+        pages = kv_pages.move_tokens(
             state.pages,
             state.table.page_ids,
             length - 1 + verified.path,
@@ -190,9 +190,9 @@ def _accept(
     num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
     # Where nobody was granted drafts nothing was reserved for any.
     assert applied.granted is not None
-    state = arrays.when(
+    state = arrays.update_if(
         jnp.any(applied.granted > 0),
-        functools.partial(groups.accept, config=config),
+        functools.partial(groups.accept_drafted_tokens, config=config),
         state,
         jnp.maximum(num, 0),
         applied.kept,
@@ -288,7 +288,7 @@ def run_steps(
     Returns:
       The new state, and the stacked infos of all steps.
     """
-    params, state, clock = arrays.on_device((params, state, clock))
+    params, state, clock = arrays.to_jax_arrays((params, state, clock))
     state = state._replace(ledger=state.ledger._replace(clock=clock))
     drafter = None if speculation is None else speculation.drafter
     length = config.steps_per_call if num_steps is None else num_steps
@@ -308,7 +308,7 @@ def run_steps(
             speculation=speculation,
         )
         with jax.named_scope("info"):
-            return state, arrays.side_by_side(info)
+            return state, arrays.pack_leaves(info)
 
     state, infos = lax.scan(body, state, None, length=length)
     return _rested(state, infos(), drafter, may_draft, config)
@@ -351,14 +351,16 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         pins=prefix_caching.pins(state),
     )
     if state.prefixes is not None:
-        found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
+        found = found._replace(
+            i7=prefix_cache.count_prefix_faults(state.prefixes, state.pool)
+        )
     if state.staging is None:
         return found
-    progress = ledger.columns(ledger.Progress, state.ledger.progress)
-    events = ledger.columns(ledger.Events, state.ledger.events)
+    progress = ledger.columns(ledger.SequenceProgress, state.ledger.progress)
+    events = ledger.columns(ledger.SequenceEvents, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
     waits = arrays.put(waits, state.slots.sequence, False)
-    faults = swap_buffer.unsound(
+    faults = swap_buffer.count_swap_faults(
         state.staging, state.sequences.group, waits, page_size=config.page_size
     )
     return found._replace(swap=faults)
@@ -384,7 +386,7 @@ def _retire(
         ended = reason != NOT_ENDED
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
-        column = ledger.Progress._fields.index("num_tokens")
+        column = ledger.SequenceProgress._fields.index("num_tokens")
         num_tokens = books.slots.num_tokens
         progress = arrays.put(books.progress, (row, column), num_tokens)
         s = state.sequences
@@ -392,9 +394,9 @@ def _retire(
             ledger=books._replace(progress=progress),
             sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
         )
-        return prefix_caching.drop(state, gone, eviction)
+        return prefix_caching.drop_slots_to_cache(state, gone, eviction)
 
-    state = arrays.when(
+    state = arrays.update_if(
         jnp.any(emitted.begins | ended | gone),
         note,
         state,

@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, ledger
 from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE, Ledger, Progress
+from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceProgress
 from jaxkv.memory import page_sharing, swap_buffer
 
 
-def is_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
+def is_swapped_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Says which requests, by the rows of their first sequences, are swapped out."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
@@ -45,13 +45,13 @@ def asks_host(state: EngineState) -> Bool[Array, ""]:
     if state.staging is None:
         return jnp.zeros((), bool)
     queue = state.ledger.queue
-    out = is_out(state, queue)
+    out = is_swapped_out(state, queue)
     first = jnp.cumsum(out, dtype=jnp.int32) == 1
     host = on_host(state, queue)
     return jnp.any(out & jnp.where(first, host, ~host))
 
 
-def num_free(state: EngineState) -> Int32[Array, ""]:
+def num_free_swap_pages(state: EngineState) -> Int32[Array, ""]:
     """Counts the pages that can be swapped out."""
     if state.staging is None:
         return jnp.zeros((), jnp.int32)
@@ -67,12 +67,12 @@ def num_to_move(
     """Counts the pages that leave with each group, at the lowest slot that has them."""
     if state.staging is None:
         return jnp.zeros(holder.shape[:1], jnp.int32)
-    written = swap_buffer.written(state.table, page_size=page_size)
+    written = swap_buffer.is_written(state.table, page_size=page_size)
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     return jnp.sum(written & (holder == slot), axis=1, dtype=jnp.int32)
 
 
-def move_out(
+def move_pages_out(
     state: EngineState, leaves: Bool[Array, " slots"], config: EngineConfig
 ) -> tuple[EngineState, Bool[Array, " slots"], Int32[Array, " slots"]]:
     """Copies the pages of slots, whole groups, to the buffer; the caller drops these.
@@ -85,7 +85,7 @@ def move_out(
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
     group = groups.group_of_slots(state)
     holder = page_sharing.holders(state.table, group)
-    after, left = swap_buffer.move_out(
+    after, left = swap_buffer.swap_out(
         state.staging,
         state.pages,
         state.table,
@@ -98,7 +98,7 @@ def move_out(
     return state._replace(staging=after), left, moved
 
 
-def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
+def bring_pages_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     """Gives requests that come back their pages; as many must be free, and their slots.
 
     `back` are the rows of their first sequences, `NO_SEQUENCE` between them.
@@ -107,15 +107,15 @@ def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
         return state
     group, sequence = state.sequences.group, state.slots.sequence
     gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
-    slots = arrays.namers(sequence, group.shape[0])
+    slots = arrays.inverse_index(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NO_SEQUENCE)
-    pages, pool, table, after = swap_buffer.move_in(
+    pages, pool, table, after = swap_buffer.swap_in(
         state.staging, state.pages, state.pool, state.table, group, gone, slots
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
 
-def cancel(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
+def give_up_pages(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
     """Gives up the pages of requests of which a sequence ends while swapped out.
 
     Sequences of the request that go on will be fed again.
@@ -126,12 +126,12 @@ def cancel(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
     gone = arrays.put(jnp.zeros_like(ended), group, ended, "max")
     staging = swap_buffer.forget(state.staging, group, gone)
     members = arrays.take(gone, group, fill=False)
-    return state._replace(staging=staging, ledger=lose(state.ledger, members))
+    return state._replace(staging=staging, ledger=clear_swapped(state.ledger, members))
 
 
-def lose(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
+def clear_swapped(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
     """Notes that sequences have lost the pages that were swapped out."""
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.columns(SequenceProgress, books.progress)
     progress = progress._replace(
         swapped_tokens=jnp.where(lost, 0, progress.swapped_tokens),
         swapped_pages=jnp.where(lost, 0, progress.swapped_pages),

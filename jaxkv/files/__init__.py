@@ -23,20 +23,20 @@ __all__ = [
     "ARRAY_OVERHEAD_BYTES",
     "DIGESTS",
     "MAX_CHARACTERS",
-    "aside",
-    "blaming",
     "bundled_models",
     "cache_folder",
     "check_digests",
+    "check_disk_space",
     "check_replaceable",
     "digests",
     "folder_or_temporary",
-    "make_sure_of_room",
     "model_folder",
     "parse_json",
     "parse_object",
     "read_json",
     "read_text",
+    "replace_folder",
+    "reporting_errors",
     "reporting_write_errors",
     "silencing_orbax",
     "system_reason",
@@ -118,7 +118,7 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
 
 def read_text(path: str | Path) -> str:
     """Reads a text file of at most `MAX_CHARACTERS`."""
-    with blaming(path), Path(path).open(encoding="utf-8") as file:
+    with reporting_errors(path), Path(path).open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"holds over {MAX_CHARACTERS:,} characters")
@@ -158,7 +158,7 @@ def parse_object(text: str, where: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def blaming(path: str | Path, *errors: type[Exception]) -> Generator[None]:
+def reporting_errors(path: str | Path, *errors: type[Exception]) -> Generator[None]:
     """Turns errors of a file into a ValueError of one line that names the file.
 
     Args:
@@ -204,7 +204,7 @@ def silencing_orbax() -> Generator[None]:
             logger.disabled = is_disabled
 
 
-def make_sure_of_room(folder: Path, num_bytes: int) -> None:
+def check_disk_space(folder: Path, num_bytes: int) -> None:
     """Raises an error if a disk lacks the space for arrays, before any are written.
 
     Without this check one of Orbax's threads fails and logs, while the remaining
@@ -293,7 +293,9 @@ def check_replaceable(folder: Path, header: str, kind: str, overwrite: bool) -> 
 
 
 @contextlib.contextmanager
-def aside(folder: Path, *errors: type[Exception], comfort: str = "") -> Generator[Path]:
+def replace_folder(
+    folder: Path, *errors: type[Exception], comfort: str = ""
+) -> Generator[Path]:
     """Yields a new folder to fill, which replaces `folder` at the end.
 
     Args:
@@ -337,7 +339,7 @@ def digests(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder, by relative path."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with blaming(path), path.open("rb") as file:
+        with reporting_errors(path), path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found[path.relative_to(folder).as_posix()] = digest
     return found
@@ -380,7 +382,7 @@ def verify_checksums(folder: Path) -> None:
     path = folder / DIGESTS
     if not path.is_file():
         raise ValueError(f"{path}: is missing; it has the files' digests")
-    with blaming(path):
+    with reporting_errors(path):
         data = path.read_bytes()
     lines = data.rpartition(_SEAL)[0]
     if data != _sealed(lines):

@@ -20,11 +20,11 @@ class Groups(NamedTuple):
 
     def any(self, mask: Bool[Array, " slots"]) -> Bool[Array, " slots"]:
         """Marks every slot of a group of which any is marked."""
-        return arrays.over_groups(mask, self.first, "max")
+        return arrays.reduce_groups(mask, self.first, "max")
 
     def total(self, values: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
         """Sums over each group, in all of its slots."""
-        return arrays.over_groups(values, self.first, "add")
+        return arrays.reduce_groups(values, self.first, "add")
 
     def before(self, mask: Bool[Array, " slots"]) -> Int32[Array, " slots"]:
         """Counts the marked slots of the same group at lower indices."""

@@ -8,10 +8,10 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv.ledger.state import (
     NO_SEQUENCE,
-    Events,
     Fork,
     Ledger,
-    Progress,
+    SequenceEvents,
+    SequenceProgress,
     Slots,
     columns,
     is_running,
@@ -67,7 +67,7 @@ def look_up_head(
       swaps: False if no request is ever swapped out, which leaves it out of the
         program.
     """
-    was = columns(Progress, ledger.progress[jnp.maximum(sequence, 0)])
+    was = columns(SequenceProgress, ledger.progress[jnp.maximum(sequence, 0)])
     if not swaps:
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)
@@ -75,7 +75,7 @@ def look_up_head(
     is_first, fork = exists, None
     is_swapped = was.swapped_tokens > 0
     if ledger.slots.fork is not None:
-        column = Events._fields.index("finish_s")
+        column = SequenceEvents._fields.index("finish_s")
         exists &= ledger.events[jnp.maximum(sequence, 0), column] == 0
         index = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None, :]
         first = jnp.min(jnp.where(exists, index, index.size), axis=1, keepdims=True)
@@ -181,8 +181,8 @@ def observe(
     """
     slots, runs = ledger.slots, is_running(ledger.slots)
     known, exists, is_out = head.slots.num_tokens, head.exists, head.swapped_pages > 0
-    fresh = demand.to_begin(known, head.num_common, exists, page_size=page_size)
-    back = demand.to_come_back(
+    fresh = demand.pages_to_start(known, head.num_common, exists, page_size=page_size)
+    back = demand.pages_to_resume(
         known,
         head.num_common[:, None],
         head.swapped_tokens,

@@ -12,9 +12,9 @@ from jaxkv.ledger.groups import Groups
 from jaxkv.ledger.head import Head
 from jaxkv.ledger.state import (
     NO_SEQUENCE,
-    Events,
     Ledger,
-    Progress,
+    SequenceEvents,
+    SequenceProgress,
     Slots,
     is_occupied,
     is_running,
@@ -62,7 +62,7 @@ def preempt(
     """
     slots = ledger.slots
     index = jnp.where(gone, slots.sequence, NO_SEQUENCE)
-    progress = Progress(
+    progress = SequenceProgress(
         num_tokens=slots.num_tokens,
         num_fed=jnp.maximum(slots.num_fed, length),
         num_preempted=slots.num_preempted + 1,
@@ -70,7 +70,7 @@ def preempt(
         swapped_tokens=jnp.where(is_swapped, length, 0),
         swapped_pages=jnp.where(is_swapped, swapped_pages, 0),
     )
-    column = Events._fields.index("num_recomputed")
+    column = SequenceEvents._fields.index("num_recomputed")
     again = num_recomputed(slots, length)
     first = gone if group is None else gone & group.is_first
     return ledger._replace(
@@ -156,7 +156,7 @@ def admit(
     wanted = jnp.cumsum(jnp.where(admitted, head.num_slots, 0), dtype=jnp.int32)
     admitted &= wanted <= num_free
     comes = admitted[:, None] & head.exists
-    source = arrays.places(jnp.concatenate([stays, comes.ravel()]), num)
+    source = arrays.marked_indices(jnp.concatenate([stays, comes.ravel()]), num)
     # Only the first sequence of a request feeds; none of one that is swapped in.
     leads = head.is_first & ~is_out[:, None]
     asked = SlotPlan(
@@ -187,7 +187,7 @@ def admit(
     ledger = ledger._replace(
         slots=slots._replace(sequence=sequence),
         progress=progress,
-        queue=arrays.packed(queue, ledger.queue.shape[0]),
+        queue=arrays.compact_ids(queue, ledger.queue.shape[0]),
         num_waiting=ledger.num_waiting + num_back - num_left,
     )
     swapped_in = admitted & is_out
@@ -227,7 +227,7 @@ def note_events(
       length: tokens of each sequence whose K and V are written.
     """
     slots, now = ledger.slots, ledger.clock
-    events = Events(
+    events = SequenceEvents(
         first_s=jnp.where(begins, now[0] + 1, 0),
         first_us=jnp.where(begins, now[1], 0),
         finish_s=jnp.where(ended, now[0] + 1, 0),

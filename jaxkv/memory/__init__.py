@@ -6,7 +6,7 @@ from jaxkv.memory.kv_layout import KVLayout
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import PageTableView, Table
-from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_cache import PrefixCache
 from jaxkv.memory.prefix_eviction import Eviction, Uses
 from jaxkv.memory.prefix_transfer import Prefix
 from jaxkv.memory.swap_buffer import Staging
@@ -20,7 +20,7 @@ __all__ = [
     "Pages",
     "Pool",
     "Prefix",
-    "Prefixes",
+    "PrefixCache",
     "Size",
     "Staging",
     "Table",

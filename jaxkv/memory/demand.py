@@ -28,7 +28,7 @@ def pages_for(
     return jnp.ceil(ratio).astype(jnp.int32)
 
 
-def at_most(
+def max_pages(
     prompt: Int32[Array, "*n"], limit: Int32[Array, "*n"], *, page_size: Size
 ) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
     """Returns the largest number of pages of a request: shared, and of each sequence.
@@ -40,7 +40,7 @@ def at_most(
     return shared, pages_for(limit - 1, page_size=page_size) - shared
 
 
-def to_begin(
+def pages_to_start(
     known: Int32[Array, "#requests sequences"],
     common: Int32[Array, " requests"],
     waits: Bool[Array, "requests sequences"],
@@ -64,7 +64,7 @@ def to_begin(
     return total - full * (jnp.sum(waits, axis=1, dtype=jnp.int32) - 1)
 
 
-def to_come_back(
+def pages_to_resume(
     known: Int32[Array, "#requests sequences"],
     common: Int32[Array, "#requests #sequences"],
     swapped: Int32[Array, "#requests sequences"],
@@ -98,7 +98,7 @@ def to_come_back(
     return jnp.minimum(wanted, num_pages)
 
 
-def growth(
+def missing_pages(
     have: Int32[Array, "*n"], want: Int32[Array, "*n"], *, page_size: Size
 ) -> Int32[Array, "*n"]:
     """Returns the pages to add for `want` places to a sequence that has `have` places.

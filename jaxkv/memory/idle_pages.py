@@ -216,7 +216,7 @@ def _update_ancestors(idle: IdlePages, depth: Array, ids: Array) -> IdlePages:
 
     if ids.shape[0] <= REPLAY_CHUNK:
         return idle._replace(rounds=update(ids, idle.rounds))
-    ids = arrays.packed(ids)
+    ids = arrays.compact_ids(ids)
     num = jnp.sum(ids != NO_PAGE, dtype=jnp.int32)
     every = jnp.arange(REPLAY_CHUNK, dtype=jnp.int32)
 

@@ -27,9 +27,9 @@ class Violations(NamedTuple):
     i5: Int32[Array, ""]
     """Empty slots that have a length, reserved places or a page."""
     i7: Int32[Array, ""]
-    """Faults of the prefix cache, see `prefix_cache.unsound`."""
+    """Faults of the prefix cache, see `prefix_cache.count_prefix_faults`."""
     swap: Int32[Array, ""]
-    """Faults of the swap buffer, see `swap_buffer.unsound`."""
+    """Faults of the swap buffer, see `swap_buffer.count_swap_faults`."""
 
 
 class InvariantError(RuntimeError):

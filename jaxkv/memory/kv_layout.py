@@ -86,7 +86,9 @@ class KVLayout:
         """
         if (v is None) == (self.value_width is None):
             needed = "an array" if v is None else "None"
-            raise ValueError(f"v={validation.shown(v)} must be {needed} for {self}")
+            raise ValueError(
+                f"v={validation.format_value(v)} must be {needed} for {self}"
+            )
         page, offset = locate(rows, page_size=pages.page_size)
         sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
         ids = flat_ids(page, layer, **sizes)

@@ -217,7 +217,7 @@ def copy(
         return unflatten_layers(copied, leaf.shape)
 
     def every_one(pages: Pages, wanted: Array, *ids: Array) -> Pages:
-        place = arrays.places(wanted, source.shape[0] + size)
+        place = arrays.marked_indices(wanted, source.shape[0] + size)
         packed = [arrays.take(x, place, fill=NO_PAGE) for x in ids]
 
         def some(index: Array, pages: Pages) -> Pages:
@@ -228,10 +228,10 @@ def copy(
         trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         return lax.fori_loop(0, trips, some, pages)
 
-    return arrays.when(jnp.any(wanted), every_one, pages, wanted, source, target)
+    return arrays.update_if(jnp.any(wanted), every_one, pages, wanted, source, target)
 
 
-def move(
+def move_tokens(
     pages: Pages,
     page_ids: Int32[Array, "slots pages_per_slot"],
     source: Int32[Array, "slots n"],
@@ -274,7 +274,7 @@ def move(
 
         return jax.tree.map(one_leaf, pages)
 
-    return arrays.when(jnp.any(moves), every_one, pages, moves, source, target)
+    return arrays.update_if(jnp.any(moves), every_one, pages, moves, source, target)
 
 
 def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:

@@ -161,7 +161,7 @@ def release_counted(
     bid = -1 - jnp.arange(ids.size, dtype=jnp.int32)
     ref = put(ref, zeroed, bid, "min")
     won = take(ref, zeroed, fill=0) == bid
-    rank = arrays.ranks(won)
+    rank = arrays.number_marked(won)
     # Only winners restore the zero. If all entries did, XLA would not see that the bids
     # were read before, and would copy the counts.
     ref = put(ref, jnp.where(won, ids, NO_PAGE), 0, "set")

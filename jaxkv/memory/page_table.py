@@ -166,7 +166,7 @@ def is_shared(
     return arrays.take(pool.ref, page, fill=0) > 1
 
 
-def num_wanted(
+def num_new_pages(
     pool: Pool,
     table: Table,
     places: Int32[Array, " slots"],
@@ -254,10 +254,10 @@ def drop_slots(
 ) -> tuple[Pool, Table]:
     """Empties the masked slots and releases their pages."""
     rows = jnp.where(mask[:, None], table.page_ids, NO_PAGE)
-    return page_pool.release(pool, rows), emptied(table, mask)
+    return page_pool.release(pool, rows), clear_slots(table, mask)
 
 
-def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
+def clear_slots(table: Table, mask: Bool[Array, " slots"]) -> Table:
     """Returns the table with empty masked slots, whose pages the caller releases."""
     return Table(
         page_ids=jnp.where(mask[:, None], NO_PAGE, table.page_ids),
@@ -266,7 +266,7 @@ def emptied(table: Table, mask: Bool[Array, " slots"]) -> Table:
     )
 
 
-def advance(table: Table, accepted: Int32[Array, " slots"]) -> Table:
+def advance_lengths(table: Table, accepted: Int32[Array, " slots"]) -> Table:
     """Moves `accepted` reserved places of each slot, in [0, ahead], to its length.
 
     A larger number makes `ahead` negative, which `invariants.violations` detects.
@@ -294,7 +294,7 @@ def truncate(
 def _growth(table: Table, places: Array, page_size: int) -> Array:
     """Returns the pages that each slot lacks for its places."""
     have = table.length + table.ahead
-    return demand.growth(have, places, page_size=page_size)
+    return demand.missing_pages(have, places, page_size=page_size)
 
 
 def _column(table: Table, page_size: int) -> Array:
@@ -317,7 +317,7 @@ def _page_at(page_ids: Array, column: Array) -> Array:
     return arrays.take(page_ids.reshape(-1), place, fill=NO_PAGE)
 
 
-def moved(table: Table, source: Int32[Array, " slots"]) -> Table:
+def move_slots(table: Table, source: Int32[Array, " slots"]) -> Table:
     """Moves the rows of slots: each one gets the row of `source`, or is empty at -1.
 
     Every row that is not empty must be the source of one slot.

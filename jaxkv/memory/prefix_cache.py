@@ -9,10 +9,10 @@ pages. The hash only selects the bucket: a hit also compares tokens, parent and 
 hash collisions cannot give a wrong hit; an adversary could at most fill one bucket. The
 parent was found in the same way, so equal tokens and parents mean equal sequences.
 
-The parent of a cached page is always cached (I7, see `unsound`): a page enters after
-its parent, and `prefix_eviction` evicts leaves first. A sequence that uses a cached
-page uses all pages before it. The cost of an operation depends on the number of pages
-in its arguments, never on the size of the pool.
+The parent of a cached page is always cached (I7, see `count_prefix_faults`): a page
+enters after its parent, and `prefix_eviction` evicts leaves first. A sequence that uses
+a cached page uses all pages before it. The cost of an operation depends on the number
+of pages in its arguments, never on the size of the pool.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ _ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
 """Columns of `Prefixes.content`; the tokens are the last ones."""
 
 
-class Prefixes(NamedTuple):
+class PrefixCache(NamedTuple):
     """The prefix cache: cached pages, and the hash table that finds them."""
 
     buckets: Int32[Array, "buckets ways"]
@@ -102,7 +102,7 @@ class Prefixes(NamedTuple):
         return self.content.shape[-1] - _SALT - 1
 
 
-def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
+def make_prefix_cache(num_pages: int, page_size: int) -> PrefixCache:
     """Makes an empty prefix cache of 4 (page_size + 26 to 43) bytes per page.
 
     Raises:
@@ -113,7 +113,7 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
     if page_size < 1:
         raise ValueError(f"{page_size=} must be at least 1")
     num_buckets = 2 << (num_pages - 1).bit_length()
-    return Prefixes(
+    return PrefixCache(
         buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),
         depth=jnp.full(num_pages, NO_PAGE, jnp.int32),
         content=jnp.zeros((num_pages, _SALT + 1 + page_size), jnp.int32),
@@ -126,7 +126,7 @@ def make_prefixes(num_pages: int, page_size: int) -> Prefixes:
 
 
 def lookup(
-    cache: Prefixes,
+    cache: PrefixCache,
     parent: Int32[Array, " n"],
     tokens: Int32[Array, "n page_size"],
     salt: UInt32[Array, " n"],
@@ -141,7 +141,7 @@ def lookup(
 
 
 def match(
-    cache: Prefixes,
+    cache: PrefixCache,
     tokens: Int32[Array, "n max_length"],
     num_tokens: Int32[Array, " n"],
     salt: UInt32[Array, " n"],
@@ -187,14 +187,14 @@ def match(
     return lax.while_loop(growing, grow, first)[3]
 
 
-def enter(
-    cache: Prefixes,
+def insert(
+    cache: PrefixCache,
     pool: Pool,
     page_ids: Int32[Array, " n"],
     parent: Int32[Array, " n"],
     tokens: Int32[Array, "n page_size"],
     salt: UInt32[Array, " n"],
-) -> tuple[Prefixes, Pool, Int32[Array, " n"]]:
+) -> tuple[PrefixCache, Pool, Int32[Array, " n"]]:
     """Caches pages that have just been filled, unless their content is cached already.
 
     Of several rows with the same content the first one enters. A row does not enter if
@@ -214,25 +214,25 @@ def enter(
     Returns:
       The new cache and pool, in which entered pages have one more use; and for each row
       the cached page with its content: its own page, if that entered; another page,
-      which the caller should map instead, see `prefix_eviction.use`; or `NO_PAGE`, if
-      none is cached.
+      which the caller should map instead, see `prefix_eviction.mark_used`; or
+      `NO_PAGE`, if none is cached.
     """
-    cache, entered, cached = enter_unpinned(cache, page_ids, parent, tokens, salt)
+    cache, entered, cached = insert_unpinned(cache, page_ids, parent, tokens, salt)
     return cache, page_pool.share(pool, entered), cached
 
 
-def enter_unpinned(
-    cache: Prefixes,
+def insert_unpinned(
+    cache: PrefixCache,
     page_ids: Int32[Array, " n"],
     parent: Int32[Array, " n"],
     tokens: Int32[Array, "n page_size"],
     salt: UInt32[Array, " n"],
-) -> tuple[Prefixes, Int32[Array, " n"], Int32[Array, " n"]]:
-    """Enters pages as `enter` does, without the change of the pool's counts.
+) -> tuple[PrefixCache, Int32[Array, " n"], Int32[Array, " n"]]:
+    """Enters pages as `insert` does, without the change of the pool's counts.
 
     Returns:
       The new cache; the pages that have entered, `NO_PAGE` at other rows, each of which
-      the caller shares; and the cached page of each row, as in `enter`.
+      the caller shares; and the cached page of each row, as in `insert`.
     """
     hashed, key = _hash(cache, parent, tokens, salt), _content_key(parent, tokens, salt)
     asked = (page_ids != NO_PAGE) & _can_enter(cache, parent, salt)
@@ -275,7 +275,7 @@ def enter_unpinned(
     return cache, entered, cached
 
 
-def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
+def count_prefix_faults(cache: PrefixCache, pool: Pool) -> Int32[Array, ""]:
     """Counts violations of the invariant of the prefix cache (I7); 0 if it is sound.
 
     The parent of a cached page is cached under the same salt at one less depth; the
@@ -315,22 +315,22 @@ def unsound(cache: Prefixes, pool: Pool) -> Int32[Array, ""]:
     )
 
 
-def bucket_of(cache: Prefixes, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+def bucket_of(cache: PrefixCache, hashed: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
     """Returns the bucket of each hash. The number of buckets is a power of two."""
     return (hashed[:, 0] % len(cache.buckets)).astype(jnp.int32)
 
 
-def is_cached(cache: Prefixes, ids: Int32[Array, "..."]) -> Bool[Array, "..."]:
+def is_cached(cache: PrefixCache, ids: Int32[Array, "..."]) -> Bool[Array, "..."]:
     """Returns True for cached pages, False for `NO_PAGE`."""
     return arrays.take(cache.depth, ids, fill=NO_PAGE) >= 0
 
 
-def entry_tick(cache: Prefixes, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+def entry_tick(cache: PrefixCache, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """Returns the tick at which each page entered, 0 for `NO_PAGE`."""
     return arrays.take(cache.content, (ids, _ENTERED), fill=0)
 
 
-def hash_of(cache: Prefixes, ids: Int32[Array, " n"]) -> UInt32[Array, "n 2"]:
+def hash_of(cache: PrefixCache, ids: Int32[Array, " n"]) -> UInt32[Array, "n 2"]:
     """Returns the hash of each cached page, 0 for `NO_PAGE`."""
     return arrays.take(cache.content, ids, fill=0)[:, _HASH].astype(jnp.uint32)
 
@@ -341,14 +341,14 @@ def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
     return jnp.where(jnp.any(chosen, axis=1), way, -1)
 
 
-def _hash(cache: Prefixes, parent: Array, tokens: Array, salt: Array) -> Array:
+def _hash(cache: PrefixCache, parent: Array, tokens: Array, salt: Array) -> Array:
     """Hashes pages of tokens after their parents."""
     before = hash_of(cache, parent)
     first = (parent == NO_PAGE)[:, None]
     return extend_hash(jnp.where(first, empty_hash(salt), before), tokens)
 
 
-def _can_enter(cache: Prefixes, parent: Array, salt: Array) -> Array:
+def _can_enter(cache: PrefixCache, parent: Array, salt: Array) -> Array:
     """Returns True if the parent is `NO_PAGE` or is cached under the same salt."""
     parent_salt = arrays.take(cache.content, (parent, _SALT), fill=0)
     known = is_cached(cache, parent) & (parent_salt.astype(jnp.uint32) == salt)
@@ -361,7 +361,7 @@ def _content_key(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _
     return jnp.concatenate([heads, tokens], axis=1)
 
 
-def _find(cache: Prefixes, hashed: Array, key: Array) -> Array:
+def _find(cache: PrefixCache, hashed: Array, key: Array) -> Array:
     """Returns the page with this content in the bucket of the hash."""
     ids = arrays.take(cache.buckets, bucket_of(cache, hashed), fill=NO_PAGE)
     keys = arrays.take(cache.content, ids, fill=0)[:, :, _PARENT:]

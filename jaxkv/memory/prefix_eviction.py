@@ -1,9 +1,9 @@
 """Eviction from the prefix cache: by a rule such as LRU, leaves before parents.
 
 A page is idle while no sequence uses it; only idle pages are evicted. The rule ranks a
-page when its last sequence releases it. `rest` and `use` maintain the order of the idle
-pages (`idle_pages`), and `evict` takes the first pages of that order, so no search is
-needed.
+page when its last sequence releases it. `mark_idle` and `mark_used` maintain the order
+of the idle pages (`idle_pages`), and `evict` takes the first pages of that order, so no
+search is needed.
 
 A page is never evicted before its children, for any rule: a sequence that uses a page
 uses all pages before it, so the pages after an idle page are idle; the rank of a page
@@ -21,7 +21,7 @@ from jaxkv import arrays
 from jaxkv.memory import idle_pages, page_pool, prefix_cache
 from jaxkv.memory.idle_pages import CHUNK, IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_cache import PrefixCache
 
 
 class Uses(NamedTuple):
@@ -79,12 +79,12 @@ class LFU(NamedTuple):
         return uses.num_uses
 
 
-def rest(
-    cache: Prefixes,
+def mark_idle(
+    cache: PrefixCache,
     rows: Int32[Array, "rows columns"],
     left: Int32[Array, "rows columns"],
     rule: Eviction | None = None,
-) -> Prefixes:
+) -> PrefixCache:
     """Records that sequences have released their pages, all of one call at one tick.
 
     Pages without remaining users become idle, ranked by the rule.
@@ -124,7 +124,7 @@ def rest(
     return cache._replace(last_used=last_used, idle=idle, tick=tick)
 
 
-def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
+def mark_used(cache: PrefixCache, page_ids: Int32[Array, "..."]) -> PrefixCache:
     """Records that sequences have started to use cached pages, which the caller shares.
 
     A page is repeated for every sequence that uses it, together with all pages before
@@ -144,8 +144,8 @@ def use(cache: Prefixes, page_ids: Int32[Array, "..."]) -> Prefixes:
 
 
 def evict(
-    cache: Prefixes, pool: Pool, num: Int32[Array, ""]
-) -> tuple[Prefixes, Pool, Int32[Array, ""]]:
+    cache: PrefixCache, pool: Pool, num: Int32[Array, ""]
+) -> tuple[PrefixCache, Pool, Int32[Array, ""]]:
     """Evicts `num` idle pages, or all if there are fewer, lowest rank first.
 
     At equal ranks the deepest pages are first, then the lowest ids. They become free in
@@ -179,14 +179,14 @@ def evict(
         return lax.fori_loop(0, -(-num // CHUNK), functools.partial(some, num), carry)
 
     carry = (cache.buckets, cache.depth, cache.idle, pool)
-    buckets, depth, idle, pool = arrays.when(num > 0, all_of_them, carry, num)
+    buckets, depth, idle, pool = arrays.update_if(num > 0, all_of_them, carry, num)
     cache = cache._replace(
         buckets=buckets, depth=depth, idle=idle, num_pinned=cache.num_pinned - num
     )
     return cache, pool, num
 
 
-def rerank(cache: Prefixes, priority: Int32[Array, " pages"]) -> Prefixes:
+def rerank(cache: PrefixCache, priority: Int32[Array, " pages"]) -> PrefixCache:
     """Replaces all ranks by those of another eviction rule. Reads every page.
 
     Priorities of pages that are not cached are ignored. The rank of a page is raised to

@@ -15,7 +15,7 @@ from jaxkv import arrays
 from jaxkv.memory import kv_pages, page_pool, prefix_cache, prefix_eviction
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_cache import PrefixCache
 from jaxkv.memory.prefix_eviction import Eviction
 
 
@@ -31,7 +31,7 @@ class Prefix(NamedTuple):
 
 
 def export_prefix(
-    pages: Pages, cache: Prefixes, prefix: Prefix
+    pages: Pages, cache: PrefixCache, prefix: Prefix
 ) -> tuple[Pages, Int32[Array, ""]]:
     """Copies the cached pages of a prefix, which stay cached.
 
@@ -46,11 +46,11 @@ def export_prefix(
 def import_prefix(
     pages: Pages,
     pool: Pool,
-    cache: Prefixes,
+    cache: PrefixCache,
     prefix: Prefix,
     sent: Pages,
     rule: Eviction | None = None,
-) -> tuple[Pages, Pool, Prefixes, Int32[Array, ""]]:
+) -> tuple[Pages, Pool, PrefixCache, Int32[Array, ""]]:
     """Caches the pages of a prefix, as returned by `export_prefix`; they are idle.
 
     If free and idle pages are too few, the first pages of the prefix enter. Idle pages
@@ -63,7 +63,7 @@ def import_prefix(
     ids = _match(cache, prefix)
     num_there, column = _count(ids), jnp.arange(len(ids), dtype=jnp.int32)
     # Used as by a sequence, so that eviction takes none of them.
-    cache = prefix_eviction.use(cache, ids)
+    cache = prefix_eviction.mark_used(cache, ids)
     pool = page_pool.share(pool, ids)
     free = pool.num_free + cache.idle.num
     num_new = jnp.minimum(prefix.num_pages - num_there, free)
@@ -78,11 +78,11 @@ def import_prefix(
     cache, pool = _enter(cache, pool, prefix, ids, num_there, end)
     is_cached = prefix_cache.is_cached(cache, ids)
     pool, left = page_pool.release_counted(pool, ids[None])
-    cache = prefix_eviction.rest(cache, ids[None], left, rule)
+    cache = prefix_eviction.mark_idle(cache, ids[None], left, rule)
     return pages, pool, cache, jnp.sum(is_cached, dtype=jnp.int32)
 
 
-def _match(cache: Prefixes, prefix: Prefix) -> Int32[Array, " pages_per_slot"]:
+def _match(cache: PrefixCache, prefix: Prefix) -> Int32[Array, " pages_per_slot"]:
     """Returns the cached pages of a prefix."""
     num_tokens = prefix.num_pages * cache.page_size + 1
     return prefix_cache.match(
@@ -99,22 +99,22 @@ def _count(ids: Int32[Array, " n"]) -> Int32[Array, ""]:
 
 
 def _enter(
-    cache: Prefixes,
+    cache: PrefixCache,
     pool: Pool,
     prefix: Prefix,
     ids: Int32[Array, " n"],
     first: Int32[Array, ""],
     end: Int32[Array, ""],
-) -> tuple[Prefixes, Pool]:
+) -> tuple[PrefixCache, Pool]:
     """Enters the pages in [first, end), one after another."""
     size = cache.page_size
 
-    def one(index: Array, carry: tuple[Prefixes, Pool]) -> tuple[Prefixes, Pool]:
+    def one(index: Array, carry: tuple[PrefixCache, Pool]) -> tuple[PrefixCache, Pool]:
         own, before = (
             arrays.take(ids, place[None], fill=NO_PAGE) for place in (index, index - 1)
         )
         tokens = lax.dynamic_slice_in_dim(prefix.tokens, index * size, size)
-        cache, pool, _ = prefix_cache.enter(
+        cache, pool, _ = prefix_cache.insert(
             *carry, own, before, tokens[None], prefix.salt[None]
         )
         return cache, pool

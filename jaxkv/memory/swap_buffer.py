@@ -82,14 +82,14 @@ def is_out(staging: Staging) -> Bool[Array, " sequences"]:
     return staging.on_host | is_staged(staging)
 
 
-def written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_slot"]:
+def is_written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_slot"]:
     """Marks the table entries whose pages hold written tokens."""
     column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
     used = demand.pages_for(table.length, page_size=page_size)
     return column < used[:, None]
 
 
-def move_out(
+def swap_out(
     staging: Staging,
     pages: Pages,
     table: Table,
@@ -119,14 +119,14 @@ def move_out(
     """
     leaves = row >= 0
     slot, column = (jnp.arange(n, dtype=jnp.int32) for n in holder.shape)
-    mapped = leaves[:, None] & written(table, page_size=page_size)
+    mapped = leaves[:, None] & is_written(table, page_size=page_size)
     own = mapped & (holder == slot[:, None])
     leaves &= (jnp.sum(own, dtype=jnp.int32) <= num_free(staging)) & jnp.any(own)
 
     def copy(_: Array, s: Staging) -> Staging:
         # Page k gets free place k: equal ranks use one gather.
-        order = arrays.places(s.owner < 0, s.owner.shape[0])
-        rank = arrays.ranks(own.reshape(-1)).reshape(own.shape)
+        order = arrays.marked_indices(s.owner < 0, s.owner.shape[0])
+        rank = arrays.number_marked(own.reshape(-1)).reshape(own.shape)
         place = arrays.take(order, rank, fill=NO_PAGE)
         source = jnp.where(own, table.page_ids, NO_PAGE).reshape(-1)
         owners = jnp.broadcast_to(group[:, None], place.shape)
@@ -143,7 +143,7 @@ def move_out(
     return lax.fori_loop(0, trips, copy, staging), leaves
 
 
-def move_in(
+def swap_in(
     staging: Staging,
     pages: Pages,
     pool: Pool,
@@ -211,7 +211,7 @@ def forget(
     )
 
 
-def unsound(
+def count_swap_faults(
     staging: Staging,
     group: Int32[Array, " sequences"],
     waits: Bool[Array, " sequences"],

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from jaxkv import validation
-from jaxkv.files import aside, blaming, check_replaceable, read_json, read_text
+from jaxkv.files import (
+    check_replaceable,
+    read_json,
+    read_text,
+    replace_folder,
+    reporting_errors,
+)
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import configs, weights
 from jaxkv.models.interface import Params
@@ -51,7 +57,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     """
     path = validation.path("path", path)
     path = path / "config.json" if path.is_dir() else path
-    with blaming(path):
+    with reporting_errors(path):
         return configs.from_hf(read_json(path))
 
 
@@ -143,7 +149,7 @@ def save_model(
     texts = {"config.json": json.dumps(raw, indent=2) + "\n"}
     texts |= {} if tokenizer is None else tokenizer.files()
     texts |= {} if model_card is None else {"README.md": model_card}
-    with aside(folder) as new:
+    with replace_folder(folder) as new:
         texts |= weights.save_params(new, config, arrays, stored, max_shard_bytes)
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
@@ -198,7 +204,7 @@ def _load_tokenizer(
     if (path := folder / "tokenizer.json").exists():
         special_map = _read_if_there(folder / "special_tokens_map.json")
         added_tokens = _read_if_there(folder / "added_tokens.json")
-        with blaming(path):
+        with reporting_errors(path):
             tokenizer = Tokenizer.from_json(
                 read_text(path),
                 settings=settings,

@@ -39,7 +39,7 @@ class RopeScaling:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.settle(self)
+        validation.check_fields(self)
 
 
 @validation.suggests_keywords
@@ -70,7 +70,9 @@ class Experts:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.settle(self, shared_size=0, num_dense_layers=0, balance_weight=0)
+        validation.check_fields(
+            self, shared_size=0, num_dense_layers=0, balance_weight=0
+        )
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} must be at most num_experts={self.num_experts}"
@@ -122,7 +124,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.settle(self, position_offset=0)
+        validation.check_fields(self, position_offset=0)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads} must be a multiple of "

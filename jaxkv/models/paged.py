@@ -44,7 +44,7 @@ class PageConfig(Protocol):
         ...
 
 
-def make_pages(
+def make_model_pages(
     config: ModelConfig,
     engine: PageConfig,
     *,
@@ -96,7 +96,7 @@ class PagedForward:
         Raises:
           ValueError: a layer or tap does not exist; the message has the values.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         for layer in self.layers or ():
             if not 0 <= layer < self.config.num_layers:
                 raise ValueError(

@@ -25,7 +25,7 @@ transformers): when its best beam, ended now, would not beat the worst answer. F
 (True): at once. NEVER ("never"): when no continuation can beat the worst answer."""
 
 
-class Params(NamedTuple):
+class BeamParams(NamedTuple):
     """Parameters of one request's beam search."""
 
     width: Int32[Array, ""]
@@ -115,9 +115,9 @@ def choices(
     return sampler.top_logprobs(logits, num)
 
 
-def step(
+def advance_beams(
     group: Beams,
-    params: Params,
+    params: BeamParams,
     tokens: Int32[Array, "beams choices"],
     logprobs: Float[Array, "beams choices"],
     active: Bool[Array, ""],
@@ -180,7 +180,7 @@ def step(
     )
 
 
-def unroll(
+def follow_parents(
     parents: Int32[Array, "beams places"],
     beam: Int32[Array, " ends"],
     length: Int32[Array, " ends"],
@@ -217,7 +217,7 @@ def finalize(
     Args:
       group: the search, done or not.
       tokens: the token that each beam took at each place.
-      parents: the beam that it continued, see `unroll`.
+      parents: the beam that it continued, see `follow_parents`.
       start: place of the first chosen token. Earlier places, such as the prompt, are
         read by their parents: zeros mean from beam 0.
 
@@ -228,7 +228,7 @@ def finalize(
     exists = answer.length > 0
     last = jnp.where(exists, start + answer.length - 1, 0)
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    rows = unroll(parents, answer.beam, last)
+    rows = follow_parents(parents, answer.beam, last)
     written = arrays.take(tokens, (rows, jnp.broadcast_to(place, rows.shape)), fill=-1)
     ending = exists[:, None] & (place == last[:, None])
     return jnp.where(ending, answer.token[:, None], written)
@@ -240,7 +240,7 @@ def _best(total: Array, wanted: Array) -> tuple[Array, Array]:
     return jnp.where(wanted, value, -jnp.inf), place
 
 
-def _penalised(total: Array, length: Array, params: Params) -> Array:
+def _penalised(total: Array, length: Array, params: BeamParams) -> Array:
     score = total / length.astype(total.dtype) ** params.length_penalty
     return jnp.where(total > -jnp.inf, score, -jnp.inf)
 
@@ -255,7 +255,7 @@ def _merge(old: FinishedBeams, new: FinishedBeams, wanted: Array) -> FinishedBea
 
 
 def _is_done(
-    best: Array, length: Array, finished: FinishedBeams, params: Params
+    best: Array, length: Array, finished: FinishedBeams, params: BeamParams
 ) -> Array:
     """Returns True if no beam runs, or if no later answer would be among the best."""
     worst = finished.score[params.width - 1]

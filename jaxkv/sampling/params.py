@@ -143,13 +143,14 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, tuple) and all(isinstance(x, str) and x for x in value):
         return value
     raise ValueError(
-        f"{name}={validation.shown(value)} must be a tuple of strings, none of them "
+        f"{name}={validation.format_value(value)} must be "
+        "a tuple of strings, none of them "
         "empty"
     )
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    refused = f"{name}={validation.shown(value)} must be a tuple of token ids"
+    refused = f"{name}={validation.format_value(value)} must be a tuple of token ids"
     if not isinstance(value, tuple):
         raise ValueError(refused)
     try:

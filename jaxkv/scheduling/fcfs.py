@@ -57,7 +57,7 @@ class FCFS(NamedTuple):
     def _plan(self, c: Counts) -> Plan:
         """Decides, the waiting requests being in the order in which they may enter."""
         owned = jnp.where(c.running, c.owned_pages, 0)
-        wanted = owned + interface.growth(c)
+        wanted = owned + interface.missing_pages_of_running(c)
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(wanted, dtype=jnp.int32)
         if self.victim is not None:

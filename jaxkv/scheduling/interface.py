@@ -245,7 +245,7 @@ def admissible(counts: Counts, fits: Bool[Array, " head"]) -> Bool[Array, " head
     return counts.waiting & arrays.before_first(counts.waiting & ~fits)
 
 
-def wishes(
+def limit_draft_lengths(
     wanted: Int32[Array, " n"],
     *,
     num_tokens: Int32[Array, " n"],
@@ -286,14 +286,16 @@ def _grant_drafts(
         c.token_budget - total(plan.num_rows) - total(plan.head_rows),
     )
     have = jnp.maximum(c.num_pages * c.page_size, plan.places)
-    need = demand.growth(have, plan.places + rows, page_size=c.page_size)
-    taken = jnp.where(plan.places > 0, growth(c._replace(num_tokens=plan.places)), 0)
+    need = demand.missing_pages(have, plan.places + rows, page_size=c.page_size)
+    taken = jnp.where(
+        plan.places > 0, missing_pages_of_running(c._replace(num_tokens=plan.places)), 0
+    )
     taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
     short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
     return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
-def growth(counts: Counts) -> Int32[Array, " order"]:
+def missing_pages_of_running(counts: Counts) -> Int32[Array, " order"]:
     """Pages that each running sequence takes to feed all its tokens, copies too."""
     c = counts
     need = demand.pages_for(c.num_tokens, page_size=c.page_size)
@@ -345,4 +347,4 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
 
 def any_of_group(counts: Counts, mask: Bool[Array, " order"]) -> Bool[Array, " order"]:
     """Marks all places of a group of which any is marked."""
-    return arrays.over_groups(mask, counts.group, "max")
+    return arrays.reduce_groups(mask, counts.group, "max")

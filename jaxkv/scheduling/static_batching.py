@@ -36,7 +36,7 @@ class Static(NamedTuple):
         admit = c.waiting & ~busy & (fits | first)
         # Its own sequences have their pages, but not those forked since, nor those that
         # another policy let in: whoever of these finds none is preempted and waits.
-        growth = jnp.cumsum(interface.growth(c), dtype=jnp.int32)
+        growth = jnp.cumsum(interface.missing_pages_of_running(c), dtype=jnp.int32)
         runs = c.running & (growth <= c.free_pages)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         num_rows, head_rows = interface.share_budget(c, runs, admit, interface.NO_LIMIT)

@@ -59,7 +59,7 @@ def ranks(
     c = counts
 
     def by_group(values: Array) -> Array:
-        return arrays.over_groups(jnp.where(c.running, values, 0), c.group, "add")
+        return arrays.reduce_groups(jnp.where(c.running, values, 0), c.group, "add")
 
     a = interface.attributes_of(c.attributes)
     frees, price = by_group(frees), by_group(cost)

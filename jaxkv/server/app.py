@@ -270,7 +270,7 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
     @guarded.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         if name != backend.model_name:
-            shown = validation.shown(name)
+            shown = validation.format_value(name)
             raise ApiError(404, f"there is no model {shown}", code="model_not_found")
         return _json_response(model)
 

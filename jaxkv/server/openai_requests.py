@@ -272,7 +272,7 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     for name in given:
         if name in _ALLOWED_VALUES:
             if given[name] not in _ALLOWED_VALUES[name]:
-                shown = validation.shown(given[name])
+                shown = validation.format_value(given[name])
                 raise _refusal(name, f"{name}={shown} is not supported")
         elif name not in known and name not in _NO_EFFECT:
             raise _unknown_field(name)
@@ -280,7 +280,7 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     if model != backend.model_name:
         raise ApiError(
             404,
-            f"model={validation.shown(model)} must be {backend.model_name!r}",
+            f"model={validation.format_value(model)} must be {backend.model_name!r}",
             param="model",
             code="model_not_found",
         )
@@ -316,7 +316,9 @@ def _parse_common(
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
-            raise _refusal(name, f"{name}={validation.shown(value)} must be a list")
+            raise _refusal(
+                name, f"{name}={validation.format_value(value)} must be a list"
+            )
         fields[name] = tuple(value)
     is_streamed = _get_checked(given, "stream", validation.boolean, False)
     options = given.get("stream_options", {})
@@ -326,7 +328,7 @@ def _parse_common(
     if not isinstance(options, dict) or options.keys() - _STREAM_OPTIONS:
         raise _refusal(
             "stream_options",
-            f"stream_options={validation.shown(options)} must be an object with "
+            f"stream_options={validation.format_value(options)} must be an object with "
             "include_usage",
         )
     flags = {name: validation.boolean(name, options[name]) for name in options}
@@ -402,7 +404,8 @@ def _parse_prompts(
         return each, [None] * len(each)
     raise _refusal(
         "prompt",
-        f"prompt={validation.shown(raw)} must be a text, a list of texts, a list of "
+        f"prompt={validation.format_value(raw)} must be "
+        "a text, a list of texts, a list of "
         "token ids, or a list of such lists",
     )
 
@@ -425,7 +428,7 @@ def _parse_messages(raw: Any) -> list[dict[str, Any]]:
             for part in content:
                 kind = part.get("type") if isinstance(part, dict) else None
                 if kind != "text" or not isinstance(part.get("text"), str):
-                    kind = validation.shown(kind)
+                    kind = validation.format_value(kind)
                     line = f"{where} has a part of type {kind}, must be 'text'"
                     raise _refusal(where, line)
             content = "".join(part["text"] for part in content)
@@ -470,5 +473,5 @@ def _read_fields_of(body: bytes, *names: str) -> dict[str, Any]:
 
 
 def _unknown_field(name: str) -> ApiError:
-    line = f"{validation.shown(name)} is not a field of this API"
+    line = f"{validation.format_value(name)} is not a field of this API"
     return _refusal(name[:64], line)

@@ -541,7 +541,7 @@ class Engine:
                 raise ValueError("there is no tokenizer; give token ids, not text")
             tokens = self.tokenizer.encode(prompt)
         ignores = isinstance(ask, Sampling) and ask.ignore_eos
-        return refusals.check(
+        return refusals.check_request(
             tokens,
             ask,
             config=self.config,

@@ -129,7 +129,7 @@ class HostSpace:
                 moves = moves._replace(pages=content)
         if moves.lost.any():
             lost = moves.lost[np.asarray(state.sequences.group)]
-            state = state._replace(ledger=swapping.lose(state.ledger, lost))
+            state = state._replace(ledger=swapping.clear_swapped(state.ledger, lost))
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 

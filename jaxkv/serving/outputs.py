@@ -65,7 +65,9 @@ class Completion(NamedTuple):
 
     def __repr__(self) -> str:
         """One line: the first answer, and the number of answers."""
-        text = "" if self.text is None else f", text={validation.shown(self.text)}"
+        text = (
+            "" if self.text is None else f", text={validation.format_value(self.text)}"
+        )
         more = f", {len(self.answers)} answers" if len(self.answers) > 1 else ""
         return (
             f"Completion(request_id={self.request_id}, {len(self.tokens)} tokens"
@@ -113,9 +115,9 @@ class Trace(list[StepInfo]):
           ImportError: neither pandas nor polars is installed.
         """
         if not self:
-            return dataframes.make({"step": []})
+            return dataframes.make_dataframe({"step": []})
         info = jax.tree.map(lambda *x: np.concatenate(x), *self)
-        return dataframes.make(dataframes.per_row(info._asdict(), ("step",)))
+        return dataframes.make_dataframe(dataframes.per_row(info._asdict(), ("step",)))
 
 
 class Event(NamedTuple):

@@ -93,7 +93,7 @@ def resolve_end_tokens(
     return tuple(eos_ids)
 
 
-def check(
+def check_request(
     tokens: object,
     ask: object,
     *,
@@ -121,7 +121,9 @@ def check(
       ValueError: the request does not fit; the message contains the bound.
     """
     if not isinstance(ask, Sampling):
-        raise ValueError(f"sampling={validation.shown(ask)} must be a Sampling or None")
+        raise ValueError(
+            f"sampling={validation.format_value(ask)} must be a Sampling or None"
+        )
     ids = _check_prompt(tokens, config)
     limit = min(ids.size + ask.max_tokens, config.max_length)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)
@@ -230,17 +232,19 @@ def pair_samplings(prompts: object, sampling: object) -> list[Any]:
     """
     if isinstance(prompts, str | bytes):
         raise ValueError(
-            f"prompts={validation.shown(prompts)} must be a list of prompts: wrap a "
+            f"prompts={validation.format_value(prompts)} must be "
+            "a list of prompts: wrap a "
             "single one, [prompt]"
         )
     is_table = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
     if not is_table and not isinstance(prompts, Sequence):
-        raise ValueError(f"prompts={validation.shown(prompts)} must be a list")
+        raise ValueError(f"prompts={validation.format_value(prompts)} must be a list")
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling()] * len(prompts)
     if not isinstance(sampling, Sequence) or isinstance(sampling, str | bytes):
         raise ValueError(
-            f"sampling={validation.shown(sampling)} must be a Sampling, or a list with "
+            f"sampling={validation.format_value(sampling)} must be "
+            "a Sampling, or a list with "
             "one for each prompt"
         )
     if len(sampling) != len(prompts):

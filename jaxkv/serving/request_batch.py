@@ -164,7 +164,7 @@ def pad_pages(
     shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
     count = kv_pages.check_content(like, shapes) if fits else most + 1
     if count > most:
-        shown = "..." if fits else validation.shown(pages)
+        shown = "..." if fits else validation.format_value(pages)
         raise ValueError(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
@@ -203,7 +203,9 @@ def _check_pairs(
     found = []
     for i, ask in enumerate(asks):
         if not isinstance(ask, Sampling):
-            raise ValueError(f"asks[{i}]={validation.shown(ask)} must be a Sampling")
+            raise ValueError(
+                f"asks[{i}]={validation.format_value(ask)} must be a Sampling"
+            )
         found.append(ask)
     known = [
         validation.token_sequence(f"prompts[{i}]", x) for i, x in enumerate(prompts)

@@ -85,7 +85,7 @@ class Acceptance(NamedTuple):
         )
 
 
-def wishes(
+def wanted_draft_lengths(
     slots: Slots,
     length: Int32[Array, " slots"],
     workload: Workload,
@@ -97,7 +97,7 @@ def wishes(
     if slots.fork is not None:
         wanted = jnp.where(slots.fork.reads, 0, wanted)
     request = jnp.maximum(slots.sequence, 0) // max_samples
-    return interface.wishes(
+    return interface.limit_draft_lengths(
         wanted,
         num_tokens=num_to_feed(slots),
         length=length,
@@ -106,7 +106,7 @@ def wishes(
     )
 
 
-def num_accepted(
+def draw_num_accepted(
     acceptance: Acceptance,
     slots: Slots,
     num_drafts: Int32[Array, " slots"],
@@ -127,7 +127,7 @@ def num_accepted(
     return jnp.sum(run, axis=1, dtype=jnp.int32)
 
 
-def accept(
+def accept_drafts(
     slots: Slots,
     length: Int32[Array, " slots"],
     emits: Bool[Array, " slots"],
@@ -140,7 +140,7 @@ def accept(
 
     Those that have logits draw; `limit` are the tokens of prompt and answer.
     """
-    accepted = num_accepted(acceptance, slots, num_drafts, max_samples)
+    accepted = draw_num_accepted(acceptance, slots, num_drafts, max_samples)
     # Of an answer that ends only what it has, and its last token is never fed.
     drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.num_tokens), 0)
     return length + jnp.maximum(drawn - 1, 0), drawn

@@ -66,7 +66,7 @@ def groups(slots: Slots, max_samples: int) -> Groups | None:
     return ledger.find_groups(slots.sequence // max_samples)
 
 
-def observe(
+def observe_simulation(
     state: Simulation,
     workload: Workload,
     capacity: Capacity,
@@ -143,7 +143,7 @@ def observe(
     return waiting, counts, pages
 
 
-def apply_plan(
+def apply_to_counts(
     state: Simulation,
     plan: Plan,
     head: Head,
@@ -235,7 +235,7 @@ def grant(
         places = kept = jnp.maximum(pages.places, wanted)
         if wish.drafts is not None:
             places = jnp.maximum(pages.places, wanted + wish.drafts)
-    growth = demand.growth(pages.places, places, page_size=size)
+    growth = demand.missing_pages(pages.places, places, page_size=size)
     owned, _ = counted_pages.num_owned(slots, pages.length, group, pages.places, size)
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)

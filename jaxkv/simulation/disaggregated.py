@@ -44,7 +44,7 @@ class Replica(NamedTuple):
     kv_bytes: float
 
 
-class Requests(NamedTuple):
+class ReplicaRequests(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
@@ -102,12 +102,14 @@ class Split(NamedTuple):
 
 def ask(
     law: lengths.Pair, rate: int | float, seconds: int | float, seed: int
-) -> Requests:
+) -> ReplicaRequests:
     """Draws requests; lengths do not depend on the rate."""
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
     times, sizes = rng.spawn(2)
-    return Requests(arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num))
+    return ReplicaRequests(
+        arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num)
+    )
 
 
 type Role = Literal["both", "prefill", "decode"]
@@ -124,7 +126,7 @@ class Job(NamedTuple):
 
     replica: Replica
     role: Role
-    requests: Requests
+    requests: ReplicaRequests
 
 
 def serve(
@@ -169,7 +171,7 @@ def serve(
 
 
 def split(
-    asked: Sequence[tuple[Split, Requests]],
+    asked: Sequence[tuple[Split, ReplicaRequests]],
     seconds: int | float,
     *,
     max_slots: int,
@@ -217,19 +219,21 @@ def counted(answers: Answers, seconds: int | float) -> Answers:
 
 
 def take(
-    requests: Requests, which: slice | np.ndarray, arrival_s: np.ndarray | None = None
-) -> Requests:
+    requests: ReplicaRequests,
+    which: slice | np.ndarray,
+    arrival_s: np.ndarray | None = None,
+) -> ReplicaRequests:
     """Some of the requests, which may come at another time."""
     came = requests.arrival_s if arrival_s is None else arrival_s
     tokens = requests.tokens
-    return Requests(
+    return ReplicaRequests(
         came[which], lengths.Lengths(tokens.prompt[which], tokens.output[which])
     )
 
 
 def transfers(
     placement: Split,
-    requests: Requests,
+    requests: ReplicaRequests,
     first_s: Float[np.ndarray, " requests"],
 ) -> Float[np.ndarray, " requests"]:
     """How long keys and values are on their way.
@@ -246,7 +250,7 @@ def transfers(
         mine = np.arange(k, first_s.size, p.num_prefill)
         mine = mine[np.isfinite(first_s[mine])]
         mine = mine[np.argsort(first_s[mine], kind="stable")]
-        done_s = metrics.in_turn(first_s[mine], service_s[mine])
+        done_s = metrics.fifo_finish_s(first_s[mine], service_s[mine])
         found[mine] = done_s - first_s[mine]
     return found
 
@@ -264,7 +268,7 @@ def _member(job: Job) -> Members:
     if receives:
         capacity = capacity._replace(token_budget=jnp.int32(interface.NO_LIMIT))
     return Members(
-        workload=arrivals.make(*columns),
+        workload=arrivals.make_workload(*columns),
         capacity=capacity,
         policy=chunked_prefill.reading(whole=True, first=not receives),
         cost=Received(job.replica.cost, jnp.asarray(receives)),

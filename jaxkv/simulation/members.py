@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import clock
-from jaxkv.ledger import Events
+from jaxkv.ledger import SequenceEvents
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.served import Means, Served, Totals, Trace
@@ -173,7 +173,7 @@ class Part:
         """Requests of a member that have come and are not answered, in order."""
         state, load = self._state, self._members.workload
         taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
-        finish = Events._fields.index("finish_s")
+        finish = SequenceEvents._fields.index("finish_s")
         ends = np.asarray(state.ledger.events[member])[:, finish].reshape(
             load.prompt.shape[1], -1
         )
@@ -183,7 +183,7 @@ class Part:
 
     def _fold(self, info: Any) -> None:
         start_s = clock.to_seconds(info.start)
-        seconds = info.micros / clock.SECOND
+        seconds = info.micros / clock.MICROS_PER_SECOND
         counts = (start_s >= self._since_s) & (start_s < self._until_s)
         weight, work = np.where(counts, seconds, 0.0), info.work
         sizes = {

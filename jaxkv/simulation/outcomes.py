@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import SequenceEvents, SequenceProgress
 from jaxkv.simulation.state import Simulation
 from jaxkv.workloads import Workload, dataframes
 
@@ -45,7 +45,7 @@ class Outcome:
         names = [field.name for field in dataclasses.fields(Outcome)]
         values = {name: getattr(self, name) for name in names}
         axes = ("member", "request")[-np.ndim(self.arrival_s) :]
-        return dataframes.make(dataframes.per_row(values, axes))
+        return dataframes.make_dataframe(dataframes.per_row(values, axes))
 
 
 def read(
@@ -77,10 +77,10 @@ def read(
     }
     w: Any = Workload(**spread)
     table = np.asarray(state.ledger.events).reshape(
-        *members, num, -1, len(Events._fields)
+        *members, num, -1, len(SequenceEvents._fields)
     )
-    noted: Any = Events(*np.moveaxis(table, -1, 0))
-    column = Progress._fields.index("num_preempted")
+    noted: Any = SequenceEvents(*np.moveaxis(table, -1, 0))
+    column = SequenceProgress._fields.index("num_preempted")
     num_preempted = np.asarray(state.ledger.progress)[..., column]
     num_preempted = num_preempted.reshape(*members, num, -1)
     is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]
@@ -116,7 +116,7 @@ def read(
 
 def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
     """Times as `Events` has them, in seconds; NaN for never, and for later."""
-    time = seconds - 1 + micros / clock.SECOND
+    time = seconds - 1 + micros / clock.MICROS_PER_SECOND
     return np.where((seconds > 0) & (time <= until_s), time, np.nan)
 
 

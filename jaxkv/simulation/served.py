@@ -75,7 +75,7 @@ class Trace(NamedTuple):
         """
         axes = ("member", "step")[-np.ndim(self.start_s) :]
         values = {"start_s": self.start_s} | self.info._asdict()
-        return dataframes.make(dataframes.per_row(values, axes))
+        return dataframes.make_dataframe(dataframes.per_row(values, axes))
 
 
 @jax.tree_util.register_dataclass
@@ -105,8 +105,10 @@ class Served(Outcome):
             "internal_share": means.internal,
             "external_share": means.external,
             "num_preempted": totals.preempted,
-            "recomputed_share": metrics.waste(self.recomputed.sum(-1), fed),
-            "saved_pages_share": metrics.saving(means.saved_pages, means.used_pages),
+            "recomputed_share": metrics.recomputed_share(self.recomputed.sum(-1), fed),
+            "saved_pages_share": metrics.shared_page_saving(
+                means.saved_pages, means.used_pages
+            ),
         }
         return {name: x[member].item() for name, x in found.items()}
 

@@ -111,7 +111,7 @@ def init(
       ValueError: a size is below 1; or several sequences of a request, which share
         nothing in contiguous places: let them be requests.
     """
-    w, c = arrays.on_device((workload, capacity))
+    w, c = arrays.to_jax_arrays((workload, capacity))
     max_slots = validation.integer("max_slots", max_slots, low=1)
     max_samples = validation.integer("max_samples", max_samples, low=1)
     if head is not None:
@@ -119,7 +119,7 @@ def init(
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
     # Requests that an idle engine could serve.
-    shared, own = demand.at_most(w.prompt, w.prompt + w.output, page_size=c.page_size)
+    shared, own = demand.max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
     fits = shared + w.samples * own <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
@@ -132,7 +132,7 @@ def init(
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
-    books = ledger.init(
+    books = ledger.make_ledger(
         num_slots=max_slots,
         num_places=max_slots + (head or max_slots),
         num_sequences=w.prompt.shape[0] * max_samples,
@@ -140,7 +140,7 @@ def init(
         holds=policy.holds_finished,
     )
     prompt = jnp.repeat(w.prompt, max_samples)
-    progress = ledger.Progress(*jnp.moveaxis(books.progress, -1, 0))
+    progress = ledger.SequenceProgress(*jnp.moveaxis(books.progress, -1, 0))
     progress = progress._replace(num_tokens=prompt, num_common=prompt)
     return Simulation(
         ledger=books._replace(progress=jnp.stack(progress, axis=-1)),

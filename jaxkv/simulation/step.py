@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger
-from jaxkv.clock import advance, later
+from jaxkv.clock import advance, latest
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import interface
 from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
@@ -108,7 +108,7 @@ def step(
     Returns:
       The new state, and what happened.
     """
-    state, workload, capacity = arrays.on_device((state, workload, capacity))
+    state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
     state, (info, counters) = _step(state, it, max_samples, head)
     return state, _all_waiting(state, workload, info, counters)
@@ -135,16 +135,16 @@ def _step(
     start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
     state = apply_plan.arrive(state, w, head)
-    waiting, counts, head_pages = apply_plan.observe(
+    waiting, counts, head_pages = apply_plan.observe_simulation(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
     if acceptance is not None:
-        drafts = accepting.wishes(
+        drafts = accepting.wanted_draft_lengths(
             state.ledger.slots, state.pages.length, w, acceptance, max_samples
         )
         counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, it.policy)
-    state, wish, num_admitted, num_moved = apply_plan.apply_plan(
+    state, wish, num_admitted, num_moved = apply_plan.apply_to_counts(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
     # All rows are fed, or none; sequences whose known tokens are all fed draw.
@@ -168,7 +168,7 @@ def _step(
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        length, drawn = accepting.accept(
+        length, drawn = accepting.accept_drafts(
             slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
@@ -188,7 +188,7 @@ def _step(
     turns = (num_admitted > 0) | jnp.any(plan.preempt)
     idle = ~busy & ~turns & (state.num_taken < state.num_served)
     upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
-    clock = jnp.where(idle, later(clock, w.arrival[upcoming]), clock)
+    clock = jnp.where(idle, latest(clock, w.arrival[upcoming]), clock)
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
@@ -252,7 +252,7 @@ def run_steps(
       The new state, and the stacked infos of all steps. Everything is done and noted
       when `num_done` has reached `num_served`.
     """
-    state, workload, capacity = arrays.on_device((state, workload, capacity))
+    state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
     state, (infos, counters) = lax.scan(
         lambda state, _: _step(state, it, max_samples, head),
@@ -299,7 +299,7 @@ def run(
         head=head,
         reservation=reservation,
     )
-    workload, capacity = arrays.on_device((workload, capacity))
+    workload, capacity = arrays.to_jax_arrays((workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]

@@ -6,7 +6,7 @@ Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, and
 `engine.drafting`.
 """
 
-from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation, Verifier
+from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation, Verifier
 from jaxkv.speculation.adaptive import Adaptive
 from jaxkv.speculation.draft_model import (
     DraftModel,
@@ -30,6 +30,7 @@ from jaxkv.speculation.verifiers import (
 )
 
 __all__ = [
+    "AcceptResult",
     "Adaptive",
     "DraftModel",
     "Drafter",
@@ -42,7 +43,6 @@ __all__ = [
     "MedusaConfig",
     "NGram",
     "Rejection",
-    "Ruling",
     "SharedNoiseVerifier",
     "Speculation",
     "SpeculationConfig",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
@@ -95,7 +95,7 @@ class Adaptive(Drafter):
         Raises:
           ValueError: a field is out of its range; the message shows it.
         """
-        validation.settle(self)
+        validation.check_fields(self)
 
     @property
     def width(self) -> int:
@@ -189,16 +189,16 @@ class Adaptive(Drafter):
         return memory, pages, drafts
 
     def learn(
-        self, memory: AdaptiveState, state: EngineState, verified: Verified
+        self, memory: AdaptiveState, state: EngineState, verified: VerifyOutput
     ) -> AdaptiveState:
         """Counts drafted and accepted tokens."""
         inner = self.drafter.learn(memory.inner, state, verified)
         memory = memory._replace(inner=inner)
         # A measurement is no observation.
         observes = jnp.any(memory.granted) & (memory.forced < 0)
-        return arrays.when(observes, self._observe, memory, verified)
+        return arrays.update_if(observes, self._observe, memory, verified)
 
-    def _observe(self, memory: AdaptiveState, verified: Verified) -> AdaptiveState:
+    def _observe(self, memory: AdaptiveState, verified: VerifyOutput) -> AdaptiveState:
         """Decays earlier counts, adds those of this step, updates best lengths."""
         v = verified
         drafted = v.emits & (v.num_drafts > 0)

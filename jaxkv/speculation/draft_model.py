@@ -76,7 +76,7 @@ class DraftModel(Drafter):
         Raises:
           ValueError: a field has another type; the message shows it.
         """
-        validation.settle(self)
+        validation.check_fields(self)
 
     def propose(
         self,

@@ -44,7 +44,7 @@ class EagleConfig:
         Raises:
           ValueError: `taps` is empty, or has an index that the target does not have.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         most = self.target.num_layers
         if not self.taps or not all(0 <= tap <= most for tap in self.taps):
             raise ValueError(f"taps={self.taps!r} must be some in [0, {most}]")

@@ -101,7 +101,7 @@ class Eagle(Drafter):
         Raises:
           ValueError: a number is below 1, or `beams` exceeds the guesses of a depth.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         most = 1
         for beam in self.beams:
             most *= self.branching
@@ -284,7 +284,7 @@ class _DraftingStep(NamedTuple):
             ancestors=spread(ancestors),
         )
         some = jnp.any(rows.position >= 0)
-        return arrays.when(some, run, (nodes, own), rows, before)
+        return arrays.update_if(some, run, (nodes, own), rows, before)
 
 
 def _top_guesses(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:

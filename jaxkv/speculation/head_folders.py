@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from jax.typing import DTypeLike
 
 from jaxkv import validation
-from jaxkv.files import aside, blaming, check_replaceable, read_json
+from jaxkv.files import check_replaceable, read_json, replace_folder, reporting_errors
 from jaxkv.models import ModelConfig, Params, checkpoints
 from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.medusa import MedusaConfig
@@ -72,7 +72,7 @@ def load_heads(
         raise ValueError(f"{folder}: no such folder")
     path = folder / "config.json"
     raw = read_json(path)
-    with blaming(path, KeyError, TypeError):
+    with reporting_errors(path, KeyError, TypeError):
         kind = validation.choice("model_type", raw.get("model_type"), KINDS)
         for name, field in _SIZES.items():
             if (found := raw.get(name)) != getattr(target, field):
@@ -145,7 +145,7 @@ def save_heads(
     raw |= {name: getattr(config.target, field) for name, field in _SIZES.items()}
     raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}
     raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]
-    with aside(folder) as new:
+    with replace_folder(folder) as new:
         checkpoints.save_tree(new, params, dtype=dtype)
         text = json.dumps(raw, indent=2) + "\n"
         (new / "config.json").write_text(text, encoding="utf-8")

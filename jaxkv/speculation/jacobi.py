@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.drafting import Drafter, Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
@@ -56,7 +56,7 @@ class Jacobi(Drafter):
         return memory, state.pages, Drafts(granted, tokens)
 
     def learn(
-        self, memory: JacobiState, state: EngineState, verified: Verified
+        self, memory: JacobiState, state: EngineState, verified: VerifyOutput
     ) -> JacobiState:
         """Stores the model's outputs after the last accepted place.
 

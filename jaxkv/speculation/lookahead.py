@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts, Verified
+from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 
@@ -65,7 +65,7 @@ class Lookahead(Drafter):
         Raises:
           ValueError: a field is out of its range; the message shows it.
         """
-        validation.settle(self, ngram=2)
+        validation.check_fields(self, ngram=2)
         validation.integer("entries", self.entries, low=self.columns)
 
     @property
@@ -153,7 +153,7 @@ class Lookahead(Drafter):
         return memory, state.pages, drafts
 
     def learn(
-        self, memory: LookaheadState, state: EngineState, verified: Verified
+        self, memory: LookaheadState, state: EngineState, verified: VerifyOutput
     ) -> LookaheadState:
         """Iterates the window, and stores the n-grams of its columns.
 

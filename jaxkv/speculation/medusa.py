@@ -46,7 +46,7 @@ class MedusaConfig:
         Raises:
           ValueError: a count is below 1; the message shows it.
         """
-        validation.settle(self)
+        validation.check_fields(self)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class Medusa(Drafter):
           ValueError: the tree is deeper than there are heads, or has a rank beyond the
             vocabulary.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         depth, num = max(self.topology.depths), self.config.num_heads
         if depth > num:
             raise ValueError(f"the tree is {depth} deep, there are {num} heads")

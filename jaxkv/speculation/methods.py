@@ -107,7 +107,7 @@ class SpeculationConfig:
             value = getattr(self, name)
             if value is not None and self.method not in methods:
                 raise ValueError(
-                    f"{name}={validation.shown(value)} needs the method "
+                    f"{name}={validation.format_value(value)} needs the method "
                     f"{' or '.join(map(repr, methods))}, not {self.method!r}"
                 )
 
@@ -167,7 +167,7 @@ def build_speculative(
         parts = _build_with_heads(model, heads, bounds, dtype)
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
-        pages = paged.make_pages(model.config, bounds, dtype=dtype)
+        pages = paged.make_model_pages(model.config, bounds, dtype=dtype)
         parts = EngineParts(forward, model.params, pages)
         if method is None:
             return parts
@@ -210,7 +210,8 @@ def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
         found = ()
     if not found or list(found) != sorted({*found}):
         raise ValueError(
-            f"draft_layers={validation.shown(layers)} must be in [1, {num_layers}], a "
+            f"draft_layers={validation.format_value(layers)} must be "
+            f"in [1, {num_layers}], a "
             f"number of layers, or some of the layers [0, {num_layers - 1}] in order"
         )
     return found
@@ -249,7 +250,7 @@ def _build_with_heads(
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
     target = paged.PagedForward(model.config, bounds.numerics, taps=config.taps)
-    pages = paged.make_pages(model.config, bounds, dtype=dtype, taps=config.taps)
+    pages = paged.make_model_pages(model.config, bounds, dtype=dtype, taps=config.taps)
     shares = heads.acceptance
     if bounds.numerics == "reproducible":
         shares = tuple(depth[:1] for depth in shares)
@@ -259,7 +260,7 @@ def _build_with_heads(
     else:
         forward = TargetWithEagle(target, config)
         drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
-        draft_pages = paged.make_pages(config.layer, bounds, dtype=dtype)
+        draft_pages = paged.make_model_pages(config.layer, bounds, dtype=dtype)
         pages = pages._replace(beside=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(
@@ -282,7 +283,7 @@ def _build_with_draft_model(
         )
     draft = _add_few_row_weights(draft, bounds)
     own = paged.PagedForward(draft.config, bounds.numerics)
-    draft_pages = paged.make_pages(draft.config, bounds, dtype=dtype)
+    draft_pages = paged.make_model_pages(draft.config, bounds, dtype=dtype)
     drafter = draft_model.DraftModel(own, has_own_model=True)
     return EngineParts(
         draft_model.TargetWithDraft(target.forward, own),

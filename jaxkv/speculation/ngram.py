@@ -39,7 +39,7 @@ class NGram(Drafter):
         Raises:
           ValueError: a field is out of its range; the message shows it.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         validation.integer("longest", self.longest, low=self.shortest)
 
     def propose(

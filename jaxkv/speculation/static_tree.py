@@ -35,7 +35,7 @@ class Topology:
           ValueError: the fields differ in length, a parent follows its child, or
             siblings have equal ranks.
         """
-        validation.settle(self)
+        validation.check_fields(self)
         if not self.parents or len(self.parents) != len(self.ranks):
             raise ValueError(
                 f"parents={self.parents!r} and ranks={self.ranks!r} must be of equal "

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Ruling
+from jaxkv.engine.drafting import AcceptResult
 from jaxkv.sampling import Params, fixed_point, random_keys, sampler, top_k
 from jaxkv.speculation import draws
 
@@ -56,7 +56,7 @@ class SharedNoiseVerifier:
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
-    ) -> Ruling:
+    ) -> AcceptResult:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
@@ -110,7 +110,7 @@ class Rejection:
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
-    ) -> Ruling:
+    ) -> AcceptResult:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
@@ -235,7 +235,7 @@ class Typical:
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
-    ) -> Ruling:
+    ) -> AcceptResult:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
@@ -305,7 +305,7 @@ class Synthetic:
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
-    ) -> Ruling:
+    ) -> AcceptResult:
         """Accepts the children of every row with the fixed probability."""
         unscored = jnp.zeros(positions.shape, bool)
         drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
@@ -335,10 +335,10 @@ def _mask_invalid(
     accept: Float[Array, "rows width"],
     token: Int32[Array, " rows"],
     invalid: Bool[Array, " rows"],
-) -> Ruling:
+) -> AcceptResult:
     """Returns the ruling with acceptance 0 and token 0 in invalid rows."""
     none = jnp.zeros_like(accept)
-    return Ruling(
+    return AcceptResult(
         accept=jnp.where(invalid[:, None], none, accept),
         token=jnp.where(invalid, 0, token),
         invalid=invalid,

@@ -41,7 +41,7 @@ class Workload(NamedTuple):
     """Request attributes for policies; None means the defaults."""
 
 
-def make(
+def make_workload(
     arrival_s: Num[np.ndarray, " requests"],
     prompt: Int[np.ndarray, " requests"],
     output: Int[np.ndarray, " requests"],
@@ -185,7 +185,7 @@ def open_loop(
     """
     tokens = pair.draw(rng, num)
     arrival_s = bursty(rng, rate=rate, num=num, cv=cv)
-    return make(arrival_s, tokens.prompt, tokens.output, samples=samples)
+    return make_workload(arrival_s, tokens.prompt, tokens.output, samples=samples)
 
 
 def closed_loop(
@@ -209,7 +209,7 @@ def closed_loop(
       ValueError: a parameter is out of its range.
     """
     tokens = pair.draw(rng, num)
-    return make(
+    return make_workload(
         np.zeros(num),
         tokens.prompt,
         tokens.output,

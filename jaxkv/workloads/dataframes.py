@@ -10,7 +10,7 @@ LIBRARIES = ("pandas", "polars")
 """Libraries that make data frames; the first that is installed is used."""
 
 
-def make(columns: Mapping[str, Any]) -> Any:
+def make_dataframe(columns: Mapping[str, Any]) -> Any:
     """Returns a data frame of equally long columns.
 
     Args:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv.workloads.arrivals import Workload, make
+from jaxkv.workloads.arrivals import Workload, make_workload
 from jaxkv.workloads.lengths import Lengths, Pair
 
 
@@ -34,7 +34,7 @@ class Load(NamedTuple):
         arrival_s = self.gaps_s / rate
         num = max(1, int(np.searchsorted(arrival_s, self.seconds)))
         prompt, output = (x[:num] for x in self.tokens)
-        return make(arrival_s[:num], prompt, output, samples=samples)
+        return make_workload(arrival_s[:num], prompt, output, samples=samples)
 
     def repeated(self, rate: int | float, samples: int) -> Workload:
         """Returns the same load with every sequence as a request of its own."""

@@ -219,7 +219,7 @@ def gaps_between_tokens(
     return Gaps(sequence[1:][same], np.diff(time)[same])
 
 
-def saving(
+def shared_page_saving(
     saved_pages: Float[np.ndarray, "*members"],
     used_pages: Float[np.ndarray, "*members"],
 ) -> Float[np.ndarray, "*members"]:
@@ -231,14 +231,14 @@ def saving(
     return np.asarray(saved_pages / total)
 
 
-def waste(
+def recomputed_share(
     recomputed: Int[np.ndarray, "*members"], fed: Int[np.ndarray, "*members"]
 ) -> Float[np.ndarray, "*members"]:
     """Returns the share of fed tokens that were recomputed after preemption."""
     return np.asarray(recomputed / np.maximum(fed, 1))
 
 
-def in_turn(
+def fifo_finish_s(
     arrival_s: Float[np.ndarray, " n"], service_s: Float[np.ndarray, " n"]
 ) -> Float[np.ndarray, " n"]:
     """Returns finish times of a first-come-first-served queue (Lindley's recursion)."""
@@ -247,7 +247,7 @@ def in_turn(
     return total + np.maximum.accumulate(arrival_s - (total - service_s))
 
 
-def waiting_s(rate: int | float, service_s: int | float) -> float:
+def md1_waiting_s(rate: int | float, service_s: int | float) -> float:
     """Returns the mean wait before service in an M/D/1 queue, in s.
 
     Poisson arrivals and constant service time: R D^2 / (2 (1 - R D)). Example: 2

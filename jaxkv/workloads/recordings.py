@@ -75,7 +75,9 @@ class Recording(NamedTuple):
     def workload(self, *, clients: int | None = None) -> arrivals.Workload:
         """Returns the workload; with `clients`, all arrive at 0 s in the same order."""
         arrival_s = self.arrival_s if clients is None else np.zeros(self.prompt.size)
-        return arrivals.make(arrival_s, self.prompt, self.output, clients=clients)
+        return arrivals.make_workload(
+            arrival_s, self.prompt, self.output, clients=clients
+        )
 
 
 class _Row(NamedTuple):

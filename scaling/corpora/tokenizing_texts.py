@@ -106,7 +106,7 @@ def _byte_pairs(
     train, held_out = stream(split.train), stream(split.held_out)
     # A failed write is ignored: byte pairs are learned again next time. If another
     # process was faster, it has written the same files.
-    with contextlib.suppress(ValueError), files.aside(folder) as new:
+    with contextlib.suppress(ValueError), files.replace_folder(folder) as new:
         for name, text in learnt.files().items():
             (new / name).write_text(text, encoding="utf-8")
         np.save(new / "train.npy", train)

@@ -87,7 +87,7 @@ class Log(NamedTuple):
         Raises:
           ImportError: neither pandas nor polars is installed.
         """
-        return dataframes.make({"run": list(self.runs)} | self.columns)
+        return dataframes.make_dataframe({"run": list(self.runs)} | self.columns)
 
     @property
     def has_one_row_per_run(self) -> bool:

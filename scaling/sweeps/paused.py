@@ -26,7 +26,7 @@ def save_paused(folder: Path, half: PausedRuns) -> None:
       ValueError: the disk is full.
     """
     rest: dict[str, Any] = {"horizon": half.horizon}
-    with files.aside(folder) as new:
+    with files.replace_folder(folder) as new:
         for name, lanes in half._asdict().items():
             if isinstance(lanes, BatchedRuns):
                 train.save_checkpoint(new / name, lanes.state)

@@ -320,9 +320,11 @@ def save_checkpoint(
       ValueError: the disk is full, or the folder is not writable.
     """
     advice = "; earlier checkpoints are kept, and the same command continues"
-    with files.aside(Path(checkpoint).absolute(), ValueError, comfort=advice) as new:
+    with files.replace_folder(
+        Path(checkpoint).absolute(), ValueError, comfort=advice
+    ) as new:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        files.make_sure_of_room(new, num_bytes)
+        files.check_disk_space(new, num_bytes)
         if processes.num() > 1:
             state = jax.tree.map(np.asarray, state)
         with (

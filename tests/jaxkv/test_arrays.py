@@ -30,30 +30,30 @@ def test_packed_keeps_the_order(num: int) -> None:
         where = np.flatnonzero(marked)
         ranks = np.full(num, NONE)
         ranks[where] = np.arange(where.size)
-        np.testing.assert_array_equal(arrays.ranks(jnp.asarray(marked)), ranks)
+        np.testing.assert_array_equal(arrays.number_marked(jnp.asarray(marked)), ranks)
         for size in (num // 2 + 1, num, num + 3):
             expected = np.full(size, NONE)
             expected[: where.size] = where[:size]
-            found = arrays.places(jnp.asarray(marked), size)
+            found = arrays.marked_indices(jnp.asarray(marked), size)
             np.testing.assert_array_equal(found, expected)
             ids = jnp.asarray(np.where(marked, 10 + np.arange(num), NONE), jnp.int32)
             expected = np.where(expected == NONE, NONE, expected + 10)
-            np.testing.assert_array_equal(arrays.packed(ids, size), expected)
+            np.testing.assert_array_equal(arrays.compact_ids(ids, size), expected)
 
 
 def test_a_permutation_is_inverted() -> None:
     order = np.random.default_rng(0).permutation(33)
-    found = arrays.inverse(jnp.asarray(order, jnp.int32))
+    found = arrays.inverse_permutation(jnp.asarray(order, jnp.int32))
     np.testing.assert_array_equal(found, np.argsort(order))
 
 
 def test_group_reductions() -> None:
     group, values = ints(2, 0, NONE, 2, 0, 1), ints(3, 1, 8, 4, 0, 6)
-    assert arrays.over_groups(values, group, "add").tolist() == [7, 1, 0, 7, 1, 6]
-    assert arrays.over_groups(values, group, "max").tolist() == [4, 1, 0, 4, 1, 6]
-    marked = arrays.over_groups(values > 3, group, "max")
+    assert arrays.reduce_groups(values, group, "add").tolist() == [7, 1, 0, 7, 1, 6]
+    assert arrays.reduce_groups(values, group, "max").tolist() == [4, 1, 0, 4, 1, 6]
+    marked = arrays.reduce_groups(values > 3, group, "max")
     assert marked.tolist() == [True, False, False, True, False, True]
-    assert arrays.over_groups(values, None, "add").tolist() == values.tolist()
+    assert arrays.reduce_groups(values, None, "add").tolist() == values.tolist()
 
 
 @pytest.mark.parametrize("num", [arrays.MAX_PAIRWISE, arrays.MAX_PAIRWISE + 1])
@@ -63,11 +63,17 @@ def test_large_group_reductions_equal_small_ones(num: int) -> None:
     alike = (group[:, None] == group) & (group >= 0)[:, None]
     arguments = jnp.asarray(values, jnp.int32), jnp.asarray(group, jnp.int32)
     for how, reduced in (("add", (alike @ values)), ("max", (alike * values).max(1))):
-        np.testing.assert_array_equal(arrays.over_groups(*arguments, how), reduced)
+        np.testing.assert_array_equal(arrays.reduce_groups(*arguments, how), reduced)
 
 
 def test_inverse_index() -> None:
-    assert arrays.namers(ints(3, NONE, 0, 7), 5).tolist() == [2, NONE, NONE, 0, NONE]
+    assert arrays.inverse_index(ints(3, NONE, 0, 7), 5).tolist() == [
+        2,
+        NONE,
+        NONE,
+        0,
+        NONE,
+    ]
 
 
 def test_conditional_update() -> None:
@@ -75,7 +81,7 @@ def test_conditional_update() -> None:
         return carry | {"changed": carry["changed"] + by}
 
     def run(wanted: Any, carry: Any) -> Any:
-        return arrays.when(wanted, change, carry, ints(5, 6))
+        return arrays.update_if(wanted, change, carry, ints(5, 6))
 
     carry = {"changed": ints(1, 2), "kept": ints(3)}
     for wanted, expected in ((False, [1, 2]), (True, [6, 8])):
@@ -99,8 +105,8 @@ def test_packed_leaves_unpack_with_leading_axes() -> None:
         )
 
     steps = jnp.arange(4, dtype=jnp.int32)
-    assert len(jax.tree.leaves(arrays.side_by_side(tree(steps[0])))) == 2
-    _, rows = jax.lax.scan(lambda _, x: (_, arrays.side_by_side(tree(x))), 0, steps)
+    assert len(jax.tree.leaves(arrays.pack_leaves(tree(steps[0])))) == 2
+    _, rows = jax.lax.scan(lambda _, x: (_, arrays.pack_leaves(tree(x))), 0, steps)
     expected = jax.vmap(tree)(steps)
     found = rows()
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -255,8 +255,8 @@ def test_unsupported_gradients_are_refused_in_one_line(
     with pytest.raises(
         ValueError, match="kv_dtype='int8' has no gradient; kv_dtype mu"
     ):
-        differentiated(paged.make_pages(MODEL, eight))
-    half = paged.make_pages(MODEL, config, dtype="bfloat16")
+        differentiated(paged.make_model_pages(MODEL, eight))
+    half = paged.make_model_pages(MODEL, config, dtype="bfloat16")
     h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
     monkeypatch.setattr(devices, "current_target", lambda: h200)
     with pytest.raises(

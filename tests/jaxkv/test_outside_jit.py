@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     prefix_cache=True,
 )
 TWO = np.arange(2)
-LOAD = arrivals.make(TWO * 0.5, TWO + 3, TWO + 2)
+LOAD = arrivals.make_workload(TWO * 0.5, TWO + 3, TWO + 2)
 BOUNDS = Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
 FORWARD = paged.PagedForward(MODEL)
 
@@ -49,7 +49,7 @@ def on_host(tree: Any) -> Any:
 
 
 def cache() -> decoding.Cache:
-    pages = paged.make_pages(MODEL, CONFIG)
+    pages = paged.make_model_pages(MODEL, CONFIG)
     return decoding.init_cache(pages, max_slots=3, max_length=32)
 
 

@@ -133,7 +133,7 @@ NO_PROMPTS = [
 
 def _named(value: Any) -> str:
     """Returns a test id that is equal in every process."""
-    return re.sub(r" at 0x\w+", "", validation.shown(value))
+    return re.sub(r" at 0x\w+", "", validation.format_value(value))
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=_named)
@@ -141,7 +141,9 @@ def test_invalid_prompts_are_refused(engine: jaxkv.Engine, prompt: Any) -> None:
     if isinstance(prompt, np.ndarray) and not prompt.size:
         wanted = "the prompt is empty"
     else:
-        wanted = f"prompt={validation.shown(prompt)} must be a sequence of token ids"
+        wanted = (
+            f"prompt={validation.format_value(prompt)} must be a sequence of token ids"
+        )
     some: Any = ["x", prompt]
     assert wanted in refusal(lambda: engine.submit(prompt))
     assert f"prompts[1]: {wanted}" in refusal(lambda: engine.generate(some))
@@ -181,7 +183,7 @@ def test_every_sequence_of_token_ids_is_a_prompt(
 
 @pytest.mark.parametrize("sampling", [{}, "x", [Sampling()], 3, Sampling, Broken()])
 def test_invalid_sampling_is_refused(engine: jaxkv.Engine, sampling: Any) -> None:
-    wanted = f"sampling={validation.shown(sampling)} must be a Sampling"
+    wanted = f"sampling={validation.format_value(sampling)} must be a Sampling"
     assert wanted in refusal(lambda: engine.submit("x", sampling))
     message = refusal(lambda: engine.generate(["x", "y"], [GREEDY, sampling]))
     assert f"prompts[1]: {wanted}" in message
@@ -205,7 +207,7 @@ def test_invalid_times_and_ids_are_refused(
 ) -> None:
     before = engine.submit([5], GREEDY)
     message = refusal(lambda: engine.submit([5], GREEDY, **{name: value}))
-    assert message.startswith(f"{name}={validation.shown(value)} must be ")
+    assert message.startswith(f"{name}={validation.format_value(value)} must be ")
     # An unused id is not skipped: draws without a seed depend on it.
     assert engine.submit([5], GREEDY) == before + 1
     for event in engine.stream():
@@ -229,12 +231,16 @@ def test_one_prompt_is_not_a_list_of_prompts(engine: jaxkv.Engine) -> None:
     tries: list[Any] = [b"abc", None, 5, {"a": 1}, iter(["a"]), np.array(3), Broken()]
     for prompts in tries:
         message = refusal(lambda prompts=prompts: engine.generate(prompts))
-        assert message.startswith(f"prompts={validation.shown(prompts)} must be a list")
+        assert message.startswith(
+            f"prompts={validation.format_value(prompts)} must be a list"
+        )
     ids: Any = [1, 2]
     assert "prompts[0]: prompt=1 must be" in refusal(lambda: engine.generate(ids))
     for sampling in ("x", {}, 3, Sampling):
         message = refusal(lambda ask=sampling: untyped.generate(["x"], ask))
-        assert message.startswith(f"sampling={validation.shown(sampling)} must be a ")
+        assert message.startswith(
+            f"sampling={validation.format_value(sampling)} must be a "
+        )
     refusal(lambda: untyped.cancel([1]))
     refusal(lambda: untyped.cancel(True))
 
@@ -273,7 +279,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
 def test_sampling_error_names_the_field(name: str) -> None:
     for value in SAMPLING_TYPES[name]:
         message = refusal(lambda value=value: api.Sampling(**{name: value}))
-        assert f"{name}={validation.shown(value)} must be " in message
+        assert f"{name}={validation.format_value(value)} must be " in message
     assert SAMPLING_TYPES.keys() == {x.name for x in dataclasses.fields(Sampling)}
 
 
@@ -285,7 +291,7 @@ def test_config_error_names_the_field(field: Any) -> None:
     tries += [1, 0] if isinstance(field.default, bool) else [True, np.bool_(True)]
     for value in tries:
         message = refusal(lambda value=value: api.EngineConfig(**{field.name: value}))
-        shown = f"{field.name}={validation.shown(value)}"
+        shown = f"{field.name}={validation.format_value(value)}"
         assert message.startswith(f"{shown} must be ")
 
 
@@ -325,7 +331,7 @@ def bounds(**fields: Any) -> Any:
 
 def started(**fields: Any) -> Any:
     """Makes a state whose bounds differ from those of its pages."""
-    return init(bounds(**fields), paged.make_pages(engines.MODEL, engines.TIGHT))
+    return init(bounds(**fields), paged.make_model_pages(engines.MODEL, engines.TIGHT))
 
 
 def model(**fields: Any) -> Any:
@@ -375,8 +381,14 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "order": (lambda: page_pool.make_pool(3, jnp.arange(2)), "must be (3,)"),
     "no row": (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
     "no growth": (lambda: grown(0), "max_new_pages=0 must"),
-    "prefixes": (lambda: prefix_cache.make_prefixes(0, 1), "num_pages=0 must be at l"),
-    "prefix": (lambda: prefix_cache.make_prefixes(1, 0), "page_size=0 must be at lea"),
+    "prefixes": (
+        lambda: prefix_cache.make_prefix_cache(0, 1),
+        "num_pages=0 must be at l",
+    ),
+    "prefix": (
+        lambda: prefix_cache.make_prefix_cache(1, 0),
+        "page_size=0 must be at lea",
+    ),
     "no length": (lambda: cached(max_length=0), "max_length=0 must be at least 1"),
     "no slot": (lambda: cached(max_slots=0), "max_slots=0 must be at least 1"),
     "beams": (lambda: beam_search.make_beams(0), "max_beams=0 must be at least 1"),
@@ -485,7 +497,7 @@ def test_invalid_engine_components_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
         forward=paged.PagedForward(engines.MODEL),
-        pages=paged.make_pages(engines.MODEL, BOUNDS),
+        pages=paged.make_model_pages(engines.MODEL, BOUNDS),
         config=BOUNDS,
     )
     tries: tuple[tuple[str, Any, str], ...] = (
@@ -504,7 +516,7 @@ def test_invalid_engine_components_are_refused() -> None:
     for name, value, wanted in tries:
         given = parts | {name: value}
         message = refusal(lambda given=given: api.Engine(**given))
-        assert message.startswith(f"{name}={validation.shown(value)} {wanted}")
+        assert message.startswith(f"{name}={validation.format_value(value)} {wanted}")
 
 
 @pytest.mark.parametrize(

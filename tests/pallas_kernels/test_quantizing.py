@@ -298,11 +298,11 @@ def test_an_engine_with_8_bits_answers_alike_in_any_batch(kind: Any) -> None:
 
 def empty(config: EngineConfig) -> EngineState:
     """An idle engine; 8-bit integers have no NaN to fill its pages with."""
-    return init(config, paged.make_pages(engines.MODEL, config))
+    return init(config, paged.make_model_pages(engines.MODEL, config))
 
 
 def test_pages_and_configuration_must_agree() -> None:
-    pages = paged.make_pages(engines.MODEL, CONFIG)
+    pages = paged.make_model_pages(engines.MODEL, CONFIG)
     config = dataclasses.replace(CONFIG, kv_dtype="int8")
     with pytest.raises(ValueError, match=r"='model' must be config\.kv_dtype='int8'"):
         init(config, pages)

@@ -43,7 +43,7 @@ SMALL, LARGE = 1024, 16384
 
 
 def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
-    return jax.eval_shape(lambda: paged.make_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: paged.make_model_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:

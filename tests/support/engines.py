@@ -27,7 +27,7 @@ from jaxkv.engine.state import (
     init,
 )
 from jaxkv.engine.step import StepInfo
-from jaxkv.ledger import NO_SEQUENCE, Events, Progress
+from jaxkv.ledger import NO_SEQUENCE, SequenceEvents, SequenceProgress
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
@@ -213,7 +213,7 @@ def start(
     speculation: Speculation | None = None,
 ) -> EngineState:
     """An idle engine whose pages are full of NaN, which nobody may ever see."""
-    pages = paged.make_pages(model, config, dtype=dtype)
+    pages = paged.make_model_pages(model, config, dtype=dtype)
     memory = None if speculation is None else speculation.drafter.init(config)
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
     return init(config, full, memory)
@@ -251,7 +251,7 @@ def assert_empty(state: EngineState) -> None:
     """Nothing is left: no page in use but cached ones, no slot, nobody waiting."""
     cached = np.zeros(state.pool.ref.shape, int)
     if state.prefixes is not None:
-        assert int(prefix_cache.unsound(state.prefixes, state.pool)) == 0
+        assert int(prefix_cache.count_prefix_faults(state.prefixes, state.pool)) == 0
         cached = np.asarray(state.prefixes.pinned).astype(int)
     np.testing.assert_array_equal(state.pool.ref, cached)
     assert int(state.pool.num_free) == (cached == 0).sum()
@@ -403,7 +403,7 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
 
 def seconds_of(seconds: Any, micros: Any) -> float:
     """Returns a time of `Events` in seconds; 0 if it never came."""
-    return max(0.0, float(seconds) - 1 + float(micros) / clock.SECOND)
+    return max(0.0, float(seconds) - 1 + float(micros) / clock.MICROS_PER_SECOND)
 
 
 def unfinished(state: EngineState) -> np.ndarray:
@@ -411,8 +411,8 @@ def unfinished(state: EngineState) -> np.ndarray:
     progress, events = (
         np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
     )
-    known = progress[:, Progress._fields.index("num_tokens")]
-    return (known > 0) & (events[:, Events._fields.index("finish_s")] == 0)
+    known = progress[:, SequenceProgress._fields.index("num_tokens")]
+    return (known > 0) & (events[:, SequenceEvents._fields.index("finish_s")] == 0)
 
 
 def random_asks(

@@ -75,7 +75,7 @@ def engine_on(
         config = tensor.fit_config(
             config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
         )
-    pages = paged.make_pages(config, bounds)
+    pages = paged.make_model_pages(config, bounds)
     forward = paged.PagedForward(config)
     return jaxkv.Engine(params, forward, pages, bounds, mesh=mesh)
 

@@ -52,7 +52,7 @@ class Moody(NamedTuple):
 
 def make_engine(mood: int = PLAIN, *, tokenizer: Any = None) -> jaxkv.Engine:
     """An engine of the small model, with one of these policies."""
-    pages = paged.make_pages(engines.MODEL, engines.SERVED)
+    pages = paged.make_model_pages(engines.MODEL, engines.SERVED)
     return jaxkv.Engine(
         engines.params(),
         paged.PagedForward(engines.MODEL),

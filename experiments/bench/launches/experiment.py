@@ -254,7 +254,9 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
     model, engine = config.model(depth), config.engine()
-    pages = jax.eval_shape(lambda: paged.make_pages(model, engine, dtype="bfloat16"))
+    pages = jax.eval_shape(
+        lambda: paged.make_model_pages(model, engine, dtype="bfloat16")
+    )
     params = transformer.param_shapes(model, dtype="bfloat16", stacked=config.scanned)
     program = functools.partial(
         step.run_steps,

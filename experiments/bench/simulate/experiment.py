@@ -146,7 +146,7 @@ def make_load(rate: float, num: int, seed: int) -> Workload:
     drawn = length_distributions.draw_lengths(lengths.SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
-    return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
+    return arrivals.make_workload(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
 def _runner(group: list[Members], config: Config) -> Runner:
@@ -199,7 +199,7 @@ def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
 def to_requests(workload: Workload) -> list[SimpleRequest]:
     """Converts a workload to requests of the Python scheduler."""
     arrival = np.asarray(workload.arrival, np.int64)
-    times = arrival[:, 0] * clock.SECOND + arrival[:, 1]
+    times = arrival[:, 0] * clock.MICROS_PER_SECOND + arrival[:, 1]
     columns = (times, np.asarray(workload.prompt), np.asarray(workload.output))
     return [
         SimpleRequest(*row) for row in zip(*(x.tolist() for x in columns), strict=True)

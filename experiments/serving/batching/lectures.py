@@ -58,12 +58,12 @@ class IterationSpans(ResultTable):
 
 def lecture_sequences() -> arrivals.Workload:
     """Returns S1 to S7, all of which arrive at 0 s."""
-    return arrivals.make(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
+    return arrivals.make_workload(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
 
 
 def lecture_requests() -> arrivals.Workload:
     """Returns the five requests of the lecture, R1 to R5."""
-    return arrivals.make(*map(np.array, zip(*_TURNS, strict=True)))
+    return arrivals.make_workload(*map(np.array, zip(*_TURNS, strict=True)))
 
 
 def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:

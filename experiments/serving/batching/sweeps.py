@@ -284,7 +284,7 @@ def _bursts(
     )
     for seed in range(config.num_seeds):
         tokens = law.draw(np.random.default_rng(seed), config.num_requests)
-        yield arrivals.make(np.zeros(config.num_requests), *tokens), longest
+        yield arrivals.make_workload(np.zeros(config.num_requests), *tokens), longest
 
 
 def _simulate(

@@ -132,7 +132,7 @@ def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...
     trace = served.trace.member(member)
     assert trace.info.num_drawn is None  # speculation is off
     keep = (trace.start_s < until_s) & (trace.info.micros > 0)
-    end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.SECOND
+    end_s = trace.start_s[keep] + trace.info.micros[keep] / clock.MICROS_PER_SECOND
     return np.asarray(trace.info.drew)[keep], end_s
 
 
@@ -144,7 +144,7 @@ _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     """Simulates the arrival of 2 long prompts while 3 sequences decode."""
-    load = arrivals.make(
+    load = arrivals.make_workload(
         np.array([0.0] * NUM_DECODING + [*_LATE_S]),
         np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
         np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),

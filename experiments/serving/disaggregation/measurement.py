@@ -47,7 +47,7 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import Answers, Job, Replica, Requests, Split
+from jaxkv.simulation.disaggregated import Answers, Job, Replica, ReplicaRequests, Split
 from jaxkv.simulation.state import Capacity
 from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths
@@ -184,7 +184,7 @@ class OfferedLoad(NamedTuple):
     """
 
     rate: float
-    requests: Requests
+    requests: ReplicaRequests
     prompts: list[list[int]]
 
 
@@ -215,7 +215,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             arrival_s = arrivals.poisson(rng, rate=rate, num=num)
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
-            requests = Requests(arrival_s, lengths.Lengths(*sizes))
+            requests = ReplicaRequests(arrival_s, lengths.Lengths(*sizes))
             offered.append(OfferedLoad(rate, requests, tokens))
         jobs = [(way, load) for way in WAYS for load in offered]
         found: list[list[RoutedAnswer]] = []

@@ -17,7 +17,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation import Capacity, Members, driver
 from jaxkv.workloads import metrics
-from jaxkv.workloads.arrivals import make, poisson
+from jaxkv.workloads.arrivals import make_workload, poisson
 
 PROMPT = 512
 SERVICE_S = 0.1
@@ -71,7 +71,7 @@ def formula_s(machine: str, rate: float) -> float:
         return d / k + r * d**2 / (2 * k * (k - r * d))
     if machine == "two pipeline stages":
         return d + r * d**2 / (4 * (2 - r * d))
-    return d + metrics.waiting_s(r, d)
+    return d + metrics.md1_waiting_s(r, d)
 
 
 def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
@@ -112,7 +112,7 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
     one = np.ones(came.shape[1], np.int32)
     members = [
         Members(
-            workload=make(arrival_s, PROMPT * one, one),
+            workload=make_workload(arrival_s, PROMPT * one, one),
             capacity=Capacity.of(
                 num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT
             ),

@@ -296,7 +296,7 @@ def _draw(
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
         cache: Any = decoding.init_cache(
-            paged.make_pages(model.config, bounds), max_slots=1, max_length=num
+            paged.make_model_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
         for _ in range(num):

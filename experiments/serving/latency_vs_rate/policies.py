@@ -119,7 +119,7 @@ def draw_workload(config: Config) -> Workload:
     within_ms = 5000 + 200 * output
     interactive = rng.random(prompt.size) < 0.5
     heavy = rng.random(prompt.size) < 0.5
-    return arrivals.make(
+    return arrivals.make_workload(
         found.arrival_s[:num],
         prompt,
         output,

@@ -96,7 +96,7 @@ def time_restores(
             max_swap_pages=num_pages + 1,
             numerics=numerics,
         )
-        pages = paged.make_pages(model.config, config)
+        pages = paged.make_model_pages(model.config, config)
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
@@ -114,7 +114,7 @@ def _time_reading(
     repeats: int,
 ) -> list[float]:
     """Times the step that prefills all tokens of the request, after which it ends."""
-    state = init(config, paged.make_pages(model.config, config))
+    state = init(config, paged.make_model_pages(model.config, config))
     forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
     ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
     drain = jax.jit(requests.drain, donate_argnames="state")
@@ -162,14 +162,14 @@ def _time_moves(
     )
     if not enough:
         raise RuntimeError("the request does not fit the pool")
-    table = page_table.advance(table, places)
+    table = page_table.advance_lengths(table, places)
     staging = _staging(pages, config)
 
     @functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
     def leave(pages, staging, pool, table):
         """Swaps the request of the first slot out, as a step does."""
         row = jnp.zeros((1,), jnp.int32)
-        staging, left = swap_buffer.move_out(
+        staging, left = swap_buffer.swap_out(
             staging,
             pages,
             table,
@@ -184,7 +184,7 @@ def _time_moves(
     def back(pages, staging, pool, table):
         """Swaps the request in."""
         group = jnp.arange(2, dtype=jnp.int32)
-        pages, pool, table, staging = swap_buffer.move_in(
+        pages, pool, table, staging = swap_buffer.swap_in(
             staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
         )
         return pages, staging, pool, table

@@ -18,7 +18,14 @@ from jaxtyping import Array, Int, Int32
 
 from experiments.harness.stepper import Stepper
 from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
-from jaxkv.memory import Prefixes, Uses, kv_layout, kv_pages, page_pool, prefix_eviction
+from jaxkv.memory import (
+    PrefixCache,
+    Uses,
+    kv_layout,
+    kv_pages,
+    page_pool,
+    prefix_eviction,
+)
 from jaxkv.models import ForwardResult
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -159,7 +166,7 @@ def _step(
     """Runs a step, after which "random" redraws all eviction ranks."""
     state, info = step.step(params, state, eviction=eviction, **rest)
 
-    def draw(_: Array, cache: Prefixes) -> Prefixes:
+    def draw(_: Array, cache: PrefixCache) -> PrefixCache:
         key = jax.random.fold_in(jax.random.key(0), cache.tick)
         rank = jax.random.randint(key, cache.pinned.shape, 0, 2**20, jnp.int32)
         return prefix_eviction.rerank(cache, rank)

@@ -219,7 +219,7 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
             # The same requests in the same random order for every number of samples.
             rng = np.random.default_rng(config.seed)
             order, rate = rng.permutation(size), SEQUENCES_PER_S[name] / n
-            load = arrivals.make(
+            load = arrivals.make_workload(
                 arrivals.poisson(rng, rate=rate, num=size),
                 tokens.prompt[order],
                 tokens.output[order],
@@ -237,7 +237,9 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
         if progress.stopped:
             break
         means, preempted = served.means, served.totals.preempted
-        saved = workloads.metrics.saving(means.saved_pages, means.used_pages)
+        saved = workloads.metrics.shared_page_saving(
+            means.saved_pages, means.used_pages
+        )
         for i, n in enumerate(ANSWERS):
             expected = length_distributions.shared_page_saving(
                 tokens, n, settings.PAGE_SIZE

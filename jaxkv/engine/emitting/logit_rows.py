@@ -45,7 +45,7 @@ def change(
     if logits_fn is None:
         return raw
     logits: Any = logits_fn(answer, raw)
-    found = validation.shown(logits)
+    found = validation.format_value(logits)
     if isinstance(logits, jax.Array | np.ndarray):
         is_floating = jnp.issubdtype(logits.dtype, jnp.floating)
         if is_floating and logits.shape == raw.shape:

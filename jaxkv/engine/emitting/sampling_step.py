@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
-from jaxkv.engine.drafting import Drafts, Speculation, Verified
+from jaxkv.engine.drafting import Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import logit_rows, verification
 from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
 from jaxkv.engine.state import (
@@ -48,7 +48,7 @@ class Emitted(NamedTuple):
     """Slots whose sequence has got its first token."""
     reason: Int32[Array, " slots"]
     """Why each slot's sequence has ended, or NOT_ENDED."""
-    verified: Verified | None = None
+    verified: VerifyOutput | None = None
     """With speculation, what became of the drafts."""
 
 
@@ -67,7 +67,7 @@ class _Drawn(NamedTuple):
     """Whether log-probabilities are kept."""
     logits: Callable[[], Float[Array, "rows vocab"]]
     """The raw logits that gave each token."""
-    verified: Verified | None = None
+    verified: VerifyOutput | None = None
 
 
 def emit(
@@ -132,7 +132,9 @@ def emit(
     def choose(logits: Array) -> tuple[Array, Array]:
         return logit_rows.of_all(choices, (logits,), config)
 
-    state, found = engine_beam_search.advance(state, logits, ready, choose, config)
+    state, found = engine_beam_search.advance_searches(
+        state, logits, ready, choose, config
+    )
     ended = found != NOT_ENDED
     reason = jnp.where(ended, found, emitted.reason)
     # The tokens of a search come with its end.

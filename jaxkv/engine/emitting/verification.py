@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
 from jaxkv.engine import drafting, model_runner
-from jaxkv.engine.drafting import Drafts, Ruling, Speculation, Tree, Verified
+from jaxkv.engine.drafting import AcceptResult, Drafts, Speculation, Tree, VerifyOutput
 from jaxkv.engine.emitting import logit_rows
 from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
 from jaxkv.engine.state import EngineConfig, EngineState
@@ -31,7 +31,7 @@ class Judged(NamedTuple):
     """How many of these count; of slots that emit nothing any number."""
     invalid: Bool[Array, " slots"]
     """Slots of which nothing can be drawn behind these."""
-    verified: Verified
+    verified: VerifyOutput
 
 
 def verify(
@@ -100,7 +100,7 @@ def _judge(
     rows = logit_rows.look_up(state, logits, emits, 1 + length)
     answer = rows.answer if drafts.tree is None else by_branch(rows.answer, drafts)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    child = drafting.children(drafts, speculation.drafter.width)
+    child = drafting.find_children(drafts, speculation.drafter.width)
     # By place; what stands at the root is no draft.
     known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
     token = arrays.take(known, (slot[:, :, None], child), fill=-1)
@@ -109,7 +109,7 @@ def _judge(
 
     def of_rows(
         answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
-    ) -> tuple[Ruling, Array]:
+    ) -> tuple[AcceptResult, Array]:
         known = answer.num_tokens
         logits = logit_rows.change(logits_fn, answer, raw)
         logits = sampler.penalise(
@@ -137,7 +137,7 @@ def _judge(
 def _along(
     path: Int32[Array, "slots drafts"],
     accepted: Int32[Array, " slots"],
-    ruling: Ruling,
+    ruling: AcceptResult,
     known: Int32[Array, "slots places"],
     drafts: Drafts,
     emits: Bool[Array, " slots"],
@@ -161,7 +161,7 @@ def _along(
         tokens=tokens,
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
-        verified=Verified(drafts.num, accepted, path, follows, emits),
+        verified=VerifyOutput(drafts.num, accepted, path, follows, emits),
     )
 
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkv import validation
-from jaxkv.files import blaming, read_json
+from jaxkv.files import read_json, reporting_errors
 from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import tensors as huggingface_tensors
@@ -138,7 +138,7 @@ def _read(
 ) -> np.ndarray:
     """Reads a tensor; raises an error unless all numbers are finite."""
     path, file = tensors[name]
-    with blaming(path, safetensors.SafetensorError):
+    with reporting_errors(path, safetensors.SafetensorError):
         array = _cast(file.get_tensor(name), dtype, name)
         if not _is_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values")
@@ -186,7 +186,7 @@ def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
     """Opens the folder's safetensors; returns by tensor its path and open file."""
     tensors: dict[str, tuple[Path, Any]] = {}
     for path in _weight_files(folder):
-        with blaming(path, safetensors.SafetensorError):
+        with reporting_errors(path, safetensors.SafetensorError):
             file = safetensors.safe_open(path, framework="np")
             names = list(file.keys())
         for name in names:
@@ -319,7 +319,8 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
         result = None
     if result is None or jax.dtypes.canonicalize_dtype(result) != result:
         raise ValueError(
-            f"dtype={validation.shown(dtype)} must be float32, bfloat16 or float16"
+            f"dtype={validation.format_value(dtype)} must be "
+            "float32, bfloat16 or float16"
         )
     return result
 

@@ -8,7 +8,7 @@ import pytest
 from experiments.bench.simulate import experiment, plain_scheduler
 from experiments.harness import cost_models
 from jaxkv import clock
-from jaxkv.ledger import Events
+from jaxkv.ledger import SequenceEvents
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.simulation.step import init, run_steps
@@ -59,7 +59,7 @@ def test_python_scheduler_equals_the_simulator() -> None:
     assert int(state.num_done) == NUM
     assert served.num_preempted > 5
     busy = np.asarray(info.micros) > 0
-    start_us = np.asarray(info.start, np.int64) @ [clock.SECOND, 1]
+    start_us = np.asarray(info.start, np.int64) @ [clock.MICROS_PER_SECOND, 1]
     ours = {
         "start_us": start_us,
         "micros": info.micros,
@@ -77,9 +77,9 @@ def test_python_scheduler_equals_the_simulator() -> None:
     for name, values in ours.items():
         peer_rows = [getattr(step, name) for step in steps]
         assert np.asarray(values)[busy].tolist() == peer_rows, name
-    noted = Events(*np.asarray(state.ledger.events, np.int64).T)
+    noted = SequenceEvents(*np.asarray(state.ledger.events, np.int64).T)
     for name in ("first", "finish"):
-        ours_us = (getattr(noted, f"{name}_s") - 1) * clock.SECOND
+        ours_us = (getattr(noted, f"{name}_s") - 1) * clock.MICROS_PER_SECOND
         ours_us = ours_us + getattr(noted, f"{name}_us")
         assert ours_us.tolist() == getattr(served, f"{name}_us")
 

@@ -92,7 +92,7 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
 def test_wider_than_the_engine_is_refused() -> None:
     ask = Ask(0, [1, 2], Sampling(beam_width=7, max_tokens=2))
     with pytest.raises(ValueError, match=r"ask.beam_width=7 must be at most"):
-        refusals.check(
+        refusals.check_request(
             ask.prompt,
             ask.sampling,
             config=ROOMY,

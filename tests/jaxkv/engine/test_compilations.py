@@ -71,7 +71,7 @@ def make_engine(policy: interface.Policy | None = None) -> jaxkv.Engine:
     return jaxkv.Engine(
         engines.params(),
         paged.PagedForward(MODEL, BOUNDS.numerics),
-        paged.make_pages(MODEL, BOUNDS),
+        paged.make_model_pages(MODEL, BOUNDS),
         BOUNDS,
         vocab_size=MODEL.vocab_size,
         policy=policy,

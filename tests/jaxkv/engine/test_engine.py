@@ -15,7 +15,7 @@ from jaxkv.engine.state import (
     EngineState,
 )
 from jaxkv.engine.step import run_steps
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import SequenceEvents, SequenceProgress
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
@@ -237,9 +237,11 @@ WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
     s, books = state.sequences, state.ledger
     progress, running = np.asarray(books.progress), np.asarray(state.slots.sequence)
-    finish_s = np.asarray(books.events)[:, Events._fields.index("finish_s")]
+    finish_s = np.asarray(books.events)[:, SequenceEvents._fields.index("finish_s")]
     found = {}
-    for row in np.flatnonzero(progress[:, Progress._fields.index("num_tokens")]):
+    for row in np.flatnonzero(
+        progress[:, SequenceProgress._fields.index("num_tokens")]
+    ):
         status = RUNNING if row in running else WAITING
         status = FINISHED if finish_s[row] else status
         found[int(s.request_id[row])] = status, int(s.reason[row])

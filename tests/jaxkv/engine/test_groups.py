@@ -112,7 +112,7 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
 
 def test_more_answers_than_slots_or_pages_are_refused() -> None:
     check = functools.partial(
-        refusals.check, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
+        refusals.check_request, num_eos=0, vocab_size=MODEL.vocab_size, has_text=False
     )
     with pytest.raises(ValueError, match=r"9 answers .* at most config.max_slots=8"):
         check([1], Sampling(n=9), config=TIGHT)

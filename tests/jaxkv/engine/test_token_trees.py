@@ -55,7 +55,7 @@ def test_descent_equals_a_walk_to_the_root(seed: int) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_children_stand_in_order(width: int) -> None:
     drafts = random_drafts(0)
-    found = np.asarray(drafting.children(drafts, width))
+    found = np.asarray(drafting.find_children(drafts, width))
     num, parents = np.asarray(drafts.num), np.asarray(drafts.parents)
     for slot, place in np.ndindex(SLOTS, NUM + 1):
         theirs = np.flatnonzero(parents[slot, : num[slot]] == place) + 1
@@ -67,8 +67,8 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
     drafts = random_drafts(1)
     chain = jnp.broadcast_to(jnp.arange(NUM, dtype=jnp.int32)[None, :], (SLOTS, NUM))
     as_tree = drafts._replace(parents=chain)
-    one = drafting.children(drafts._replace(parents=None), 1)
-    np.testing.assert_array_equal(one, drafting.children(as_tree, 1))
+    one = drafting.find_children(drafts._replace(parents=None), 1)
+    np.testing.assert_array_equal(one, drafting.find_children(as_tree, 1))
     accepts = jnp.asarray(np.random.default_rng(1).random((SLOTS, NUM + 1, 1)) < 0.8)
     plain = drafts._replace(parents=None)
     num, path = verification.walk(one, accepts, plain)
@@ -83,7 +83,7 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
 def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
     drafts, rng = random_drafts(seed), np.random.default_rng(seed)
     assert drafts.parents is not None
-    child = drafting.children(drafts, 3)
+    child = drafting.find_children(drafts, 3)
     accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
     num, path = verification.walk(child, jnp.asarray(accepts), drafts)
@@ -147,7 +147,7 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     page_ids = np.array([[5, 0, 2], [3, 6, NO_PAGE]])
     source = np.array([[4, 6, 7, 11], [2, 3, 7, 9]])
     target = np.array([[4, 5, 6, -1], [1, 2, 3, -1]])
-    moved = jax.jit(kv_pages.move)(
+    moved = jax.jit(kv_pages.move_tokens)(
         pages, *(jnp.asarray(x, "int32") for x in (page_ids, source, target))
     )
     for before, after in zip(*map(jax.tree.leaves, (pages, moved)), strict=True):

@@ -63,7 +63,7 @@ def make_sharing_slots(free: int) -> tuple[Pool, Table]:
     pool, table, *_ = page_table.reserve(
         pool, table, ints(6, 0, 0, 0, 0, 0), page_size=4, max_new_pages=WIDTH
     )
-    table = page_table.advance(table, ints(6, 0, 0, 0, 0, 0))
+    table = page_table.advance_lengths(table, ints(6, 0, 0, 0, 0, 0))
     return page_sharing.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
 
 
@@ -204,7 +204,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
     """Swaps slots out; sequence i is the content of slot i."""
     pool, table, pages, staging = state
     group, size = ints(*GROUPS), pages.page_size
-    staging, left = swap_buffer.move_out(
+    staging, left = swap_buffer.swap_out(
         staging,
         pages,
         table,
@@ -220,7 +220,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
 def swap_in(state: State, arguments: Any) -> tuple[State, None]:
     pool, table, pages, staging = state
     back, slot = arguments
-    pages, pool, table, staging = swap_buffer.move_in(
+    pages, pool, table, staging = swap_buffer.swap_in(
         staging, pages, pool, table, ints(*GROUPS), back, slot
     )
     return State(pool, table, pages, staging), None
@@ -243,7 +243,7 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     pinned = arrays.take(pins, table.page_ids, fill=0) > 0
     owned = page_sharing.owned_pages(table, holder, pinned=pinned)
     values = [pages.layout.read(pages, layer, table.page_ids) for layer in range(2)]
-    faults = swap_buffer.unsound(
+    faults = swap_buffer.count_swap_faults(
         staging, ints(*GROUPS), staging.length > 0, page_size=pages.page_size
     )
     found = found._replace(swap=faults)
@@ -334,7 +334,7 @@ class Walk:
             written = [new[: rng.integers(0, len(new) + 1)] for new in written]
         oracle.accept(written)
         accepted = ints(*map(len, written))
-        table = page_table.advance(self.state.table, accepted)
+        table = page_table.advance_lengths(self.state.table, accepted)
         self.state = self.state._replace(table=table)
 
     def mates(self, chance: float) -> np.ndarray:

@@ -62,7 +62,7 @@ def test_features_of_every_token(config: Any, asks: Any) -> None:
     forward = paged.PagedForward(MODEL, taps=TAPS)
     preemption: Any = "swap" if config.max_swap_pages else "recompute"
     policy = fcfs.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
-    pages = paged.make_pages(MODEL, config, taps=TAPS)
+    pages = paged.make_model_pages(MODEL, config, taps=TAPS)
     state = init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
     waiting, checked, num_swapped = asks(), 0, 0
     for call in range(400):

@@ -128,7 +128,7 @@ def test_move_covers_all_leaves() -> None:
     full = kv_pages.Pages(leaf, leaf, kv_layout.DEFAULT_LAYOUT)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
     source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
-    move = jax.jit(kv_pages.move)
+    move = jax.jit(kv_pages.move_tokens)
     places = page_ids, source.reshape(2, 3), target.reshape(2, 3)
     [found], (wanted, _) = (jax.tree.leaves(move(x, *places)) for x in (rows, full))
     assert not np.array_equal(found, jax.tree.leaves(rows)[0])

@@ -29,7 +29,7 @@ def make_state() -> State:
     """Makes live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
     pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
     pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
-    table = page_table.advance(table, ints(6, 4, 0, 0, 0))
+    table = page_table.advance_lengths(table, ints(6, 4, 0, 0, 0))
     return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
 
 
@@ -170,11 +170,15 @@ FAULTS = {
     "other negative number": (lambda s: put(s, (1, 1), -2), "i4"),
     "page twice in a row": (lambda s: put(s, (0, 1), 0), "i1 i4"),
     "ahead below zero": (
-        lambda s: s._replace(table=page_table.advance(s.table, ints(0, 1, 0, 0, 0))),
+        lambda s: s._replace(
+            table=page_table.advance_lengths(s.table, ints(0, 1, 0, 0, 0))
+        ),
         "i4",
     ),
     "negative length": (
-        lambda s: s._replace(table=page_table.advance(s.table, ints(-7, 0, 0, 0, 0))),
+        lambda s: s._replace(
+            table=page_table.advance_lengths(s.table, ints(-7, 0, 0, 0, 0))
+        ),
         "i4",
     ),
     "longer than a row": (

@@ -20,7 +20,7 @@ from jaxkv.memory import (
 )
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
-from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_cache import PrefixCache
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
@@ -36,14 +36,14 @@ def salts(*values: int) -> jax.Array:
 class Case(NamedTuple):
     """A cache, and a pool of which every page has one use outside of tables."""
 
-    cache: Prefixes
+    cache: PrefixCache
     pool: Pool
 
 
 def make_case() -> Case:
     pool = page_pool.make_pool(NUM_PAGES)._replace(ref=jnp.ones(NUM_PAGES, jnp.int32))
     pool = pool._replace(num_free=jnp.zeros((), jnp.int32))
-    return Case(prefix_cache.make_prefixes(NUM_PAGES, SIZE), pool)
+    return Case(prefix_cache.make_prefix_cache(NUM_PAGES, SIZE), pool)
 
 
 class Programs:
@@ -54,14 +54,17 @@ class Programs:
             return compiled(lambda *arguments: f(*arguments))
 
         self._enter, self._lookup = (
-            alone(prefix_cache.enter),
+            alone(prefix_cache.insert),
             alone(prefix_cache.lookup),
         )
         self.match, self.release = alone(prefix_cache.match), alone(page_pool.release)
         self._release = alone(page_pool.release_counted)
-        self._rest, self._use = alone(prefix_eviction.rest), alone(prefix_eviction.use)
+        self._rest, self._use = (
+            alone(prefix_eviction.mark_idle),
+            alone(prefix_eviction.mark_used),
+        )
         self._evict = alone(prefix_eviction.evict)
-        self.unsound = alone(prefix_cache.unsound)
+        self.unsound = alone(prefix_cache.count_prefix_faults)
 
     @staticmethod
     def rows(rows: tuple, *, with_page: bool) -> tuple[jax.Array, ...]:
@@ -162,7 +165,7 @@ def test_match_leaves_one_token(num_tokens: int, pages: int) -> None:
 def test_sequences_shorter_than_a_page_match_nothing() -> None:
     tokens, salt = jnp.zeros((2, 16), jnp.int32), salts(0, 0)
     for size, width in ((16, 1), (256, 1), (15, 2)):
-        cache = jax.eval_shape(partial(prefix_cache.make_prefixes, 8, size))
+        cache = jax.eval_shape(partial(prefix_cache.make_prefix_cache, 8, size))
         ids = jax.eval_shape(
             prefix_cache.match, cache, tokens, ints(16, 16), salt, salt == 0
         )
@@ -311,7 +314,7 @@ BATCH = 6
 
 
 class State(NamedTuple):
-    cache: Prefixes
+    cache: PrefixCache
     pool: Pool
     table: Table
 
@@ -420,7 +423,7 @@ class Model:
         self.oracle.release(victims)
         return len(victims)
 
-    def check(self, cache: Prefixes) -> None:
+    def check(self, cache: PrefixCache) -> None:
         ids = np.flatnonzero(np.asarray(cache.pinned)).tolist()
         assert set(ids) == set(self.content)
         assert cache.num_pinned == len(ids)
@@ -461,7 +464,7 @@ def operations(
             page_size=size,
             max_new_pages=WIDTH,
         )
-        return State(prefix_eviction.use(cache, ids), pool, table), enough
+        return State(prefix_eviction.mark_used(cache, ids), pool, table), enough
 
     def fill(state, filled, tokens, salt, wanted):
         cache, pool, table = state
@@ -472,24 +475,24 @@ def operations(
         mine = jnp.where(filled & wanted, mine, NO_PAGE)
         parent = arrays.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
         content = arrays.take(tokens, (slot[:, None], place), fill=0)
-        cache, pool, cached = prefix_cache.enter(
+        cache, pool, cached = prefix_cache.insert(
             cache, pool, mine, parent, content, salt
         )
         other = (cached != NO_PAGE) & (cached != mine)
-        cache = prefix_eviction.use(cache, jnp.where(other, cached, NO_PAGE))
+        cache = prefix_eviction.mark_used(cache, jnp.where(other, cached, NO_PAGE))
         pool = page_pool.share(pool, jnp.where(other, cached, NO_PAGE))
         pool = page_pool.release(pool, jnp.where(other, mine, NO_PAGE))
         places = (slot, jnp.where(other, column, NO_PAGE))
         page_ids = arrays.put(table.page_ids, places, cached, "set")
-        table = page_table.advance(table, jnp.where(filled, size, 0))
+        table = page_table.advance_lengths(table, jnp.where(filled, size, 0))
         return State(cache, pool, table._replace(page_ids=page_ids)), cached
 
     def finish(state, finished):
         rows = jnp.where(finished[:, None], state.table.page_ids, NO_PAGE)
         pool, left = page_pool.release_counted(state.pool, rows)
-        table = page_table.emptied(state.table, finished)
+        table = page_table.clear_slots(state.table, finished)
         return State(
-            prefix_eviction.rest(state.cache, rows, left, rule), pool, table
+            prefix_eviction.mark_idle(state.cache, rows, left, rule), pool, table
         ), None
 
     def evict(state, num):
@@ -497,11 +500,11 @@ def operations(
         return State(cache, pool, state.table), num
 
     def pin_elsewhere(state, taken, back):
-        cache = prefix_eviction.use(state.cache, taken)
+        cache = prefix_eviction.mark_used(state.cache, taken)
         pool = page_pool.share(state.pool, taken)
         pool, left = page_pool.release_counted(pool, back)
         return State(
-            prefix_eviction.rest(cache, back, left, rule), pool, state.table
+            prefix_eviction.mark_idle(cache, back, left, rule), pool, state.table
         ), None
 
     return {f.__name__: f for f in (admit, fill, finish, evict, pin_elsewhere)}
@@ -519,7 +522,7 @@ def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
         alive = (table.length + table.ahead) > 0
         pins = cache.pinned.astype(jnp.int32) + lent
         found = invariants.violations(pool, table, alive, page_size=size, pins=pins)
-        wrong = (prefix_cache.unsound(cache, pool), *found)
+        wrong = (prefix_cache.count_prefix_faults(cache, pool), *found)
         return jnp.stack([*wrong, cache.idle.num])
 
     verbs = operations(size, RULES[rule][0])
@@ -535,7 +538,7 @@ class Walk:
         self.oracle = Oracle(POOL, SLOTS, WIDTH, size)
         self.model = Model(self.oracle, rule)
         self.state = State(
-            prefix_cache.make_prefixes(POOL, size),
+            prefix_cache.make_prefix_cache(POOL, size),
             page_pool.make_pool(POOL),
             page_table.make_table(SLOTS, WIDTH),
         )

@@ -19,7 +19,7 @@ from jaxkv.engine import step
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.memory import kv_layout, kv_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.memory.prefix_cache import Prefixes
+from jaxkv.memory.prefix_cache import PrefixCache
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
@@ -380,7 +380,7 @@ def test_hits_in_long_chats_equal_the_model(
     assert num_preempted > 0
 
 
-def never_used(cache: Prefixes, ids: Any) -> Prefixes:
+def never_used(cache: PrefixCache, ids: Any) -> PrefixCache:
     return cache
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.sampling import beam_search
-from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, Beams, Params
+from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, BeamParams, Beams
 
 pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
@@ -32,8 +32,8 @@ def params_of(
     early_stopping: int = ESTIMATE,
     stops: tuple[int, ...] = (-1, -1),
     limit: int = 8,
-) -> Params:
-    return Params(
+) -> BeamParams:
+    return BeamParams(
         width=jnp.asarray(width, jnp.int32),
         length_penalty=jnp.asarray(length_penalty, jnp.float32),
         early_stopping=jnp.asarray(early_stopping, jnp.int32),
@@ -47,12 +47,12 @@ def advance(group, params, logits, active, max_stops=2):
     tokens, logprobs = beam_search.choices(
         logits, max_beams=logits.shape[0], max_stops=max_stops
     )
-    return beam_search.step(group, params, tokens, logprobs, active)
+    return beam_search.advance_beams(group, params, tokens, logprobs, active)
 
 
 choices = jax.jit(beam_search.choices, static_argnames=("max_beams", "max_stops"))
 finalize = jax.jit(beam_search.finalize)
-unroll = jax.jit(beam_search.unroll)
+unroll = jax.jit(beam_search.follow_parents)
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 
 
@@ -72,8 +72,10 @@ def logprobs_of(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum())
 
 
-def drive(model: Model, params: Params, max_beams: int) -> tuple[Beams, list[Answer]]:
-    """Searches with `beam_search.step`, with the prefixes of beams as tuples."""
+def drive(
+    model: Model, params: BeamParams, max_beams: int
+) -> tuple[Beams, list[Answer]]:
+    """Searches with `advance_beams`, with the prefixes of beams as tuples."""
     group, prefixes = beam_search.make_beams(max_beams), [()] * max_beams
     history = np.zeros((2, max_beams, int(params.limit)), np.int32)
     while not group.done:
@@ -109,7 +111,7 @@ def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
     )
 
 
-def reference_search(model: Model, params: Params) -> list[Answer]:
+def reference_search(model: Model, params: BeamParams) -> list[Answer]:
     """Beam search with lists, sorting all candidates."""
     width, limit = int(params.width), int(params.limit)
     penalty, rule = float(params.length_penalty), int(params.early_stopping)
@@ -223,8 +225,8 @@ def test_groups_are_independent() -> None:
         logits = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
         tokens, logprobs = choices(logits, max_beams=4, max_stops=2)
         lines.append((group, params, tokens, logprobs, jnp.asarray(i != 5)))
-    step = jax.jit(beam_search.step)
-    together = jax.jit(jax.vmap(beam_search.step))(
+    step = jax.jit(beam_search.advance_beams)
+    together = jax.jit(jax.vmap(beam_search.advance_beams))(
         *jax.tree.map(lambda *x: jnp.stack(x), *lines)
     )
     for i, line in enumerate(lines):

@@ -288,7 +288,7 @@ BUGS = {
     ),
     "copies need no page": Bug(
         interface,
-        "growth",
+        "missing_pages_of_running",
         " + c.copies",
         "",
         test_copies_are_granted_with_growth,

@@ -139,7 +139,9 @@ def test_engine_load_refuses(name: str, loaded: checkpoints.LoadedModel) -> None
 
     for value in (LOAD | SPECULATION)[name]:
         message = refusal(lambda value=value: load(value))
-        assert message.startswith(f"{name}={validation.shown(value)} must be "), message
+        assert message.startswith(
+            f"{name}={validation.format_value(value)} must be "
+        ), message
 
 
 def test_whole_numbers_of_numpy_and_jax_name_layers(
@@ -193,7 +195,9 @@ def test_another_policy_is_checked(engine: Any) -> None:
             engine.policy = value
 
         before = engine.policy
-        assert refusal(assign).startswith(f"policy={validation.shown(value)} must be")
+        assert refusal(assign).startswith(
+            f"policy={validation.format_value(value)} must be"
+        )
         assert engine.policy is before
     engine.policy = None
     assert type(engine.policy) is type(jaxkv.fcfs())
@@ -213,10 +217,12 @@ def test_prefixes_take_tokens_of_the_vocabulary_and_salts_of_32_bits(
             assert message.startswith("tokens"), message
         for value in NO_SALTS:
             message = refusal(lambda call=call, x=value: call([1] * 9, salt=x))
-            assert message.startswith(f"salt={validation.shown(value)} must be ")
+            assert message.startswith(f"salt={validation.format_value(value)} must be ")
     for value in [*NO_TYPES, None, (pages, pages), np.zeros((2, 2))]:
         message = refusal(lambda x=value: engine.bring_prefix([1] * 9, x))
-        assert message.startswith(f"pages={validation.shown(value)} must be arrays")
+        assert message.startswith(
+            f"pages={validation.format_value(value)} must be arrays"
+        )
     # Token ids did not wrap: no other prefix is cached.
     assert int(engine.core.state.prefixes.num_pinned) == 0
 
@@ -309,7 +315,9 @@ NO_LOGITS = [
 ]
 
 
-@pytest.mark.parametrize("found", NO_LOGITS, ids=lambda x: validation.shown(x)[:9])
+@pytest.mark.parametrize(
+    "found", NO_LOGITS, ids=lambda x: validation.format_value(x)[:9]
+)
 def test_logits_of_another_shape_or_type_are_refused(found: Any) -> None:
     rows: Any = None
     message = refusal(lambda: logit_rows.change(lambda rows, raw: found, rows, RAW))

@@ -879,7 +879,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     engine = jaxkv.Engine(
         params,
         paged.PagedForward(config),
-        paged.make_pages(config, BOUNDS),
+        paged.make_model_pages(config, BOUNDS),
         BOUNDS,
     )
     refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
@@ -901,7 +901,7 @@ def test_too_many_end_tokens() -> None:
         jaxkv.Engine(
             params,
             paged.PagedForward(config),
-            paged.make_pages(config, BOUNDS),
+            paged.make_model_pages(config, BOUNDS),
             BOUNDS,
             eos_ids=(1, 2, 3, 4),
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
-from jaxkv.engine.drafting import Drafter, Drafts, Ruling, Speculation
+from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation
 from jaxkv.ledger import Slots
 from jaxkv.sampling import random_keys
 from jaxkv.scheduling import fcfs, interface
@@ -99,8 +99,8 @@ class Chance:
         params: Any,
         positions: Any,
         raw: Any,
-    ) -> Ruling:
-        return Ruling(
+    ) -> AcceptResult:
+        return AcceptResult(
             accept=jnp.where(children >= 0, jnp.float32(self.chance), 0.0),
             token=params.sample,
             invalid=jnp.zeros(positions.shape, bool),
@@ -241,7 +241,7 @@ def test_who_accepts_all_gains_a_token_more_than_drafts() -> None:
 def test_steps_gain_as_many_tokens_as_the_law_says() -> None:
     """(1 - a^(g + 1)) / (1 - a), of steps that the end of the answer does not cut."""
     num_tokens = 900
-    w = arrivals.make(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
+    w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
     bounds = ROOMY._replace(num_pages=jnp.int32(9000), max_length=jnp.int32(1000))
     cases = [(0.3, 1), (0.5, 3), (0.8, 2), (0.8, 3), (0.95, 3)]
     laws = jax.tree.map(lambda *x: jnp.stack(x), *(law(*case) for case in cases))
@@ -477,7 +477,7 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
 
 
 def test_what_the_rows_ask_for_is_added_up() -> None:
-    w = arrivals.make(np.zeros(12), np.full(12, 5), np.full(12, 30))
+    w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, 30))
     ran = served(w._replace(clients=jnp.int32(1)), ROOMY, law(1.0))
     work = jax.tree.map(lambda x: x[1], ran.infos.work)
     # Behind five tokens of the prompt the one drawn, and three drafts.
@@ -536,21 +536,21 @@ BUGS = {
     ),
     "the last token is drafted": Bug(
         interface,
-        "wishes",
+        "limit_draft_lengths",
         "limit - known - 1",
         "limit - known",
         test_who_accepts_all_gains_a_token_more_than_drafts,
     ),
     "verdicts stand behind a wrong one": Bug(
         accepting,
-        "num_accepted",
+        "draw_num_accepted",
         "jnp.cumprod(accepts.astype(jnp.int32), axis=1)",
         "accepts.astype(jnp.int32)",
         test_each_place_may_have_a_chance_of_its_own,
     ),
     "verdicts are the slot's": Bug(
         accepting,
-        "num_accepted",
+        "draw_num_accepted",
         "position = slots.num_tokens[:, None] + place",
         "position = jnp.arange(slots.num_tokens.size)[:, None] + place",
         test_verdicts_depend_on_nobody_else,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
-from jaxkv.ledger import Progress
+from jaxkv.ledger import SequenceProgress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
@@ -132,7 +132,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
     assert not states.ledger.progress[
-        ..., Progress._fields.index("num_preempted")
+        ..., SequenceProgress._fields.index("num_preempted")
     ].any()
     # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
     assert max(batches[0]) == 3

@@ -67,7 +67,7 @@ def test_all_are_served_and_everything_is_added_up() -> None:
         fed = found.totals.decoded[i] + found.totals.read[i]
         tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
         assert fed == tokens.sum() + found.recomputed[i].sum()
-        busy = info.micros / clock.SECOND
+        busy = info.micros / clock.MICROS_PER_SECOND
         np.testing.assert_allclose(found.totals.busy_s[i], busy.sum())
         for mean, values in (
             ("batch", info.num_running),
@@ -158,7 +158,7 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
         free = np.maximum(free, arrival[:, k]) + service_s
         np.testing.assert_allclose(found.finish_s[:, k], free, atol=1e-5)
     waits = (found.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
-    expected = [metrics.waiting_s(float(rate), service_s) for rate in rates[::8]]
+    expected = [metrics.md1_waiting_s(float(rate), service_s) for rate in rates[::8]]
     np.testing.assert_allclose(waits.mean(axis=1), expected, rtol=0.08)
 
 
@@ -202,7 +202,7 @@ class Nobody(NamedTuple):
 
 @pytest.mark.thorough
 def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
-    load = arrivals.make(np.zeros(3), np.full(3, 5), np.full(3, 2))
+    load = arrivals.make_workload(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit
     def run(most: jax.Array) -> Simulation:

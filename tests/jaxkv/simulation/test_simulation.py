@@ -11,7 +11,7 @@ import pytest
 from jaxkv import clock as jaxkv_clock
 from jaxkv import ledger
 from jaxkv.clock import from_seconds, to_seconds
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import SequenceEvents, SequenceProgress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import apply_plan, counted_pages
 from jaxkv.simulation import state as simulation_state
@@ -31,8 +31,8 @@ from tests.support.simulations import (
 )
 
 
-def events(state: simulation_state.Simulation) -> Events:
-    return Events(*np.asarray(state.ledger.events).T)
+def events(state: simulation_state.Simulation) -> SequenceEvents:
+    return SequenceEvents(*np.asarray(state.ledger.events).T)
 
 
 def seeds(*quick: str) -> list[Any]:
@@ -83,12 +83,12 @@ def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
     assert int(run.mine.num_served) == num
     noted, theirs = (
-        Events(*np.asarray(x.ledger.events).T) for x in (run.mine, run.real)
+        SequenceEvents(*np.asarray(x.ledger.events).T) for x in (run.mine, run.real)
     )
     np.testing.assert_array_equal(
         noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
     )
-    column = Progress._fields.index("num_preempted")
+    column = SequenceProgress._fields.index("num_preempted")
     times, their_times = (
         np.asarray(x.ledger.progress)[:, column] for x in (run.mine, run.real)
     )
@@ -247,7 +247,7 @@ def test_time_passes_in_microseconds() -> None:
     # 2.3 - 2 is below 0.3, and what is cut off there is a whole microsecond.
     assert from_seconds(2.3).tolist() == [2, 300_000]
     assert from_seconds(2.0**31 - 1).tolist() == [2**31 - 1, 0]
-    later = functools.partial(jaxkv_clock.later, jnp.asarray([5, 7], jnp.int32))
+    later = functools.partial(jaxkv_clock.latest, jnp.asarray([5, 7], jnp.int32))
     assert later(jnp.asarray([5, 8], jnp.int32)).tolist() == [5, 8]
     assert later(jnp.asarray([4, 9], jnp.int32)).tolist() == [5, 7]
 

@@ -14,7 +14,7 @@ from tests.support import moods, simulations
 from tests.support.moods import Moody
 
 BOUNDS = Capacity.of(num_pages=22, page_size=4, max_length=60, token_budget=24)
-LOAD = arrivals.make(
+LOAD = arrivals.make_workload(
     np.array([0.0, 0.0, 0.0, 9.0, 9.5]), np.array([29, 5, 12, 3, 4]), np.full(5, 3)
 )
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine.drafting import Speculation, Verified
+from jaxkv.engine.drafting import Speculation, VerifyOutput
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
@@ -105,7 +105,7 @@ def test_acceptance_is_counted_by_position() -> None:
         granted=jnp.asarray([True, True, True, False] + [False] * 2)
     )
     blank = jnp.zeros(6, jnp.int32)
-    verified = Verified(
+    verified = VerifyOutput(
         emits=jnp.asarray([True] * 4 + [False] * 2),
         num_drafts=blank.at[:2].set(4),
         accepted=blank.at[0].set(3),
@@ -281,7 +281,7 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     return jaxkv.Engine(
         engines.params(),
         paged.PagedForward(MODEL),
-        paged.make_pages(MODEL, config),
+        paged.make_model_pages(MODEL, config),
         config,
         speculation=Speculation(drafter, SharedNoiseVerifier()),
     )

@@ -71,11 +71,11 @@ def after_some_steps(
     """An engine between two steps, some tokens into its answers."""
     heads: Any = drafter
     target = paged.PagedForward(MODEL, taps=heads.config.taps)
-    pages = paged.make_pages(MODEL, BOUNDS, taps=heads.config.taps)
+    pages = paged.make_model_pages(MODEL, BOUNDS, taps=heads.config.taps)
     forward: Any = TargetWithHeads(target)
     if isinstance(drafter, Eagle):
         forward = TargetWithEagle(target, drafter.config)
-        beside = paged.make_pages(drafter.config.layer, BOUNDS)
+        beside = paged.make_model_pages(drafter.config.layer, BOUNDS)
         pages = pages._replace(beside=beside)
     params = TargetAndDraftParams(engines.params(), weights_of(heads.config))
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
@@ -277,10 +277,10 @@ def test_pages_stay_in_place(kind: str) -> None:
     )
 
     def make() -> Any:
-        pages = paged.make_pages(model, config, taps=heads.taps)
+        pages = paged.make_model_pages(model, config, taps=heads.taps)
         if kind == "medusa":
             return pages
-        return pages._replace(beside=paged.make_pages(heads.layer, config))
+        return pages._replace(beside=paged.make_model_pages(heads.layer, config))
 
     pages = jax.eval_shape(make)
     state = jax.eval_shape(functools.partial(init, config), pages, ())
@@ -389,7 +389,7 @@ def test_missing_taps_and_heads_are_refused(make: Any, line: str) -> None:
 
 def test_more_continued_guesses_than_drafts_are_refused() -> None:
     drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
-    state: Any = init(BOUNDS, paged.make_pages(MODEL, BOUNDS), ())
+    state: Any = init(BOUNDS, paged.make_model_pages(MODEL, BOUNDS), ())
     both = TargetAndDraftParams(engines.params(), weights_of(EAGLE))
     with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
         drafter.propose(both, (), state, nothing, BOUNDS)

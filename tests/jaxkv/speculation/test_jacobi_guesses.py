@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine.drafting import Verified
+from jaxkv.engine.drafting import VerifyOutput
 from jaxkv.speculation import Jacobi
 from tests.support import engines, mutation
 from tests.support.engines import TIGHT
@@ -51,10 +51,10 @@ class Sequence:
         return accepted, follows
 
 
-def verified(rows: list[tuple[int, list[int]] | None]) -> Verified:
+def verified(rows: list[tuple[int, list[int]] | None]) -> VerifyOutput:
     """Result of verification for all slots; None for a slot without a sampled token."""
     some = [row or (0, [1] * (NUM_DRAFTS + 1)) for row in rows]
-    return Verified(
+    return VerifyOutput(
         num_drafts=jnp.full(len(rows), NUM_DRAFTS, jnp.int32),
         accepted=jnp.asarray([accepted for accepted, _ in some], jnp.int32),
         path=jnp.zeros((len(rows), NUM_DRAFTS), jnp.int32),

@@ -82,7 +82,7 @@ def test_a_window_moves_on_with_the_text(accepted: int) -> None:
     )
     num = SIZES.num_drafts
     follows = jnp.arange(1 + num, dtype=jnp.int32)[None, :] + 100
-    verified = drafting.Verified(
+    verified = drafting.VerifyOutput(
         num_drafts=jnp.asarray([num, 0]),
         accepted=jnp.asarray([accepted, 0]),
         path=jnp.zeros((2, num), jnp.int32),

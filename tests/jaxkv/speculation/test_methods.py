@@ -124,7 +124,7 @@ def test_workloads_of_all_kinds_share_one_program() -> None:
     engine = jaxkv.Engine(
         engines.params(),
         paged.PagedForward(MODEL),
-        paged.make_pages(MODEL, config),
+        paged.make_model_pages(MODEL, config),
         config,
         speculation=speculation,
     )
@@ -310,7 +310,7 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
     engine = jaxkv.Engine(
         loaded.params,
         forward,
-        paged.make_pages(loaded.config, config),
+        paged.make_model_pages(loaded.config, config),
         config,
         speculation=Speculation(drafter, Rejection()),
         keep_trace=True,

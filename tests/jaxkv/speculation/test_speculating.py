@@ -130,17 +130,17 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     """Forward pass and pages for a drafter with its own weights."""
     if drafter == "draft model":
         own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
-        pages = paged.make_pages(MODEL, config)
-        pages = pages._replace(beside=paged.make_pages(SMALLER, config))
+        pages = paged.make_model_pages(MODEL, config)
+        pages = pages._replace(beside=paged.make_model_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
         own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
-        pages = paged.make_pages(MODEL, config, taps=HEADS.taps)
+        pages = paged.make_model_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
         target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
         own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
-        pages = paged.make_pages(MODEL, config, taps=EAGLE.taps)
-        pages = pages._replace(beside=paged.make_pages(EAGLE.layer, config))
+        pages = paged.make_model_pages(MODEL, config, taps=EAGLE.taps)
+        pages = pages._replace(beside=paged.make_model_pages(EAGLE.layer, config))
     else:
         return {}
     return {

@@ -71,8 +71,10 @@ def test_tokens_of_one_step_have_gaps_of_zero() -> None:
 
 
 def test_shares() -> None:
-    np.testing.assert_allclose(metrics.saving(np.array(20.0), np.array(80.0)), 0.2)
-    np.testing.assert_allclose(metrics.waste(np.array(5), np.array(50)), 0.1)
-    np.testing.assert_allclose(metrics.waiting_s(2.0, 0.3), 0.225)
+    np.testing.assert_allclose(
+        metrics.shared_page_saving(np.array(20.0), np.array(80.0)), 0.2
+    )
+    np.testing.assert_allclose(metrics.recomputed_share(np.array(5), np.array(50)), 0.1)
+    np.testing.assert_allclose(metrics.md1_waiting_s(2.0, 0.3), 0.225)
     with pytest.raises(ValueError, match="must be in"):
-        metrics.waiting_s(4.0, 0.3)
+        metrics.md1_waiting_s(4.0, 0.3)

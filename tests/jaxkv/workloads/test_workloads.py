@@ -27,7 +27,7 @@ from jaxkv.workloads.lengths import (
 from tests.support import traces
 
 # Calls without type annotations, which the test runner would check first.
-make: Any = inspect.unwrap(arrivals.make)
+make: Any = inspect.unwrap(arrivals.make_workload)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -125,13 +125,28 @@ TWO = np.array([1, 2])
         (lambda: arrivals.poisson(rng(), rate=np.nan, num=3), "rate=nan must be"),
         (lambda: arrivals.poisson(rng(), rate=1.0, num=0), "num=0 must be at"),
         (lambda: arrivals.bursty(rng(), rate=1.0, num=1, cv=-1.0), "cv=-1.0 must be"),
-        (lambda: arrivals.make(TWO[::-1], TWO, TWO), "request 1: arrives at 1.0 s, b"),
-        (lambda: arrivals.make(-TWO, TWO, TWO), "request 0: arrives at -1.0 s, not"),
-        (lambda: arrivals.make(TWO * np.nan, TWO, TWO), "request 0: arrives at nan"),
-        (lambda: arrivals.make(TWO, TWO, TWO - 1), "request 0: has output=0"),
-        (lambda: arrivals.make(TWO, TWO * 2**29, TWO), "request 1: has prompt=107"),
-        (lambda: arrivals.make(TWO[:0], TWO[:0], TWO[:0]), "columns of one length"),
-        (lambda: arrivals.make(TWO, TWO, TWO, clients=0), "clients=0 must be"),
+        (
+            lambda: arrivals.make_workload(TWO[::-1], TWO, TWO),
+            "request 1: arrives at 1.0 s, b",
+        ),
+        (
+            lambda: arrivals.make_workload(-TWO, TWO, TWO),
+            "request 0: arrives at -1.0 s, not",
+        ),
+        (
+            lambda: arrivals.make_workload(TWO * np.nan, TWO, TWO),
+            "request 0: arrives at nan",
+        ),
+        (lambda: arrivals.make_workload(TWO, TWO, TWO - 1), "request 0: has output=0"),
+        (
+            lambda: arrivals.make_workload(TWO, TWO * 2**29, TWO),
+            "request 1: has prompt=107",
+        ),
+        (
+            lambda: arrivals.make_workload(TWO[:0], TWO[:0], TWO[:0]),
+            "columns of one length",
+        ),
+        (lambda: arrivals.make_workload(TWO, TWO, TWO, clients=0), "clients=0 must be"),
         (lambda: make(TWO, TWO * 1.7, TWO), "prompt must be whole numbers, not float6"),
         (lambda: make(TWO, TWO, TWO * np.nan), "output must be whole numbers, not flo"),
         (lambda: make(TWO, TWO, TWO, samples=1.5), "samples must be whole numbers"),

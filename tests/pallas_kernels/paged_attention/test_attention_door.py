@@ -227,7 +227,9 @@ def test_a_forward_pass_plans_once_for_all_layers(
 
     monkeypatch.setattr(decode_plan, "plan_decode", counted)
     params = transformer.param_shapes(MODEL, dtype="bfloat16")
-    pages = jax.eval_shape(lambda: paged.make_pages(MODEL, CONFIG, dtype="bfloat16"))
+    pages = jax.eval_shape(
+        lambda: paged.make_model_pages(MODEL, CONFIG, dtype="bfloat16")
+    )
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
     blank: Any = kv_pages.Rows  # of shapes, not of arrays
     rows = blank(

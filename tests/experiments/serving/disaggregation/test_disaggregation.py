@@ -11,16 +11,18 @@ from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation import Received, costs, disaggregated
-from jaxkv.simulation.disaggregated import Answers, Requests, Split
+from jaxkv.simulation.disaggregated import Answers, ReplicaRequests, Split
 from jaxkv.workloads import lengths, metrics
 from tests.support import smoke
 
 ONE = Instance("opt-13b", 1)
 
 
-def requests(arrival_s: list[float], prompt: list[int], output: list[int]) -> Requests:
+def requests(
+    arrival_s: list[float], prompt: list[int], output: list[int]
+) -> ReplicaRequests:
     tokens = lengths.Lengths(np.array(prompt), np.array(output))
-    return Requests(np.array(arrival_s), tokens)
+    return ReplicaRequests(np.array(arrival_s), tokens)
 
 
 def test_received_sequences_cost_a_decode_step() -> None:
@@ -40,7 +42,7 @@ def test_received_sequences_cost_a_decode_step() -> None:
 
 
 def test_transfers_are_serialized() -> None:
-    done = metrics.in_turn(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    done = metrics.fifo_finish_s(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
 
