@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -90,8 +91,15 @@ def check_keywords(
             )
 
 
+RENAMED = {"num_lengths": "num_draft_buckets"}
+"""Former spellings of config fields, which are read with a warning."""
+
+
 def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
-    """Decorates a function or class to refuse a misspelt keyword with a suggestion."""
+    """Decorates a function or class to refuse a misspelt keyword with a suggestion.
+
+    Former spellings (`RENAMED`) are replaced, with a `DeprecationWarning`.
+    """
     if isinstance(function, type):
         own: Any = function
         own.__init__ = _suggesting(own.__init__, own.__name__)
@@ -104,6 +112,15 @@ def _suggesting(function: Any, title: str) -> Any:
 
     @functools.wraps(function)
     def checked(*args: Any, **fields: Any) -> Any:
+        for old in fields.keys() & RENAMED.keys() - known:
+            new = RENAMED[old]
+            if new in known and new not in fields:
+                warnings.warn(
+                    f"{title}: {old} is now called {new}",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                fields[new] = fields.pop(old)
         if not fields.keys() <= known:
             check_keywords(title, fields, sorted(known - {"self", "cls"}))
         return function(*args, **fields)

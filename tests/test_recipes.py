@@ -213,7 +213,7 @@ class Again(drafting.Drafter):
     def init(self, config: jaxkv.EngineConfig) -> jax.Array:
         return jnp.zeros(config.max_sequences, jnp.int32)
 
-    def wishes(self, memory, state, config):
+    def requested_draft_lengths(self, memory, state, config):
         return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def propose(self, params, memory, state, granted, config):

@@ -79,17 +79,17 @@ def counts(
         token_budget=config.token_budget,
     )
     in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
-    scored = arrays.take(s.prompt_scored, slots.sequence, fill=False)
+    keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
     # A policy skips unmarked rows; no request may overtake one of these.
     ready = has_arrived & ~swapping.on_host(state, head.request)
     wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
     return seen._replace(
         num_tokens=goal,
-        scored_prompt=scored & in_prompt,
+        scored_prompt=keep_logprobs & in_prompt,
         waiting=ready,
         waiting_cached=found.num_tokens,
         waiting_pages=jnp.where(exists & ~ready, interface.BLOCKED, wanted),
-        waiting_scored_prompt=exists & s.prompt_scored[first],
+        waiting_scored_prompt=exists & s.keep_prompt_logprobs[first],
         spare_logit_rows=config.num_logit_rows - config.max_slots,
         drafts=None
         if drafter is None

@@ -51,7 +51,7 @@ class Drafts(NamedTuple):
     """Drafts of each slot, at most as many as it was granted."""
     tokens: Int32[Array, "slots drafts"]
     """The drafts; meaningless from `num` on."""
-    law: Float[Array, "slots places vocab"] | None = None
+    draft_probs: Float[Array, "slots places vocab"] | None = None
     """Probabilities from which the children of each place were drawn; None where they
     were chosen, which is a law that is certain of them."""
     parents: Int32[Array, "slots drafts"] | None = None
@@ -105,7 +105,7 @@ class Verifier(Protocol):
         self,
         logits: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
-        law: Float[Array, "rows vocab"] | None,
+        draft_probs: Float[Array, "rows vocab"] | None,
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
@@ -117,7 +117,7 @@ class Verifier(Protocol):
           children: drafts that may follow, in the order in which they are tried; -1
             where there is none. Siblings are different tokens, unless they were drawn
             with replacement; of equal ones that were chosen only the first counts.
-          law: probabilities that they were drawn from; None means they were chosen.
+          draft_probs: probabilities of their draws; None if they were chosen.
           params: how each row draws; penalties are already applied.
           positions: where the token that follows will stand in its sequence.
           raw: the model's own logits, as `sampler.sample` takes them.
@@ -154,7 +154,7 @@ class Drafter(Protocol):
         """The memory of an idle engine of this configuration."""
         return ()
 
-    def wishes(
+    def requested_draft_lengths(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """How many drafts each slot would like, before anybody knows what is granted.
@@ -163,7 +163,7 @@ class Drafter(Protocol):
         """
         return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
-    def rests(
+    def is_disabled(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""] | None:
         """Whether nobody would be drafted for in the steps that follow.
@@ -172,7 +172,7 @@ class Drafter(Protocol):
         """
         return None
 
-    def rested(self, memory: Any, num_steps: int) -> Any:
+    def on_skipped(self, memory: Any, num_steps: int) -> Any:
         """Takes note of so many steps without drafts, whose verdicts were not told."""
         return memory
 
@@ -251,8 +251,8 @@ def requested_draft_lengths(
     where the answer would end before them.
     """
     s, sequence = state.sequences, state.slots.sequence
-    with jax.named_scope("wishes"):
-        wanted = drafter.wishes(state.memory, state, config)
+    with jax.named_scope("draft_lengths"):
+        wanted = drafter.requested_draft_lengths(state.memory, state, config)
     alone = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.limit_draft_lengths(
         jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),

@@ -141,7 +141,7 @@ def _feed_fast(
     def verify(carry: _Carry, wanted: _Wanted) -> _Carry:
         """Runs the smallest program that has room."""
         many = jnp.any(wanted.num_rows > 1)
-        for length in config.lengths:
+        for length in config.draft_buckets:
             few = jnp.all(wanted.num_rows <= 1 + length)
             with jax.named_scope("verify"):
                 carry = arrays.update_if(many & few, several(length), carry, wanted)
@@ -157,7 +157,7 @@ def _feed_fast(
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
         carry = arrays.update_if(busy & ~many, decode, carry, wanted)
-    if config.lengths:
+    if config.draft_buckets:
         # In a loop of their own, so that steps of one row a slot see none of them.
         carry = arrays.update_if(many, verify, carry, wanted)
     else:
@@ -306,9 +306,11 @@ def _pack(
     if config.num_logit_rows > config.max_slots:
         # Prompt tokens to be scored; the last of a slot has its own logit row.
         s = state.sequences
-        scored = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
-        scored &= arrays.take(s.prompt_scored, sequence, fill=False)
-        spare = arrays.marked_indices(scored, config.num_logit_rows - config.max_slots)
+        keep_logprobs = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
+        keep_logprobs &= arrays.take(s.keep_prompt_logprobs, sequence, fill=False)
+        spare = arrays.marked_indices(
+            keep_logprobs, config.num_logit_rows - config.max_slots
+        )
         logit_rows.append(spare)
     if length and num_drafts is None:
         logit_rows.append(jnp.full((last.shape[0] * length,), -1, jnp.int32))

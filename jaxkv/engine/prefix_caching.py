@@ -60,7 +60,7 @@ def find_prefixes(
     if cache is None:
         return Found(no_pages, *jnp.zeros((2, num), jnp.int32))
     # While every slot is taken nobody is admitted.
-    wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
+    wanted = waits & s.use_prefix_cache[sequence] & jnp.any(state.slots.sequence < 0)
     if state.search is not None:
         # Beams keep their histories apart: only their prompts are looked for.
         beam = state.search.width[s.group[sequence]] > 0
@@ -171,7 +171,7 @@ def cache_filled_pages(
     if state.prefixes is None:
         return state
     s, size, sequence = state.sequences, config.page_size, state.slots.sequence
-    reuses = arrays.take(s.reuses, sequence, fill=False)
+    use_prefix_cache = arrays.take(s.use_prefix_cache, sequence, fill=False)
     salt = arrays.take(s.salt, sequence, fill=0)
     first, end = before // size, state.table.length // size
     if state.search is not None:
@@ -179,7 +179,7 @@ def cache_filled_pages(
         beam = arrays.take(state.search.width, group, fill=0) > 0
         prompt = arrays.take(s.prompt_length, sequence, fill=0)
         end = jnp.where(beam, jnp.minimum(end, prompt // size), end)
-    num_filled = jnp.where(reuses, end - first, 0)
+    num_filled = jnp.where(use_prefix_cache, end - first, 0)
     with jax.named_scope("enter"):
         return arrays.update_if(
             jnp.any(num_filled > 0),

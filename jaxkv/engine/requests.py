@@ -48,11 +48,11 @@ class Requests(NamedTuple):
     """How tokens are drawn."""
     salt: UInt32[Array, " requests"]
     """Cached pages are shared only where salts are equal."""
-    reuses: Bool[Array, " requests"]
+    use_prefix_cache: Bool[Array, " requests"]
     """Whether the prefix cache serves the sequence, and keeps its pages."""
-    scored: Bool[Array, " requests"]
+    keep_logprobs: Bool[Array, " requests"]
     """Whether log-probabilities are kept."""
-    prompt_scored: Bool[Array, " requests"]
+    keep_prompt_logprobs: Bool[Array, " requests"]
     """Whether those of the prompt are kept, too."""
     beam_width: Int32[Array, " requests"]
     """Beams of the request, as many as it has rows; 0 if it does not search."""
@@ -90,7 +90,7 @@ def submit(
     # Requests that an idle engine could serve.
     fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
     fits &= r.limit <= config.max_length
-    fits &= ~r.prompt_scored | (config.num_logit_rows > config.max_slots)
+    fits &= ~r.keep_prompt_logprobs | (config.num_logit_rows > config.max_slots)
     fits &= r.beam_width <= config.max_beams
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
     shared, own = demand.max_pages(r.prompt_length, r.limit, page_size=config.page_size)
@@ -119,7 +119,7 @@ def submit(
     )
     asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
     # Scores of a prompt come from reading all of it.
-    asked["reuses"] = r.reuses & ~r.prompt_scored
+    asked["use_prefix_cache"] = r.use_prefix_cache & ~r.keep_prompt_logprobs
     lead = row[first]
     new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)

@@ -62,7 +62,7 @@ class EngineConfig:
     max_drafts: int = 0
     """Tokens that a drafter can guess for a slot in a step; 0 leaves speculation out of
     the program."""
-    num_lengths: int = 1
+    num_draft_buckets: int = 1
     """Programs that verify drafts: of `max_drafts` for each slot, of half as many, a
     quarter, and so on. Few drafts then cost less; each takes its time to compile."""
     queue_head: int = 0
@@ -153,9 +153,9 @@ class EngineConfig:
         return self.max_logit_rows or self.max_slots
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def draft_buckets(self) -> tuple[int, ...]:
         """Drafts of a slot for which there is a program, fewest first; 0 apart."""
-        halves = (self.max_drafts >> i for i in range(self.num_lengths))
+        halves = (self.max_drafts >> i for i in range(self.num_draft_buckets))
         return tuple(sorted({half for half in halves if half > 0}))
 
     @property
@@ -191,17 +191,17 @@ class Sequences(NamedTuple):
     """Sampling parameters."""
     salt: UInt32[Array, " sequences"]
     """Cached pages are found only by sequences of the same salt."""
-    reuses: Bool[Array, " sequences"]
+    use_prefix_cache: Bool[Array, " sequences"]
     """Whether it starts on cached pages, and leaves its own in the cache."""
-    scored: Bool[Array, " sequences"]
+    keep_logprobs: Bool[Array, " sequences"]
     """Whether the log-probabilities of its tokens are kept."""
-    prompt_scored: Bool[Array, " sequences"]
+    keep_prompt_logprobs: Bool[Array, " sequences"]
     """Whether those of its prompt are kept, too."""
     logprobs: Float[Array, "sequences max_length"]
     """Log-probability of each token given those before it, where kept; else 0."""
     top_ids: Int32[Array, "sequences max_length max_logprobs"]
     """Most likely tokens at each place, where kept; at prompt places only where
-    `prompt_scored`, too."""
+    `keep_prompt_logprobs`, too."""
     top_logprobs: Float[Array, "sequences max_length max_logprobs"]
     """Their log-probabilities."""
     score: Float[Array, " sequences"]
@@ -359,9 +359,9 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         stop_tokens=zeros(config.max_stop_tokens) - 1,
         params=greedy_params(num),
         salt=zeros(dtype=jnp.uint32),
-        reuses=zeros(dtype=bool),
-        scored=zeros(dtype=bool),
-        prompt_scored=zeros(dtype=bool),
+        use_prefix_cache=zeros(dtype=bool),
+        keep_logprobs=zeros(dtype=bool),
+        keep_prompt_logprobs=zeros(dtype=bool),
         logprobs=zeros(config.max_length, dtype=jnp.float32),
         top_ids=zeros(config.max_length, config.max_logprobs),
         top_logprobs=zeros(config.max_length, config.max_logprobs, dtype=jnp.float32),

@@ -81,9 +81,9 @@ class StepInfo(NamedTuple):
     num_drafts: Int32[Array, " slots"] | None = None
     """Drafts among the tokens fed; of these `num_emitted` less one were accepted. None
     without speculation."""
-    rests: Bool[Array, ""] | None = None
-    """Whether nobody is to be drafted for behind this call, see `Drafter.rests`; None
-    where the drafter never rests."""
+    is_disabled: Bool[Array, ""] | None = None
+    """True if the drafter is disabled for the next call, see `Drafter.is_disabled`;
+    None if it never is."""
 
     def __repr__(self) -> str:
         """One line: how many steps and slots."""
@@ -282,7 +282,8 @@ def run_steps(
 
     Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
     Without `may_draft`, static, the steps are those of an engine that never drafts,
-    whatever `speculation` is; where `StepInfo.rests` says so, that is faster. There are
+    whatever `speculation` is; it is faster after a call with `StepInfo.is_disabled`.
+    There are
     `num_steps`, static; None means `config.steps_per_call`. Donate the state.
 
     Returns:
@@ -333,10 +334,10 @@ def _rested(
             logprobs=jnp.pad(infos.logprobs, wide),
             num_drafts=jnp.zeros_like(infos.num_rows),
         )
-        state = state._replace(memory=drafter.rested(state.memory, num_steps))
-    rests = drafter.rests(state.memory, state, config)
+        state = state._replace(memory=drafter.on_skipped(state.memory, num_steps))
+    rests = drafter.is_disabled(state.memory, state, config)
     if rests is not None:
-        infos = infos._replace(rests=jnp.broadcast_to(rests, (num_steps,)))
+        infos = infos._replace(is_disabled=jnp.broadcast_to(rests, (num_steps,)))
     return state, infos
 
 

@@ -57,7 +57,7 @@ class Pages(NamedTuple):
     """Values of the same tokens; None in a layout whose values are part of the keys."""
     layout: "KVLayout"
     """Content of `k` and `v`; static, part of the tree's structure."""
-    beside: "Pages | None" = None
+    draft_pages: "Pages | None" = None
     """K and V of a second model, such as a draft model, with the same page ids: they
     are copied, swapped and shared with the pages of the first model."""
     features: Float[Array, "1 pages 2 page_size half"] | None = None

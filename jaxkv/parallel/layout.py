@@ -121,9 +121,9 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
 def pages_specs(pages: Pages) -> Any:
     """Returns the specs of pages: those of their layout, and of features by places."""
     specs = pages.layout.specs(pages, heads=TENSOR)
-    second = None if pages.beside is None else pages_specs(pages.beside)
+    second = None if pages.draft_pages is None else pages_specs(pages.draft_pages)
     features = PartitionSpec(None, None, None, CONTEXT)
-    return specs._replace(beside=second, features=features)
+    return specs._replace(draft_pages=second, features=features)
 
 
 def state_specs(state: EngineState) -> Any:

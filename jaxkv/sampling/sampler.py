@@ -96,9 +96,11 @@ def _is_penalised(params: Params) -> Bool[Array, " rows"]:
     return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
 
 
-def is_plain(params: Params, scored: Bool[Array, " rows"]) -> Bool[Array, " rows"]:
+def is_plain(
+    params: Params, keep_logprobs: Bool[Array, " rows"]
+) -> Bool[Array, " rows"]:
     """Returns True for rows for which `greedy` equals `penalise` and `sample`."""
-    return ~(scored | _is_penalised(params) | (params.temperature > 0))
+    return ~(keep_logprobs | _is_penalised(params) | (params.temperature > 0))
 
 
 def greedy(
@@ -200,14 +202,14 @@ def sample(
     positions: Int32[Array, " rows"],
     *,
     raw: Float[Array, "rows vocab"] | None = None,
-    scored: Bool[Array, " rows"] | None = None,
+    keep_logprobs: Bool[Array, " rows"] | None = None,
     max_candidates: int = MAX_CANDIDATES,
 ) -> Draw:
     """Draws one token for each row, by Gumbel-max over the tokens that are kept.
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A batch of
     such rows skips noise and cut-offs: it searches for the largest logit and for NaN.
-    Give unused rows temperature 0 and `scored` False, which costs no more.
+    Give unused rows temperature 0 and `keep_logprobs` False, which costs no more.
 
     Args:
       logits: next-token logits after penalties and other changes.
@@ -217,7 +219,7 @@ def sample(
         which log-probabilities are computed; an infinity or NaN among them, a failure
         of the model, makes the row invalid. None means `logits`, which may contain
         -inf.
-      scored: True for rows that need a log-probability; None means all.
+      keep_logprobs: True for rows that need a log-probability; None means all.
       max_candidates: as in `keep_mask`.
 
     Returns:
@@ -233,7 +235,7 @@ def sample(
     warm = params.temperature > 0
     drawn = warm & ~invalid
 
-    has_logprob = jnp.zeros_like(warm) if scored is None else scored
+    has_logprob = jnp.zeros_like(warm) if keep_logprobs is None else keep_logprobs
     # Depends on the requests, not on their logits, so one launch computes all three
     # flags.
     cut = warm & truncation.is_cut(params, logits.shape[1])
@@ -279,13 +281,13 @@ def sample(
 
     with jax.named_scope("sampled"):
         token = lax.cond(any_warm, draw, lambda: jnp.where(invalid, 0, greedy))
-    if scored is None:
+    if keep_logprobs is None:
         return Draw(token, token_logprobs(raw, token), invalid)
     zeros = jnp.zeros_like(top, top_k.wide(raw[:, 0]).dtype)
     with jax.named_scope("scored"):
         logprob = lax.cond(
             any_scored,
-            lambda: jnp.where(scored, token_logprobs(raw, token), 0),
+            lambda: jnp.where(keep_logprobs, token_logprobs(raw, token), 0),
             lambda: zeros,
         )
     return Draw(token, logprob, invalid)

@@ -311,7 +311,7 @@ class EngineCore:
             modes: tuple[bool, ...] = (True,)
             if (speculation := self.static["speculation"]) is not None:
                 is_disabled = functools.partial(
-                    speculation.drafter.rests, config=config
+                    speculation.drafter.is_disabled, config=config
                 )
                 if jax.eval_shape(is_disabled, state.memory, state) is not None:
                     modes = True, False  # also a program of plain steps
@@ -409,7 +409,9 @@ class EngineCore:
                 )
             self._num_steps += len(info.enough)
             self._needs_host_swap |= bool(info.asks_host[-1])
-            self._skips_drafts = info.rests is not None and bool(info.rests[-1])
+            self._skips_drafts = info.is_disabled is not None and bool(
+                info.is_disabled[-1]
+            )
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))

@@ -30,7 +30,10 @@ def make_engine_config(
     """
     if speculation is not None and speculation.adaptive:
         most = methods.MAX_ADAPTIVE_DRAFTS
-        fields = {"max_drafts": most, "num_lengths": methods.NUM_LENGTHS} | fields
+        fields = {
+            "max_drafts": most,
+            "num_draft_buckets": methods.NUM_DRAFT_BUCKETS,
+        } | fields
     elif speculation is not None:
         fields = {"max_drafts": methods.MAX_DRAFTS} | fields
     return EngineConfig(**fields)

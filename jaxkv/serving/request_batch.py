@@ -91,8 +91,8 @@ def make_requests(
         min(len(ids) + ask.max_tokens, config.max_length)
         for ids, ask in zip(known, asks, strict=True)
     ]
-    prompt_scored = column([ask.prompt_logprobs for ask in asks], bool)
-    prompt_scored[: len(owner)] &= (
+    keep_prompt_logprobs = column([ask.prompt_logprobs for ask in asks], bool)
+    keep_prompt_logprobs[: len(owner)] &= (
         np.array(samples, int) == 0
     )  # the sequence that reads the prompt
     return requests.Requests(
@@ -107,9 +107,9 @@ def make_requests(
             [*samples, *[0] * unused],
         ),
         salt=column([ask.salt for ask in asks], np.uint32),
-        reuses=column([ask.prefix_cache for ask in asks], bool),
-        scored=column([outputs.needs_logprobs(ask) for ask in asks], bool),
-        prompt_scored=prompt_scored,
+        use_prefix_cache=column([ask.prefix_cache for ask in asks], bool),
+        keep_logprobs=column([outputs.needs_logprobs(ask) for ask in asks], bool),
+        keep_prompt_logprobs=keep_prompt_logprobs,
         beam_width=column([ask.beam_width or 0 for ask in asks]),
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),

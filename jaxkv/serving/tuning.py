@@ -83,7 +83,9 @@ def plan_measurement(
 
 def _tokens_of_calls(config: EngineConfig) -> int:
     """Returns the tokens of a sequence in one call of every length."""
-    return config.steps_per_call * sum(1 + length for length in (0, 0, *config.lengths))
+    return config.steps_per_call * sum(
+        1 + length for length in (0, 0, *config.draft_buckets)
+    )
 
 
 def _remedy(config: EngineConfig) -> str:
@@ -172,7 +174,7 @@ def _measure(
                 if np.sum(np.asarray(state.table.length) > plan.context) == num:
                     break
         found = []
-        for length in (0, *range(1 + len(config.lengths))):
+        for length in (0, *range(1 + len(config.draft_buckets))):
             state = jax.block_until_ready(_force_length(state, length))
             may_draft = length > 0 or not found
             start = time.perf_counter()

@@ -3,8 +3,8 @@
 A step with drafts costs more than one without, by a factor that depends on the number
 of decoding sequences; its gain depends on the acceptance rate. Both are known on the
 device: recent acceptance is counted, and step costs are a table. The draft length is
-the entry of `EngineConfig.lengths`, or 0, with the most tokens per second. Where no
-drafts pay, a few are tried from time to time, since the text may have changed.
+the entry of `EngineConfig.draft_buckets`, or 0, with the most tokens per second. Where
+no drafts pay, a few are tried from time to time, since the text may have changed.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, section 3 (tokens and cost of a step);
 Liu et al. 2024, arXiv:2406.14066 (a length chosen by goodput).
@@ -38,7 +38,7 @@ class StepCosts(NamedTuple):
     """Batch sizes (decoding sequences), ascending."""
     steps: Float32[Array, "batches lengths"]
     """Cost of a step at each batch size without drafts, then with each of
-    `EngineConfig.lengths`, in any unit."""
+    `EngineConfig.draft_buckets`, in any unit."""
     undrafted: Float32[Array, " batches"]
     """Cost of a step without drafts, in the program that may draft, at each batch size:
     about the cost of a step in which the drafter finds no drafts."""
@@ -50,7 +50,7 @@ class AdaptiveState(NamedTuple):
     inner: Any
     """State of the wrapped drafter."""
     lengths: Int32[Array, " lengths"]
-    """Draft lengths to choose from: 0, then `EngineConfig.lengths`."""
+    """Draft lengths to choose from: 0, then `EngineConfig.draft_buckets`."""
     costs: StepCosts
     accepted: Float32[Array, " drafts"]
     """Accepted drafts, by their position in the draft: in repetitive text the first is
@@ -109,7 +109,7 @@ class Adaptive(Drafter):
 
     def init(self, config: EngineConfig) -> AdaptiveState:
         """Returns a state with optimistic counts and assumed costs, see `set_costs`."""
-        lengths = jnp.asarray((0, *config.lengths), jnp.int32)
+        lengths = jnp.asarray((0, *config.draft_buckets), jnp.int32)
         batches = jnp.asarray(_batches(config), jnp.float32)
         rows = batches[:, None] * (1 + lengths.astype(jnp.float32))[None, :]
         steps = 1 + rows / _ROWS_FREE
@@ -132,7 +132,7 @@ class Adaptive(Drafter):
         )
         return _update_best(memory)
 
-    def wishes(
+    def requested_draft_lengths(
         self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the best draft length, or the wrapped drafter's if that is less."""
@@ -141,11 +141,11 @@ class Adaptive(Drafter):
         tries = (best == 0) & (memory.idle >= self.patience)
         chosen = jnp.where(tries, 1, best)
         chosen = jnp.where(memory.forced >= 0, memory.forced, chosen)
-        wanted = self.drafter.wishes(memory.inner, state, config)
+        wanted = self.drafter.requested_draft_lengths(memory.inner, state, config)
         wanted = jnp.where(memory.forced >= 0, config.max_drafts, wanted)
         return jnp.minimum(wanted, memory.lengths[chosen])
 
-    def rests(
+    def is_disabled(
         self, memory: AdaptiveState, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""]:
         """Returns True if no drafts pay for the running and the queued requests.
@@ -159,7 +159,7 @@ class Adaptive(Drafter):
         chosen = ~pays & (memory.idle < self.patience)
         return jnp.where(memory.forced >= 0, memory.forced == 0, chosen)
 
-    def rested(self, memory: AdaptiveState, num_steps: int) -> AdaptiveState:
+    def on_skipped(self, memory: AdaptiveState, num_steps: int) -> AdaptiveState:
         """Adds skipped steps to the count after which drafts are tried again."""
         return memory._replace(idle=memory.idle + num_steps)
 

@@ -2,7 +2,7 @@
 
 The drafter feeds the last known token, samples a token, feeds that, and so on, one row
 per slot at a time. A separate draft model has its own K and V on the same page ids
-(`kv_pages.Pages.beside`) and reads every row that the target reads, so its K and V
+(`kv_pages.Pages.draft_pages`) and reads every row that the target reads, so its K and V
 exist wherever the target's do: through sharing, prefix cache, swap and preemption.
 Layers of the target write to the target's pages, in places that verification
 overwrites.
@@ -49,10 +49,10 @@ class TargetWithDraft:
         self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
     ) -> ForwardResult:
         """Runs both models on the rows; returns the logits of the target."""
-        assert pages.beside is not None
-        result = self.target(params.target, pages._replace(beside=None), rows)
-        own = self.draft(params.draft, pages.beside, rows).pages
-        return result._replace(pages=result.pages._replace(beside=own))
+        assert pages.draft_pages is not None
+        result = self.target(params.target, pages._replace(draft_pages=None), rows)
+        own = self.draft(params.draft, pages.draft_pages, rows).pages
+        return result._replace(pages=result.pages._replace(draft_pages=own))
 
 
 @validation.suggests_keywords
@@ -87,7 +87,7 @@ class DraftModel(Drafter):
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
         """Samples drafts in a loop of `max(granted)` forward passes."""
-        own = state.pages.beside if self.has_own_model else state.pages
+        own = state.pages.draft_pages if self.has_own_model else state.pages
         weights = params.draft if self.has_own_model else params
         assert own is not None
         s = state.sequences
@@ -107,7 +107,9 @@ class DraftModel(Drafter):
             )
             if probs is None:
                 unscored = jnp.zeros_like(drafts)
-                drawn = sampler.sample(logits, params, length, scored=unscored).token
+                drawn = sampler.sample(
+                    logits, params, length, keep_logprobs=unscored
+                ).token
             else:
                 drawn, new = draws.draw_drafts(logits, params, length)
                 drawn = jnp.maximum(drawn[:, 0], 0)
@@ -125,7 +127,7 @@ class DraftModel(Drafter):
         tokens, probs, own = lax.fori_loop(0, jnp.max(granted), sample_next, carry)
         places = known[:, None] + _count(config.max_drafts)[None, :]
         drafted = arrays.take(tokens, (slot[:, None], places), fill=0)
-        pages = state.pages._replace(beside=own) if self.has_own_model else own
+        pages = state.pages._replace(draft_pages=own) if self.has_own_model else own
         return memory, pages, Drafts(granted, drafted, probs)
 
 

@@ -30,7 +30,7 @@ def draw_drafts(
 
     Returns:
       The drafts in sampling order, -1 where the distribution has no further token; and
-      the distribution, for `Drafts.law`.
+      the distribution, for `Drafts.draft_probs`.
 
     Raises:
       ValueError: `num` is out of range.

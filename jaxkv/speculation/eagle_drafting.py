@@ -47,8 +47,8 @@ class TargetWithEagle:
         self, params: TargetAndDraftParams, pages: Pages, rows: Rows
     ) -> ForwardResult:
         """Runs both models on the rows; returns the logits of the target."""
-        assert pages.beside is not None
-        result = self.target(params.target, pages._replace(beside=None), rows)
+        assert pages.draft_pages is not None
+        result = self.target(params.target, pages._replace(draft_pages=None), rows)
         found = features.read_features(result.pages, rows, features.parent_places(rows))
         parts = row_parts.divide_rows(rows)
         x = eagle.make_layer_inputs(
@@ -59,8 +59,8 @@ class TargetWithEagle:
             config=self.config,
         )
         model = eagle.make_draft_transformer(params.draft, params.target, self.config)
-        ran = PagedForward(self.config.layer).states(model, pages.beside, rows, x)
-        return result._replace(pages=result.pages._replace(beside=ran.carry))
+        ran = PagedForward(self.config.layer).states(model, pages.draft_pages, rows, x)
+        return result._replace(pages=result.pages._replace(draft_pages=ran.carry))
 
 
 class _Nodes(NamedTuple):
@@ -129,7 +129,7 @@ class Eagle(Drafter):
             )
         row = jnp.maximum(state.slots.sequence, 0)
         root = jnp.where(granted > 0, state.slots.num_tokens - 1, -1)
-        own = state.pages.beside
+        own = state.pages.draft_pages
         assert own is not None
         step = _DraftingStep(self, params, state, row, root, granted)
         nodes, own = step.feed_root(own)
@@ -142,7 +142,7 @@ class Eagle(Drafter):
             offset += beam
         choose = _pack_chain if self.branching == 1 else _pack_tree
         drafts = choose(found, granted, config.max_drafts)
-        return memory, state.pages._replace(beside=own), drafts
+        return memory, state.pages._replace(draft_pages=own), drafts
 
 
 def build_eagle_drafter(

@@ -103,7 +103,7 @@ class Lookahead(Drafter):
             iterates=jnp.zeros((config.max_slots,), bool),
         )
 
-    def wishes(
+    def requested_draft_lengths(
         self, memory: LookaheadState, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the size of the tree."""

@@ -150,7 +150,7 @@ class Medusa(Drafter):
         """Largest number of children of a node."""
         return self.topology.width
 
-    def wishes(
+    def requested_draft_lengths(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the size of the tree."""

@@ -39,7 +39,7 @@ MAX_DRAFTS = 3
 multiply at once."""
 MAX_ADAPTIVE_DRAFTS = 7
 """Default of the largest draft length if it adapts: 8 rows."""
-NUM_LENGTHS = 2
+NUM_DRAFT_BUCKETS = 2
 """Default number of draft lengths above 0 to choose from if the length adapts."""
 
 
@@ -219,7 +219,7 @@ def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
 
 def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     """Adds transposed copies of small weights where a CPU multiplies few rows."""
-    numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.lengths)]
+    numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.draft_buckets)]
     leaves = jax.tree.leaves(model.params)
     pays = (
         devices.current_target().platform == "cpu"
@@ -261,7 +261,7 @@ def _build_with_heads(
         forward = TargetWithEagle(target, config)
         drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
         draft_pages = paged.make_model_pages(config.layer, bounds, dtype=dtype)
-        pages = pages._replace(beside=draft_pages)
+        pages = pages._replace(draft_pages=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(
         forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
@@ -288,6 +288,6 @@ def _build_with_draft_model(
     return EngineParts(
         draft_model.TargetWithDraft(target.forward, own),
         draft_model.TargetAndDraftParams(target.params, draft.params),
-        target.pages._replace(beside=draft_pages),
+        target.pages._replace(draft_pages=draft_pages),
         Speculation(drafter, SharedNoiseVerifier()),
     )

@@ -52,7 +52,7 @@ class SharedNoiseVerifier:
         self,
         logits: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
-        law: Float[Array, "rows vocab"] | None,
+        draft_probs: Float[Array, "rows vocab"] | None,
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
@@ -60,10 +60,12 @@ class SharedNoiseVerifier:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
-          The ruling; acceptance probabilities are 0 or 1. `law` is ignored.
+          The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
+        drawn = sampler.sample(
+            logits, params, positions, raw=raw, keep_logprobs=unscored
+        )
         equal = _match(children, drawn.token, top_k.wide(logits).dtype)
         return _mask_invalid(equal, drawn.token, drawn.invalid)
 
@@ -106,7 +108,7 @@ class Rejection:
         self,
         logits: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
-        law: Float[Array, "rows vocab"] | None,
+        draft_probs: Float[Array, "rows vocab"] | None,
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
@@ -123,7 +125,7 @@ class Rejection:
 
         def judge() -> tuple[Array, Array]:
             target_probs = sampler.probabilities(logits, params)
-            accept, rest = self.rule(target_probs, law, children)
+            accept, rest = self.rule(target_probs, draft_probs, children)
             keys = random_keys.draw_key(
                 params.key, params.sample, positions, random_keys.RESIDUAL
             )
@@ -231,7 +233,7 @@ class Typical:
         self,
         logits: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
-        law: Float[Array, "rows vocab"] | None,
+        draft_probs: Float[Array, "rows vocab"] | None,
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
@@ -239,12 +241,14 @@ class Typical:
         """Judges the children of every row; see `drafting.Verifier`.
 
         Returns:
-          The ruling; acceptance probabilities are 0 or 1. `law` is ignored.
+          The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
         logits = top_k.wide(logits)
         warm = params.temperature > 0
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
+        drawn = sampler.sample(
+            logits, params, positions, raw=raw, keep_logprobs=unscored
+        )
         equal = _match(children, drawn.token, logits.dtype)
 
         def judge() -> Array:
@@ -301,14 +305,16 @@ class Synthetic:
         self,
         logits: Float[Array, "rows vocab"],
         children: Int32[Array, "rows width"],
-        law: Float[Array, "rows vocab"] | None,
+        draft_probs: Float[Array, "rows vocab"] | None,
         params: Params,
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> AcceptResult:
         """Accepts the children of every row with the fixed probability."""
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(logits, params, positions, raw=raw, scored=unscored)
+        drawn = sampler.sample(
+            logits, params, positions, raw=raw, keep_logprobs=unscored
+        )
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
         return _mask_invalid(accept, drawn.token, drawn.invalid)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv import validation
+from jaxkv.engine import EngineConfig
 
 CONFIG = SimpleNamespace(
     count=3,
@@ -73,3 +74,11 @@ def test_valid_fields_are_accepted():
 def test_invalid_field_is_named(check, name, how, line):
     with pytest.raises(ValueError, match=re.escape(line)):
         getattr(validation, check)(CONFIG, name, **how)
+
+
+def test_a_former_spelling_is_read_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="num_lengths is now called"):
+        old = EngineConfig(max_drafts=4, num_lengths=2)
+    assert old == EngineConfig(max_drafts=4, num_draft_buckets=2)
+    with pytest.raises(ValueError, match="num_lengths"):
+        EngineConfig(num_lengths=2, num_draft_buckets=2)

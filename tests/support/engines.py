@@ -339,8 +339,8 @@ def serve(
         )
         infos.append(jax.tree.map(np.asarray, info))
         assert_sound(infos[-1])
-        if infos[-1].rests is not None:
-            changed["may_draft"] = not infos[-1].rests[-1]
+        if infos[-1].is_disabled is not None:
+            changed["may_draft"] = not infos[-1].is_disabled[-1]
         if host is not None and infos[-1].asks_host[-1]:
             state = host.exchange(state)
         state, sequences = drain(state)

@@ -33,7 +33,7 @@ class Known:
 
     tokens: list[int]
     salt: int
-    reuses: bool
+    use_prefix_cache: bool
     was_fed: bool = False
     source: int | None = None
     """Slot that feeds the common tokens for it."""
@@ -187,7 +187,7 @@ class HitModel:
         """Cached pages of its first tokens; one token at least is left to feed."""
         sequence = dict(self.running())[slot]
         found: list[int] = []
-        if sequence.reuses:
+        if sequence.use_prefix_cache:
             for end in range(self.size, sequence.goal, self.size):
                 page = self.page_of.get((sequence.salt, tuple(sequence.tokens[:end])))
                 if page is None:
@@ -219,7 +219,7 @@ class HitModel:
         for k in range(max(num_filled)):
             kept: list[tuple[int, int, int]] = []
             for slot, sequence in self.running():
-                if not sequence.reuses or k >= num_filled[slot]:
+                if not sequence.use_prefix_cache or k >= num_filled[slot]:
                     continue
                 column = first[slot] + k
                 own = pages.rows[slot][column]

@@ -111,5 +111,5 @@ def _iterate(
     each = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
     unscored: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
     block_logits = logits[row, at - 1].reshape(num * size, -1)
-    drawn = sampler.sample(block_logits, each, at.reshape(-1), scored=unscored)
+    drawn = sampler.sample(block_logits, each, at.reshape(-1), keep_logprobs=unscored)
     return drawn.token.reshape(num, size)

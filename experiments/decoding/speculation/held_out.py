@@ -72,9 +72,9 @@ class TextConfig:
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """Returns the engine config of a method."""
-        num_lengths = methods.NUM_LENGTHS if METHODS[way].adaptive else 1
+        num_draft_buckets = methods.NUM_DRAFT_BUCKETS if METHODS[way].adaptive else 1
         return serving.drafting_engine_config(
-            batch, num_drafts, self.max_length, self.steps_per_call, num_lengths
+            batch, num_drafts, self.max_length, self.steps_per_call, num_draft_buckets
         )
 
     def requests(self, tokenizer: Any, setting: Setting) -> Requests:

@@ -118,7 +118,7 @@ def drafting_engine_config(
     num_drafts: int,
     max_length: int,
     steps_per_call: int,
-    num_lengths: int = 1,
+    num_draft_buckets: int = 1,
 ) -> EngineConfig:
     """Returns an engine config with enough pages and rows for all drafts."""
     return model_shapes.make_engine_config(
@@ -127,7 +127,7 @@ def drafting_engine_config(
         num_pages=batch * -(-(max_length + num_drafts) // 16),
         token_budget=max(128, batch * (1 + num_drafts)),
         max_drafts=num_drafts,
-        num_lengths=num_lengths,
+        num_draft_buckets=num_draft_buckets,
         steps_per_call=steps_per_call,
     )
 
@@ -222,7 +222,7 @@ class MixedDraftLengths(Jacobi):
     wanted: tuple[int, ...] = (1,)
     """Draft lengths of the first slots, repeated for the following ones."""
 
-    def wishes(
+    def requested_draft_lengths(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the draft length of each slot."""

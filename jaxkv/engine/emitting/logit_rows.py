@@ -63,7 +63,7 @@ class LogitRows(NamedTuple):
     answer: Answer
     logits: Float[Array, "rows vocab"]
     params: Params
-    scored: Bool[Array, " rows"]
+    keep_logprobs: Bool[Array, " rows"]
 
 
 def look_up(
@@ -89,7 +89,7 @@ def look_up(
         ),
         logits=logits,
         params=params._replace(temperature=temperature),
-        scored=s.scored[row] & emits,
+        keep_logprobs=s.keep_logprobs[row] & emits,
     )
 
 

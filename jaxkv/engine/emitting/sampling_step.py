@@ -63,7 +63,7 @@ class _Drawn(NamedTuple):
     is valid."""
     invalid: Bool[Array, " slots"]
     """Slots of which nothing can be drawn behind these."""
-    scored: Bool[Array, " rows"]
+    keep_logprobs: Bool[Array, " rows"]
     """Whether log-probabilities are kept."""
     logits: Callable[[], Float[Array, "rows vocab"]]
     """The raw logits that gave each token."""
@@ -100,7 +100,7 @@ def emit(
             draw.logprob,
             None,
             draw.invalid,
-            rows.scored,
+            rows.keep_logprobs,
             logits=lambda: logits,
         )
     else:
@@ -118,7 +118,7 @@ def emit(
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    at = jnp.where(drawn.scored, sequence, NO_SEQUENCE), place
+    at = jnp.where(drawn.keep_logprobs, sequence, NO_SEQUENCE), place
     s = _with_alternatives(s, drawn, at, result, config)
     state = state._replace(sequences=s)
 
@@ -153,16 +153,18 @@ def _as_drawn(
     path = judged.verified.path if is_tree else None
     logits = functools.partial(verification.in_order, result, path, config)
     tokens = judged.tokens.reshape(-1)
-    scored = state.sequences.scored[jnp.maximum(state.slots.sequence, 0)] & emits
-    scored = by_place(scored, config.emit_width)
+    keep_logprobs = (
+        state.sequences.keep_logprobs[jnp.maximum(state.slots.sequence, 0)] & emits
+    )
+    keep_logprobs = by_place(keep_logprobs, config.emit_width)
     nothing = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
     found = lax.cond(
-        jnp.any(scored),
+        jnp.any(keep_logprobs),
         lambda: sampler.token_logprobs(logits(), tokens),
         lambda: nothing,
     )
-    logprobs = jnp.where(scored, found, nothing)
-    drawn = tokens, logprobs, judged.num, judged.invalid, scored
+    logprobs = jnp.where(keep_logprobs, found, nothing)
+    drawn = tokens, logprobs, judged.num, judged.invalid, keep_logprobs
     return _Drawn(*drawn, logits, judged.verified)
 
 
@@ -173,11 +175,11 @@ def _draw(
     config: EngineConfig,
 ) -> sampler.Draw:
     """Draws for all rows, if anybody draws at all."""
-    asks = emits & ~sampler.is_plain(rows.params, rows.scored)
+    asks = emits & ~sampler.is_plain(rows.params, rows.keep_logprobs)
     any_emits, any_asks = arrays.any_of(emits, asks)
 
     def of_rows(*leaves: Any) -> sampler.Draw:
-        answer, raw, params, scored = leaves
+        answer, raw, params, keep_logprobs = leaves
         logits = logit_rows.change(logits_fn, answer, raw)
 
         def asked() -> sampler.Draw:
@@ -185,7 +187,9 @@ def _draw(
             changed = sampler.penalise(
                 logits, answer.tokens, answer.prompt_length, known, params
             )
-            return sampler.sample(changed, params, known, raw=raw, scored=scored)
+            return sampler.sample(
+                changed, params, known, raw=raw, keep_logprobs=keep_logprobs
+            )
 
         with jax.named_scope("asked"):
             return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
@@ -284,12 +288,12 @@ def _with_alternatives(
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return lax.cond(jnp.any(asked), of_all, lambda: blank)
 
-    found = *at, *top(drawn.scored, drawn.logits)
+    found = *at, *top(drawn.keep_logprobs, drawn.logits)
     if config.num_logit_rows > config.max_slots:
         reader = result.spare_sequence
-        scored = arrays.take(s.scored, reader, fill=False)
-        own = jnp.where(scored, reader, NO_SEQUENCE), result.spare_position + 1
-        own = *own, *top(scored, lambda: result.logits[config.max_slots :])
+        keep_logprobs = arrays.take(s.keep_logprobs, reader, fill=False)
+        own = jnp.where(keep_logprobs, reader, NO_SEQUENCE), result.spare_position + 1
+        own = *own, *top(keep_logprobs, lambda: result.logits[config.max_slots :])
         # One write for both: each put is a launch.
         found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))
     sequence, place, ids, values = found

@@ -2,7 +2,7 @@
 
 All places of a slot are judged at once, each as if all tokens before it were known. A
 step in which few are drafted judges few places: there is a program for each of
-`EngineConfig.lengths`, and one for none.
+`EngineConfig.draft_buckets`, and one for none.
 """
 
 import functools
@@ -49,14 +49,14 @@ def verify(
     """
 
     def judge(length: int) -> Judged:
-        law, parents, tree = drafts.law, drafts.parents, drafts.tree
+        draft_probs, parents, tree = drafts.draft_probs, drafts.parents, drafts.tree
         if tree is not None:
             ancestors = tree.ancestors[:, :length, :length]
             tree = Tree(tree.depth[:, :length], ancestors) if length else None
         few = Drafts(
             num=drafts.num,
             tokens=drafts.tokens[:, :length],
-            law=None if law is None else law[:, : 1 + length],
+            draft_probs=None if draft_probs is None else draft_probs[:, : 1 + length],
             parents=None if parents is None or not length else parents[:, :length],
             tree=tree,
         )
@@ -69,7 +69,7 @@ def verify(
             ),
         )
 
-    lengths = 0, *config.lengths
+    lengths = 0, *config.draft_buckets
     programs = [functools.partial(judge, length) for length in lengths]
     blank = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(programs[0])
@@ -104,18 +104,24 @@ def _judge(
     # By place; what stands at the root is no draft.
     known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
     token = arrays.take(known, (slot[:, :, None], child), fill=-1)
-    token, law = token.reshape(-1, child.shape[2]), drafts.law
-    law = None if law is None else law.reshape(token.shape[0], -1)
+    token, draft_probs = token.reshape(-1, child.shape[2]), drafts.draft_probs
+    draft_probs = (
+        None if draft_probs is None else draft_probs.reshape(token.shape[0], -1)
+    )
 
     def of_rows(
-        answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
+        answer: Answer,
+        raw: Array,
+        params: Params,
+        children: Array,
+        draft_probs: Array | None,
     ) -> tuple[AcceptResult, Array]:
         known = answer.num_tokens
         logits = logit_rows.change(logits_fn, answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )
-        ruling = speculation.verifier(logits, children, law, params, known, raw)
+        ruling = speculation.verifier(logits, children, draft_probs, params, known, raw)
         accept = ruling.accept
 
         def flip() -> Array:
@@ -128,7 +134,7 @@ def _judge(
         unsure = jnp.any((accept > 0) & (accept < 1))
         return ruling, lax.cond(unsure, flip, lambda: accept > 0)
 
-    judged = answer, logits, rows.params, token, law
+    judged = answer, logits, rows.params, token, draft_probs
     ruling, accepts = logit_rows.of_all(of_rows, judged, config)
     accepted, path = walk(child, accepts.reshape(child.shape), drafts)
     return _along(path, accepted, ruling, known, drafts, emits)

@@ -142,7 +142,7 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     ]
     pages = jax.tree.map(
         lambda x: jnp.asarray(rng.integers(-99, 99, x.shape), x.dtype),
-        both[0]._replace(beside=both[1]),
+        both[0]._replace(draft_pages=both[1]),
     )
     page_ids = np.array([[5, 0, 2], [3, 6, NO_PAGE]])
     source = np.array([[4, 6, 7, 11], [2, 3, 7, 9]])

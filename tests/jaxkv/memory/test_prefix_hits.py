@@ -300,8 +300,8 @@ def ignore_salt(state: EngineState) -> EngineState:
 
 
 def cache_opted_out(state: EngineState) -> EngineState:
-    reuses = jnp.ones_like(state.sequences.reuses)
-    return state._replace(sequences=state.sequences._replace(reuses=reuses))
+    reuses = jnp.ones_like(state.sequences.use_prefix_cache)
+    return state._replace(sequences=state.sequences._replace(use_prefix_cache=reuses))
 
 
 def evict_most_recent(state: EngineState) -> EngineState:

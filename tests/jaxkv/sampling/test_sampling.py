@@ -409,7 +409,7 @@ def sample(
     scored = jnp.ones(len(logits), bool) if scored is None else scored
     raw = logits if raw is None else raw
     draw = jitted("sample", max_candidates=8)
-    return draw(logits, params, positions, raw=raw, scored=scored)
+    return draw(logits, params, positions, raw=raw, keep_logprobs=scored)
 
 
 def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
@@ -504,7 +504,7 @@ def test_invalid_rows_are_flagged() -> None:
 def test_vmap_equals_single_calls() -> None:
     *arrays, scored = one_batch()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
-    draw = functools.partial(sampler.sample, scored=scored, max_candidates=8)
+    draw = functools.partial(sampler.sample, keep_logprobs=scored, max_candidates=8)
     drawn = jax.jit(jax.vmap(draw))(*states)
     for both, one in zip(drawn, sample(*one_batch()), strict=True):
         np.testing.assert_array_equal(both[0], one)

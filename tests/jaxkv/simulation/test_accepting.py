@@ -66,7 +66,9 @@ class Guess(Drafter):
     def init(self, config: Any) -> tuple[()]:
         return ()
 
-    def wishes(self, memory: Any, state: Any, config: Any) -> jax.Array:
+    def requested_draft_lengths(
+        self, memory: Any, state: Any, config: Any
+    ) -> jax.Array:
         return jnp.full(state.slots.sequence.shape, self.num, jnp.int32)
 
     def propose(
@@ -95,7 +97,7 @@ class Chance:
         self,
         logits: Any,
         children: Any,
-        law: Any,
+        draft_probs: Any,
         params: Any,
         positions: Any,
         raw: Any,

@@ -29,7 +29,7 @@ from jaxkv.speculation.adaptive import StepCosts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask
 
-CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_lengths=3, token_budget=100)
+CONFIG = EngineConfig(max_slots=6, max_drafts=12, num_draft_buckets=3, token_budget=100)
 
 
 def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.AdaptiveState:
@@ -49,9 +49,9 @@ def learned(chance: Any, finds: float, steps: Any = None) -> adaptive.AdaptiveSt
 
 
 def test_lengths_are_halves() -> None:
-    assert CONFIG.lengths == (3, 6, 12)
-    assert dataclasses.replace(CONFIG, max_drafts=1).lengths == (1,)
-    assert dataclasses.replace(CONFIG, max_drafts=0).lengths == ()
+    assert CONFIG.draft_buckets == (3, 6, 12)
+    assert dataclasses.replace(CONFIG, max_drafts=1).draft_buckets == (1,)
+    assert dataclasses.replace(CONFIG, max_drafts=0).draft_buckets == ()
     assert Adaptive(NGram()).init(CONFIG).costs.batches.tolist() == [1, 2, 4, 6]
 
 
@@ -127,7 +127,7 @@ def drafts_of(acceptance: float, patience: int) -> np.ndarray:
     config = dataclasses.replace(
         engines.ROOMY,
         max_drafts=4,
-        num_lengths=2,
+        num_draft_buckets=2,
         token_budget=60,
         max_logprobs=0,
         max_logit_rows=0,
@@ -184,13 +184,13 @@ def test_drafting_is_disabled_where_no_drafts_pay(
 
     def of(**changes: int) -> bool:
         values = {name: jnp.int32(value) for name, value in changes.items()}
-        return bool(drafter.rests(memory._replace(**values), state, CONFIG))
+        return bool(drafter.is_disabled(memory._replace(**values), state, CONFIG))
 
     assert of(idle=8) is is_disabled
     assert of(idle=9) is False
     assert of(idle=9, forced=0) is True
     assert of(idle=0, forced=1) is False
-    assert int(drafter.rested(memory, 4).idle) == 4
+    assert int(drafter.on_skipped(memory, 4).idle) == 4
 
 
 @pytest.mark.slow
@@ -215,8 +215,10 @@ def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
     ours, theirs = drafting.info, engines.serve(asks, plain).info
     assert ours.num_drafts is not None
     assert not ours.num_drafts.any()
-    assert ours.rests is not None
-    assert ours.rests[: -config.steps_per_call].all()  # no request is left after that
+    assert ours.is_disabled is not None
+    assert ours.is_disabled[
+        : -config.steps_per_call
+    ].all()  # no request is left after that
     assert not ours.tokens[:, :, 1:].any()
     # The first call may draft, so it runs another program.
     np.testing.assert_allclose(ours.logprobs[:, :, :1], theirs.logprobs, atol=1e-6)
@@ -224,7 +226,7 @@ def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
         tokens=ours.tokens[:, :, :1],
         logprobs=theirs.logprobs,
         num_drafts=None,
-        rests=None,
+        is_disabled=None,
     )
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -276,7 +278,7 @@ def test_a_call_without_drafts_traces_the_plain_steps() -> None:
 
 def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     config = dataclasses.replace(
-        engines.SERVED, max_drafts=2, num_lengths=2, debug=False, **changes
+        engines.SERVED, max_drafts=2, num_draft_buckets=2, debug=False, **changes
     )
     return jaxkv.Engine(
         engines.params(),

@@ -87,7 +87,7 @@ def gap(known: list[int], tokens: list[int]) -> float:
 def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None:
     speculate: Any = {"method": method, "adaptive": adaptive} | HOW.get(method, {})
     how: dict[str, Any] = {"speculate": SpeculationConfig(**speculate)}
-    how |= {"max_drafts": 8, "num_lengths": 2 if adaptive else 1}
+    how |= {"max_drafts": 8, "num_draft_buckets": 2 if adaptive else 1}
     found = [answers(**how)]
     if method == "ngram" and not adaptive:
         found.append(answers(max_slots=1, num=40, **how))

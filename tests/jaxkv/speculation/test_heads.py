@@ -75,8 +75,8 @@ def after_some_steps(
     forward: Any = TargetWithHeads(target)
     if isinstance(drafter, Eagle):
         forward = TargetWithEagle(target, drafter.config)
-        beside = paged.make_model_pages(drafter.config.layer, BOUNDS)
-        pages = pages._replace(beside=beside)
+        draft_pages = paged.make_model_pages(drafter.config.layer, BOUNDS)
+        pages = pages._replace(draft_pages=draft_pages)
     params = TargetAndDraftParams(engines.params(), weights_of(heads.config))
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
     requests = engines.requests_of(asks, BOUNDS)
@@ -280,7 +280,7 @@ def test_pages_stay_in_place(kind: str) -> None:
         pages = paged.make_model_pages(model, config, taps=heads.taps)
         if kind == "medusa":
             return pages
-        return pages._replace(beside=paged.make_model_pages(heads.layer, config))
+        return pages._replace(draft_pages=paged.make_model_pages(heads.layer, config))
 
     pages = jax.eval_shape(make)
     state = jax.eval_shape(functools.partial(init, config), pages, ())

@@ -103,7 +103,7 @@ class Case(NamedTuple):
 
     drafter: Drafter
     max_drafts: int = 3
-    num_lengths: int = 1
+    num_draft_buckets: int = 1
 
 
 CASES = {
@@ -140,7 +140,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         max_length=32,
         token_budget=NUM,
         max_drafts=num,
-        num_lengths=case.num_lengths,
+        num_draft_buckets=case.num_draft_buckets,
         max_stop_tokens=1,
     )
     pages = kv_layout.make_pages(
@@ -179,7 +179,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def step(state: Any, is_first: Any) -> Any:
-        wanted = case.drafter.wishes(state.memory, state, config)
+        wanted = case.drafter.requested_draft_lengths(state.memory, state, config)
         granted = jnp.where(is_first, 0, jnp.minimum(wanted, num))
         s, every = state.sequences, jnp.arange(NUM, dtype=jnp.int32)
         state, drafts = drafting.propose(None, state, granted, case.drafter, config)

@@ -285,7 +285,7 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
 
     assert has_both(max_slots=2)
     assert not has_both(max_slots=1)
-    assert has_both(max_slots=1, max_drafts=7, num_lengths=2)
+    assert has_both(max_slots=1, max_drafts=7, num_draft_buckets=2)
     assert not has_both(max_slots=1, max_drafts=7)
     assert not has_both(max_slots=5)
     assert not has_both(max_slots=2, numerics="reproducible")

@@ -131,7 +131,7 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     if drafter == "draft model":
         own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
         pages = paged.make_model_pages(MODEL, config)
-        pages = pages._replace(beside=paged.make_model_pages(SMALLER, config))
+        pages = pages._replace(draft_pages=paged.make_model_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
         own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
@@ -140,7 +140,7 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
         target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
         own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
         pages = paged.make_model_pages(MODEL, config, taps=EAGLE.taps)
-        pages = pages._replace(beside=paged.make_model_pages(EAGLE.layer, config))
+        pages = pages._replace(draft_pages=paged.make_model_pages(EAGLE.layer, config))
     else:
         return {}
     return {
@@ -155,7 +155,12 @@ def served(drafter: str, bounds: str, asks: str, **changes: Any) -> Run:
     if drafter.endswith(("tree", "lookahead")):
         changes = {"max_drafts": 8, "token_budget": 60, **changes}
     if drafter == "adaptive":
-        changes = {"max_drafts": 5, "num_lengths": 2, "token_budget": 60, **changes}
+        changes = {
+            "max_drafts": 5,
+            "num_draft_buckets": 2,
+            "token_budget": 60,
+            **changes,
+        }
     config = with_drafts(BOUNDS[bounds], **changes)
     speculation = Speculation(DRAFTERS[drafter], SharedNoiseVerifier())
     policy = fcfs(preemption="swap") if bounds == "swapping" else None
