@@ -78,7 +78,7 @@ def test_invalid_field_is_named(check, name, how, line):
 
 def test_a_former_spelling_is_read_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="num_lengths is now called"):
-        old = EngineConfig(max_drafts=4, num_lengths=2)
+        old = EngineConfig(max_drafts=4, num_lengths=2)  # ty: ignore[unknown-argument]
     assert old == EngineConfig(max_drafts=4, num_draft_buckets=2)
     with pytest.raises(ValueError, match="num_lengths"):
-        EngineConfig(num_lengths=2, num_draft_buckets=2)
+        EngineConfig(num_lengths=2, num_draft_buckets=2)  # ty: ignore[unknown-argument]
