@@ -315,7 +315,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     from jaxkv.parallel import make_mesh, processes, set_cpu_devices
     from jaxkv.serving import loading
 
-    folder, mesh = bundled.find_model_folder(model), None
+    folder, mesh = bundled.find_bundled_folder(model), None
     degrees = mesh_degrees(options.parallel)
     if (num := math.prod(degrees.values())) == 1:
         processes.check_all_used(1)
@@ -362,7 +362,7 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
         return fields
     draft = heads = None
     if options.draft_model is not None:
-        draft = bundled.find_model_folder(options.draft_model)
+        draft = bundled.find_bundled_folder(options.draft_model)
     if options.heads is not None or options.speculate in head_folders.KINDS:
         heads = options.heads or bundled.find_heads_folder(model, options.speculate)
     return fields | {

@@ -60,7 +60,7 @@ def main(args: list[str] | None = None) -> int:
         documents = sys.stdout if as_json else None
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             compilation_cache.enable_program_cache()
-            args = multiprocess.join_processes(args)
+            args = multiprocess.join_from_command(args)
             answer = None
             with contextlib.suppress(SystemExit):  # help was printed
                 helps = {name: known.help for name, known in _COMMANDS.items()}

@@ -72,7 +72,7 @@ def check_command(command: str) -> None:
         )
 
 
-def join_processes(args: list[str]) -> list[str]:
+def join_from_command(args: list[str]) -> list[str]:
     """Joins a group of processes if requested; only the first one prints afterwards.
 
     Args:

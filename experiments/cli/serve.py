@@ -174,7 +174,7 @@ def _serve_workers(
     from jaxkv.models import checkpoints
     from jaxkv.server import http_server
 
-    folder = bundled.find_model_folder(model).resolve()
+    folder = bundled.find_bundled_folder(model).resolve()
     longest = checkpoints.read_config(folder).max_positions
     _check(options, longest)
     # Without --decode and --prefill, a router is added to the workers of --service.

@@ -42,7 +42,9 @@ def step_seconds(work):
 
 def run(load, most):
     """Simulates a workload to its end."""
-    return simulation.run(load, machine, AtMost(most), step_seconds, max_slots=32)
+    return simulation.simulate_workload(
+        load, machine, AtMost(most), step_seconds, max_slots=32
+    )
 
 
 def main() -> np.ndarray:

@@ -118,7 +118,7 @@ def _per_param_and_token(columns: Columns) -> float:
     return float(np.median(c / (n * d)))
 
 
-class IsoflopGroups(NamedTuple):
+class GridGroups(NamedTuple):
     """IsoFLOP groups to draw.
 
     Attributes:
@@ -132,7 +132,7 @@ class IsoflopGroups(NamedTuple):
     minima: PlotCurve
 
 
-def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> IsoflopGroups:
+def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> GridGroups:
     """Returns the parabolas through the isoFLOP groups of all parts of a log."""
     group, num_groups = np.full(is_fitted.size, -1), 0
     found = []
@@ -143,14 +143,14 @@ def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> IsoflopG
         group[part.rows & is_fitted] = each.group
         num_groups += len(part.found.groups.groups)
         found.append(each)
-    return IsoflopGroups(
+    return GridGroups(
         group,
         PlotCurve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
         PlotCurve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
     )
 
 
-def _parabolas(found: FrontierSet, num_runs: int) -> IsoflopGroups:
+def _parabolas(found: FrontierSet, num_runs: int) -> GridGroups:
     groups = found.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
@@ -163,11 +163,9 @@ def _parabolas(found: FrontierSet, num_runs: int) -> IsoflopGroups:
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
     if not plain:
-        return IsoflopGroups(
-            group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0))
-        )
+        return GridGroups(group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0)))
     best = plain[0].minima
-    return IsoflopGroups(
+    return GridGroups(
         group, PlotCurve(x, y), PlotCurve(best.num_params[0], best.loss[0])
     )
 

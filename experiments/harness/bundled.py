@@ -12,7 +12,7 @@ def bundled_names() -> list[str]:
     return sorted(files.bundled_models())
 
 
-def find_model_folder(model: str) -> Path:
+def find_bundled_folder(model: str) -> Path:
     """Returns the folder of a model, see `jaxkv.files.model_folder`.
 
     Raises:

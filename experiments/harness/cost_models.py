@@ -29,7 +29,7 @@ def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
     """
     return serving.max_batch(
         model,
-        devices.find(device),
+        devices.find_device(device),
         context=PAGE_SIZE,
         num_devices=num_devices,
         memory_share=MEMORY_SHARE,
@@ -90,7 +90,7 @@ class LinearCost(NamedTuple):
         return feeds + self.copy_s * w.num_copied + self.swap_s * w.num_swapped
 
 
-class Roofline(NamedTuple):
+class RooflineCost(NamedTuple):
     """Time of a step: the larger of compute time and memory time."""
 
     step: steps.StepCost
@@ -99,7 +99,7 @@ class Roofline(NamedTuple):
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Returns the seconds of a step, as `steps.work` does from the single slots."""
+        """Returns the seconds of a step, see `scaling.costs.step_work`."""
         w, c = as_floats(work), self.step
         tokens = w.num_decode_rows + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)
@@ -228,14 +228,14 @@ def distserve(name: str) -> CostModel[LinearCost]:
     )
 
 
-def roofline(
+def make_roofline_cost(
     model: ModelShape,
     device: devices.Device,
     *,
     num_devices: int = 1,
     name: str = "roofline",
     **how: Any,
-) -> CostModel[Roofline]:
+) -> CostModel[RooflineCost]:
     """Returns the cost model of a data sheet: weights, KV cache, products, overhead.
 
     Args:
@@ -257,7 +257,7 @@ def roofline(
     step = steps.step_cost(model, device, num_devices=num_devices, **how)
     return CostModel(
         name=name,
-        cost=Roofline(step, jnp.float32(0.0), jnp.float32(0.0)),
+        cost=RooflineCost(step, jnp.float32(0.0), jnp.float32(0.0)),
         source=device.source,
         validity="a lower bound if all shares are 1: no device waits, and kernels "
         "reach the rates of the data sheet",

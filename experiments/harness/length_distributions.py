@@ -69,7 +69,7 @@ def draw_lengths(
     raise ValueError(too_long)
 
 
-def shared_page_saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
+def measured_page_saving(lengths: Lengths, num_answers: int, page_size: int) -> float:
     """Returns the share of pages that parallel answers save, from counts of tokens.
 
     While `n` answers of one prompt grow, equally long, each holds the pages of prompt

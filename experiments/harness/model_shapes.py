@@ -65,7 +65,7 @@ def load_benchmark_model(
         params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
         return checkpoints.LoadedModel(shape, params, None, ())
     try:
-        folder = bundled.find_model_folder(model)
+        folder = bundled.find_bundled_folder(model)
     except ValueError:
         line = config_json.format_unknown_name(
             "model", model, [*bundled.bundled_names(), *RANDOM_SHAPES]
@@ -81,7 +81,7 @@ def load_text_model(model: str, *, max_length: int) -> checkpoints.LoadedModel:
       ValueError: the model does not exist, cannot be read, has no tokenizer, or has too
         few positions.
     """
-    loaded = checkpoints.load_model(bundled.find_model_folder(model))
+    loaded = checkpoints.load_model(bundled.find_bundled_folder(model))
     if loaded.tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer, so no text")
     if max_length > loaded.config.max_positions:
@@ -91,7 +91,7 @@ def load_text_model(model: str, *, max_length: int) -> checkpoints.LoadedModel:
     return loaded
 
 
-def make_engine_config(
+def make_benchmark_config(
     batch: int, max_length: int, *, page_size: int = 16, **more: Any
 ) -> EngineConfig:
     """Returns an engine config with slots, pages and queue places for a whole batch.

@@ -40,8 +40,10 @@ def find_cost_model(name: str) -> cost_models.CostModel:
         num = rest[2] if len(rest) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model, device = published.describe(rest[0]), devices.find(rest[1])
-        return cost_models.roofline(model, device, num_devices=int(num), name=name)
+        model, device = published.describe(rest[0]), devices.find_device(rest[1])
+        return cost_models.make_roofline_cost(
+            model, device, num_devices=int(num), name=name
+        )
     if kind == "measured" and rest:
         return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(

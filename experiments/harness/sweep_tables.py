@@ -14,7 +14,9 @@ MAX_COLUMNS = 8
 """Largest number of token counts in one table."""
 
 
-def run_sweep(config: SweepConfig, out: Path, progress: Progress) -> sweep.SweepOutcome:
+def run_sweep_with_progress(
+    config: SweepConfig, out: Path, progress: Progress
+) -> sweep.SweepOutcome:
     """Runs a sweep with progress bars and a table of losses."""
     described = environment.describe_machine()
     return sweep.run_sweep(

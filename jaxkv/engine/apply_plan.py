@@ -117,9 +117,9 @@ def _turn_over(
     state, batch = carry
     # The carried plan: a second copy of its arrays would be two launches.
     plan = plan._replace(**batch.plan._asdict())
-    head, gone = counts.look_up_head(state, config), plan.preempt
+    head, gone = counts.look_up_queue_head(state, config), plan.preempt
     # Preemption: pages leave before slots, as the page table is by slot.
-    group = groups.find_groups(state)
+    group = groups.find_slot_groups(state)
     state = beam_search.note_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
     state, leaves, moved = swapping.move_pages_out(state, plan.swap & gone, config)

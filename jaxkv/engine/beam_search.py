@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.groups import find_groups, is_beam
+from jaxkv.engine.groups import find_slot_groups, is_beam
 from jaxkv.engine.state import (
     FULL,
     NOT_A_NUMBER,
@@ -46,7 +46,7 @@ def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
     """Finds the beams of every request in the slots."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    here, first = is_beam(state), find_groups(state).first
+    here, first = is_beam(state), find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
     at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
     nobody = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
@@ -97,7 +97,7 @@ def _search(
     """
     s, sequence = state.sequences, state.slots.sequence
     found = find_beams(state, config.max_beams)
-    first, sample = find_groups(state).first, s.params.sample[sequence]
+    first, sample = find_slot_groups(state).first, s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
     done = mine & after.done[first]
@@ -164,7 +164,7 @@ def _finish(
     """Puts the answers of searches that are done where other sequences have theirs."""
     search, sequence = state.search, state.slots.sequence
     assert search is not None
-    first, row = find_groups(state).first, jnp.maximum(sequence, 0)
+    first, row = find_slot_groups(state).first, jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
     lead = jnp.maximum(found.lead, 0)
     rows = sequence[jnp.maximum(found.slot, 0)]
@@ -212,7 +212,10 @@ def note_paths(
     def unroll(_: Array, path: Array) -> Array:
         assert state.search is not None
         s, sequence = state.sequences, state.slots.sequence
-        found, first = find_beams(state, config.max_beams), find_groups(state).first
+        found, first = (
+            find_beams(state, config.max_beams),
+            find_slot_groups(state).first,
+        )
         sample = s.params.sample[jnp.maximum(sequence, 0)]
         slot = jnp.maximum(found.slot, 0)
         rows, known = sequence[slot], state.slots.num_tokens[slot]

@@ -30,7 +30,7 @@ class _Shares(NamedTuple):
     """Pages that it has to copy before it writes, 0 or 1."""
 
 
-def look_up_head(state: EngineState, config: EngineConfig) -> Head:
+def look_up_queue_head(state: EngineState, config: EngineConfig) -> Head:
     """Looks up the first requests of the queue."""
     request = state.ledger.queue[: config.num_head]
     members = arrays.take(state.sequences.members, request, fill=NO_SEQUENCE)
@@ -43,7 +43,7 @@ def counts(
 ) -> tuple[interface.Counts, prefix_caching.Found]:
     """Returns what the policy sees, and the cached pages of the head of the queue."""
     s, slots, length = state.sequences, state.slots, state.table.length
-    head, size = look_up_head(state, config), config.page_size
+    head, size = look_up_queue_head(state, config), config.page_size
     exists, is_out = head.request >= 0, head.swapped_pages > 0
     row = jnp.maximum(head.request, 0)
     has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
@@ -53,7 +53,7 @@ def counts(
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
     found = prefix_caching.find_prefixes(state, first, head.num_to_feed, looks, config)
-    goal = groups.num_to_feed(state)
+    goal = groups.num_tokens_to_feed(state)
     pages = page_table.num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
@@ -131,7 +131,7 @@ def _if_shared[T](
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
-                first=groups.find_groups(state).first,
+                first=groups.find_slot_groups(state).first,
                 others=page_table.num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),

@@ -256,7 +256,7 @@ def requested_draft_lengths(
     alone = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.limit_draft_lengths(
         jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),
-        num_tokens=groups.num_to_feed(state),
+        num_tokens=groups.num_tokens_to_feed(state),
         length=state.table.length,
         known=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),

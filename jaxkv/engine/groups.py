@@ -27,7 +27,7 @@ def fork_of(state: EngineState) -> Fork:
     return fork
 
 
-def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
+def num_tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     """Tokens that each slot must have fed; 0 if it is empty or waits for a fork."""
     num = ledger.num_to_feed(state.slots)
     if state.search is None:
@@ -57,7 +57,7 @@ def group_of_slots(state: EngineState) -> Int32[Array, " slots"]:
     return arrays.take(state.sequences.group, state.slots.sequence, fill=NO_SEQUENCE)
 
 
-def find_groups(state: EngineState) -> Groups:
+def find_slot_groups(state: EngineState) -> Groups:
     """Finds the groups of the slots."""
     return ledger.find_groups(group_of_slots(state))
 
@@ -92,7 +92,7 @@ def advance_groups(
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
         pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=size)
-        slots = ledger.fork(state.slots, forks >= 0, table.length)
+        slots = ledger.note_forks(state.slots, forks >= 0, table.length)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
     return arrays.update_if(jnp.any(forks >= 0), fork, state, forks)

@@ -194,7 +194,7 @@ def admit(
     return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
 
 
-def fork(
+def note_forks(
     slots: Slots, forked: Bool[Array, " slots"], length: Int32[Array, " slots"]
 ) -> Slots:
     """Notes which sequences were forked onto the pages of one that read for them.

@@ -65,7 +65,7 @@ def is_idle(idle: IdlePages, page_ids: Int32[Array, "..."]) -> Bool[Array, "..."
     return arrays.take(idle.rounds[0], page_ids, fill=NO_PAGE) != NO_PAGE
 
 
-def insert(
+def insert_idle(
     idle: IdlePages,
     depth: Int32[Array, " pages"],
     rows: Int32[Array, "rows columns"],

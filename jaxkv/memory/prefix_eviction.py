@@ -115,7 +115,7 @@ def mark_idle(
         )
         joins = (left == 1) & (rows != NO_PAGE)
         priority = _priority(rule, uses)
-        idle = idle_pages.insert(idle, cache.depth, rows, joins, priority)
+        idle = idle_pages.insert_idle(idle, cache.depth, rows, joins, priority)
         return arrays.put(last_used, rows, now, "set"), idle
 
     trips = jnp.any(rows != NO_PAGE).astype(jnp.int32)

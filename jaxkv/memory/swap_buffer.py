@@ -65,12 +65,6 @@ def num_free(staging: Staging) -> Int32[Array, ""]:
     return jnp.sum(staging.owner < 0, dtype=jnp.int32)
 
 
-def num_pages(staging: Staging, groups: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Returns the number of pages of each request in the buffer."""
-    is_owned = (staging.owner[None, :] == groups[:, None]) & (groups >= 0)[:, None]
-    return jnp.sum(is_owned, axis=1, dtype=jnp.int32)
-
-
 def is_staged(staging: Staging) -> Bool[Array, " sequences"]:
     """Returns True for requests with pages in the buffer, by their first sequence."""
     none = jnp.zeros_like(staging.on_host)

@@ -93,7 +93,7 @@ def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttribute
     return RequestAttributes(**found)
 
 
-def columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
+def attribute_columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
     """Returns one NumPy column for each attribute."""
     table = np.array(rows, np.int32).reshape(-1, len(RequestAttributes._fields))
     return RequestAttributes(*table.T)
@@ -101,7 +101,7 @@ def columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
 
 def blank(num: int) -> RequestAttributes:
     """Returns NumPy columns of `num` requests with default attributes."""
-    return columns([RequestAttributes()] * num)
+    return attribute_columns([RequestAttributes()] * num)
 
 
 def relative(

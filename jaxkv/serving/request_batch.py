@@ -114,7 +114,7 @@ def make_requests(
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
-        attributes=jax.tree.map(column, request_attributes.columns(asked)),
+        attributes=jax.tree.map(column, request_attributes.attribute_columns(asked)),
     )
 
 

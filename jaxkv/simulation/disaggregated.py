@@ -183,7 +183,7 @@ def split(
     second in order of readiness.
     """
     reads = [
-        Job(p.prefill, "prefill", take(x, slice(k, None, p.num_prefill)))
+        Job(p.prefill, "prefill", select_requests(x, slice(k, None, p.num_prefill)))
         for p, x in asked
         for k in range(p.num_prefill)
     ]
@@ -204,7 +204,7 @@ def split(
         for k in range(p.num_decode):
             mine = order[k :: p.num_decode]
             parts.append((len(found) - 1, mine))
-            jobs.append(Job(p.decode, "decode", take(x, mine, ready_s)))
+            jobs.append(Job(p.decode, "decode", select_requests(x, mine, ready_s)))
     answers = serve(jobs, seconds, max_slots=max_slots, progress=progress)
     for (i, mine), done in zip(parts, answers, strict=True):
         found[i].finish_s[mine] = done.finish_s[: mine.size]
@@ -218,7 +218,7 @@ def counted(answers: Answers, seconds: int | float) -> Answers:
     return answers._replace(arrival_s=np.where(late, np.nan, answers.arrival_s))
 
 
-def take(
+def select_requests(
     requests: ReplicaRequests,
     which: slice | np.ndarray,
     arrival_s: np.ndarray | None = None,

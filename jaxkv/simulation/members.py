@@ -13,8 +13,8 @@ from jaxkv import clock
 from jaxkv.ledger import SequenceEvents
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
-from jaxkv.simulation.served import Means, Served, Totals, Trace
-from jaxkv.simulation.state import Simulation, init
+from jaxkv.simulation.served import Means, Served, SimulationTrace, Totals
+from jaxkv.simulation.state import Simulation, init_simulation
 from jaxkv.simulation.step import Members
 
 
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 @functools.partial(jax.jit, static_argnames="bounds")
 def _init(members: Members, bounds: Bounds) -> Simulation:
     def one(member: Members) -> Simulation:
-        return init(
+        return init_simulation(
             member.workload,
             member.capacity,
             member.policy,
@@ -47,9 +47,11 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
 @functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
 def _advance(
     state: Simulation, members: Members, bounds: Bounds
-) -> tuple[Simulation, step.StepInfo]:
-    def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
-        state, info = step.run_steps(
+) -> tuple[Simulation, step.SimulationInfo]:
+    def one(
+        state: Simulation, member: Members
+    ) -> tuple[Simulation, step.SimulationInfo]:
+        state, info = step.simulate_steps(
             state,
             **member._asdict(),
             num_steps=bounds.num_steps,
@@ -106,7 +108,7 @@ class Part:
             self._state: Any = _init(self._members, self._bounds)
         self._weighted: dict[str, np.ndarray] = {}
         self._sums: dict[str, np.ndarray] = {}
-        self._infos: list[tuple[np.ndarray, step.StepInfo]] = []
+        self._infos: list[tuple[np.ndarray, step.SimulationInfo]] = []
         self.num_served = np.asarray(self._state.num_served)
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
@@ -228,7 +230,7 @@ class Part:
         if self._bounds.keep_trace:
             start_s, infos = zip(*self._infos, strict=True)
             joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
-            trace = Trace(np.concatenate(start_s, axis=1), joined)
+            trace = SimulationTrace(np.concatenate(start_s, axis=1), joined)
         return Served(
             **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),

@@ -53,19 +53,19 @@ class Totals(NamedTuple):
     """Times that a sequence was preempted."""
 
 
-class Trace(NamedTuple):
+class SimulationTrace(NamedTuple):
     """What every step did, with an axis of steps behind that of members."""
 
     start_s: Float[np.ndarray, "members steps"]
-    info: step.StepInfo
+    info: step.SimulationInfo
 
-    def member(self, index: int) -> "Trace":
+    def member(self, index: int) -> "SimulationTrace":
         """That of one member alone."""
         return jax.tree.map(lambda x: x[index], self)
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Trace({' x '.join(map(str, self.start_s.shape))} steps)"
+        return f"SimulationTrace({' x '.join(map(str, self.start_s.shape))} steps)"
 
     def to_dataframe(self) -> Any:
         """Returns a data frame with a row per step, counts summed over slots.
@@ -87,7 +87,7 @@ class Served(Outcome):
     """The clock in the end, `until_s` at most."""
     means: Means
     totals: Totals
-    trace: Trace | None
+    trace: SimulationTrace | None
 
     def numbers(self, member: int) -> dict[str, float]:
         """What the engine of one member did, by name.

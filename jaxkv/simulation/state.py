@@ -82,7 +82,7 @@ class Simulation(NamedTuple):
     """Requests that can be served."""
 
 
-def init(
+def init_simulation(
     workload: Workload,
     capacity: Capacity,
     policy: interface.Policy,

@@ -24,12 +24,12 @@ from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
 from jaxkv.simulation import work as step_work
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.work import Cost, Work
 from jaxkv.workloads import Workload
 
 
-class StepInfo(NamedTuple):
+class SimulationInfo(NamedTuple):
     """What a step did. One that fed nothing and moved nothing took no time."""
 
     start: Int32[Array, " 2"]
@@ -78,7 +78,7 @@ type _Counters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
 if they have come."""
 
 
-def step(
+def simulate_step(
     state: Simulation,
     workload: Workload,
     *,
@@ -89,7 +89,7 @@ def step(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, StepInfo]:
+) -> tuple[Simulation, SimulationInfo]:
     """Runs one step, or lets the clock jump to the next arrival.
 
     Args:
@@ -115,8 +115,8 @@ def step(
 
 
 def _all_waiting(
-    state: Simulation, workload: Workload, info: StepInfo, counters: _Counters
-) -> StepInfo:
+    state: Simulation, workload: Workload, info: SimulationInfo, counters: _Counters
+) -> SimulationInfo:
     """Adds the requests that have arrived and are not in the queue yet.
 
     For many steps at a time, since a search in each step takes a tenth of its time.
@@ -129,7 +129,7 @@ def _all_waiting(
 
 def _step(
     state: Simulation, it: Members, max_samples: int, head: int | None
-) -> tuple[Simulation, tuple[StepInfo, _Counters]]:
+) -> tuple[Simulation, tuple[SimulationInfo, _Counters]]:
     """Runs one step; only requests in the queue are counted as waiting."""
     w, capacity, _, _, reservation, acceptance = it
     start = state.ledger.clock
@@ -163,7 +163,7 @@ def _step(
         length = jnp.where(forked, fork.num_common, length)
         places = jnp.where(forked, fork.num_common, pages.places)
         pages = pages._replace(places=places)
-    slots = ledger.fork(slots, forked, length)
+    slots = ledger.note_forks(slots, forked, length)
     emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
@@ -195,7 +195,7 @@ def _step(
     memory, saved_pages = counted_pages.break_down(
         slots, pages, group, limit, capacity.page_size, asked
     )
-    info = StepInfo(
+    info = SimulationInfo(
         start=start,
         micros=micros,
         work=work,
@@ -231,7 +231,7 @@ def _step(
     return state, (info, counters)
 
 
-def run_steps(
+def simulate_steps(
     state: Simulation,
     workload: Workload,
     *,
@@ -243,8 +243,8 @@ def run_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, StepInfo]:
-    """Runs several steps as one program; arguments are those of `step`.
+) -> tuple[Simulation, SimulationInfo]:
+    """Runs several steps as one program; arguments are those of `simulate_step`.
 
     There are `num_steps`, static. Steps after everything is done do nothing.
 
@@ -263,7 +263,7 @@ def run_steps(
     return state, _all_waiting(state, workload, infos, counters)
 
 
-def run(
+def simulate_workload(
     workload: Workload,
     capacity: Capacity,
     policy: interface.Policy,
@@ -281,8 +281,8 @@ def run(
     It also ends where the policy makes no progress: it admits and feeds no request, or
     feeds the same rows over and over, see `scheduling.stalls`. Then `num_done` is below
     `num_served`, and `outcomes.read` warns and names a request, as it does for those
-    that could never be served. Arguments are those of `init` and `step`; `max_steps`,
-    static, ends it soon after so many steps.
+    that could never be served. Arguments are those of `init_simulation` and
+    `simulate_step`; `max_steps`, static, ends it soon after so many steps.
 
     Returns:
       The state in the end.
@@ -290,7 +290,7 @@ def run(
     Raises:
       ValueError: as for `init`.
     """
-    state = init(
+    state = init_simulation(
         workload,
         capacity,
         policy,

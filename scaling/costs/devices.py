@@ -134,7 +134,7 @@ _OTHER_NAMES = {
 }
 
 
-def find(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Finds a device; case is ignored, and `a100` is the A100 of 80 GB.
 
     Raises:

@@ -135,7 +135,7 @@ _ALL = 1 << 24
 """More tokens than any sequence has; exact in float32."""
 
 
-def work(
+def step_work(
     cost: StepCost,
     new: Int[Array, " slots"],
     past: Int[Array, " slots"],

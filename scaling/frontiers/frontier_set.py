@@ -19,7 +19,12 @@ from scaling.frontiers.frontier import (
     compare_exponents,
     disagreement_warning,
 )
-from scaling.frontiers.groups import MIN_SIZES, SAME_SIZE, IsoflopGroups, find_groups
+from scaling.frontiers.groups import (
+    MIN_SIZES,
+    SAME_SIZE,
+    IsoflopGroups,
+    find_run_groups,
+)
 from scaling.logs import LETTERS, Log
 
 ENVELOPE = "envelope"
@@ -81,7 +86,7 @@ def find_frontiers(
 
     Args:
       log: the runs.
-      tolerance: tolerance of budgets in a group, as in `groups.find_groups`.
+      tolerance: tolerance of budgets in a group, as in `groups.find_run_groups`.
       smoothing: smoothing of training curves in decades of FLOPs.
       resamples: number of resamples of every bootstrap.
       level: probability of intervals, as in `frontier.bootstrap_frontier`.
@@ -184,7 +189,7 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
 
     def group(rows: np.ndarray) -> IsoflopGroups:
         columns = (log.columns[name][rows] for name in names)
-        found = find_groups(*columns, tolerance=tolerance)
+        found = find_run_groups(*columns, tolerance=tolerance)
         return found._replace(rows=rows[found.rows])
 
     groups = group(np.array(sorted(last.values()), int))

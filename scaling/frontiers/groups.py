@@ -63,7 +63,7 @@ class IsoflopGroups(NamedTuple):
         return np.repeat(np.arange(len(lengths)), lengths)
 
 
-def find_groups(
+def find_run_groups(
     num_params: Float[np.ndarray, " runs"],
     num_tokens: Float[np.ndarray, " runs"],
     flops: Float[np.ndarray, " runs"],

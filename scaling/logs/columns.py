@@ -123,7 +123,7 @@ class ColumnRoles(NamedTuple):
     rivals: Mapping[str, list[str]] = {}
 
 
-def read_columns(
+def read_log_columns(
     table: RawTable, columns: LogColumns, roles: ColumnRoles, needs: Iterable[str]
 ) -> tuple[dict[str, Float[np.ndarray, " runs"]], list[str], list[str]]:
     """Reads the required columns, and derives missing ones.

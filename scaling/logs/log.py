@@ -207,7 +207,9 @@ def read_log(
         message = f"not the lowest {loss} of rows with one {' and '.join(best_of)}"
         table = _keep(table, best, message, notes)
     rows = table.rows
-    values, labels, message = logs_columns.read_columns(table, columns, roles, [*needs])
+    values, labels, message = logs_columns.read_log_columns(
+        table, columns, roles, [*needs]
+    )
     log = Log(
         source=path,
         count=columns.count,

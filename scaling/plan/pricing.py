@@ -66,7 +66,7 @@ def parse_offer(text: str) -> Offer:
             )
         values.append(value)
     try:
-        known = devices.find(name)
+        known = devices.find_device(name)
     except ValueError:
         if len(values) < 2:
             raise

@@ -156,7 +156,7 @@ def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(of_any, tree, is_leaf=_is_params)
 
 
-def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
+def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
     """Divides a tree that contains parameters or moments, by `tree_specs`.
 
     A vocabulary that does not divide is padded with zeros; layers are stacked if stages
@@ -182,7 +182,7 @@ def place_tree(model: Any, layout: Layout, tree: Any) -> Any:
 
 
 def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
-    """Gathers a tree that `place_tree` divided, on every process."""
+    """Gathers a tree that `place_training_tree` divided, on every process."""
     if layout.num_devices == 1:
         return tree
     whole = NamedSharding(make_training_mesh(layout), PartitionSpec())

@@ -40,10 +40,10 @@ def divided_gradient(
 ) -> Gradient:
     """Returns a function for the mean nats of windows and the gradient.
 
-    Parameters are divided by `meshes.place_tree` for `how.layout`; windows may have any
-    placement. The gradient, in float32, has the sharding of the parameters, or with
-    `zero` that of the optimizer's moments. A pipeline supports the next-token objective
-    only.
+    Parameters are divided by `meshes.place_training_tree` for `how.layout`; windows may
+    have any placement. The gradient, in float32, has the sharding of the parameters, or
+    with `zero` that of the optimizer's moments. A pipeline supports the next-token
+    objective only.
     """
     layout, mean = how.layout, functools.partial(_mean, objective)
     if layout.pipeline > 1:

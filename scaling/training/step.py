@@ -124,9 +124,9 @@ def divide_train_state(
     """Divides a state over the devices of a layout, for `compiled_steps`."""
     whole = dataclasses.replace(layout, zero=0)
     return TrainState(
-        params=meshes.place_tree(model, whole, state.params),
-        moments=meshes.place_tree(model, layout, state.moments),
-        step=meshes.place_tree(model, whole, state.step),
+        params=meshes.place_training_tree(model, whole, state.params),
+        moments=meshes.place_training_tree(model, layout, state.moments),
+        step=meshes.place_training_tree(model, whole, state.step),
     )
 
 

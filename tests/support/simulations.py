@@ -44,7 +44,7 @@ COST = Cost(jnp.float32(0.01))
 
 
 run_simulation = jax.jit(
-    step.run_steps,
+    step.simulate_steps,
     static_argnames=("num_steps", "max_samples", "head"),
 )
 
@@ -194,7 +194,7 @@ def beside_engine(
         debug=True,
     )
     real = fed_engine(w, config, seed)
-    mine = state.init(
+    mine = state.init_simulation(
         w,
         capacity(config),
         case.policy,

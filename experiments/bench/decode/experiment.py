@@ -291,7 +291,7 @@ def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
-    return model_shapes.make_engine_config(
+    return model_shapes.make_benchmark_config(
         batch,
         length,
         page_size=config.page_size,

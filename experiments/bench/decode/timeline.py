@@ -43,7 +43,7 @@ def profile_decode(size: str, name: str) -> dict[str, Any]:
     dtype = "bfloat16" if is_real else "float32"
     params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
-    bounds = model_shapes.make_engine_config(
+    bounds = model_shapes.make_benchmark_config(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
     engine = JaxkvEngine(

@@ -97,7 +97,7 @@ class JaxkvTrainer:
             return None
         kind = jax.local_devices()[0].device_kind
         try:
-            device = devices.find(kind.removeprefix("NVIDIA "))
+            device = devices.find_device(kind.removeprefix("NVIDIA "))
         except ValueError:  # an unknown device
             return None
         return rate * self.flops_per_token / device.rate(self._dtype)

@@ -122,7 +122,7 @@ def resolve_case(name: str, options: CostOptions) -> CostCase:
         )
     layout = parallelism.parse_layout(options.parallel, zero=options.zero)
     parallelism.check_layout(model, layout, sequence=sequence)
-    device = devices.find(options.device)
+    device = devices.find_device(options.device)
     device.rate(options.dtype)
     return CostCase(
         model=model,
@@ -149,7 +149,7 @@ def find_description(name: str) -> ModelShape:
     if name in published.CONFIGS:
         return published.describe(name)
     if name in bundled.bundled_names():
-        return huggingface.load_shape(bundled.find_model_folder(name))
+        return huggingface.load_shape(bundled.find_bundled_folder(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
     known = [*published.CONFIGS, *bundled.bundled_names()]

@@ -236,7 +236,7 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
         return f"interrupted at once; the runs that ended are in {out}"
 
     with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        outcome = sweep_tables.run_sweep(config, out, bars)
+        outcome = sweep_tables.run_sweep_with_progress(config, out, bars)
     document = {
         "log": outcome.log,
         "completed": outcome.num("done"),

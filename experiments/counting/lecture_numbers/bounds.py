@@ -48,7 +48,7 @@ class Config:
         Raises:
           ValueError: the device is unknown, or a number is below 1.
         """
-        devices.find(self.device)
+        devices.find_device(self.device)
         validation.at_least(self, "tokens", "prompt_tokens", "answer_tokens")
 
 
@@ -121,7 +121,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Computes the bounds; takes milliseconds."""
-    device, llama = devices.find(config.device), published.describe("llama-7b")
+    device, llama = devices.find_device(config.device), published.describe("llama-7b")
     progress.show("bounds")
     large = published.describe("llama-2-70b")
     weights = 2 * parameters.count_parameters(large).total

@@ -121,7 +121,7 @@ def drafting_engine_config(
     num_draft_buckets: int = 1,
 ) -> EngineConfig:
     """Returns an engine config with enough pages and rows for all drafts."""
-    return model_shapes.make_engine_config(
+    return model_shapes.make_benchmark_config(
         batch,
         max_length,
         num_pages=batch * -(-(max_length + num_drafts) // 16),

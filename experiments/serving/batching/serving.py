@@ -74,7 +74,7 @@ def _engine(
 ) -> Engine:
     """Builds an engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
-    bounds = model_shapes.make_engine_config(
+    bounds = model_shapes.make_benchmark_config(
         slots,
         config.longest,
         page_size=PAGE_SIZE,

@@ -74,10 +74,10 @@ class ServedModel:
         return cost_models.max_kv_pages(self.description, DEVICE, self.num_devices)
 
     @functools.cached_property
-    def cost(self) -> cost_models.Roofline:
+    def cost(self) -> cost_models.RooflineCost:
         """Cost model of a step."""
-        device = devices.find(DEVICE)
-        return cost_models.roofline(
+        device = devices.find_device(DEVICE)
+        return cost_models.make_roofline_cost(
             self.description,
             device,
             num_devices=self.num_devices,

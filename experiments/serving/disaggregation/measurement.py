@@ -201,7 +201,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             folder = Path(scratch) / config.model
             checkpoints.save_model(folder, shape, params, tokenizer=words)
         else:
-            folder = bundled.find_model_folder(config.model)
+            folder = bundled.find_bundled_folder(config.model)
         loaded = checkpoints.load_model(folder)
         with _service(config, folder, ["decode"], [config.token_budget]) as service:
             progress.show("calibrating")
@@ -366,7 +366,7 @@ def _simulated(
     found: list[Answers]
     if way == WAYS[0]:
         turns = [
-            disaggregated.take(load.requests, slice(i, None, NUM_WORKERS))
+            disaggregated.select_requests(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
         ]
         jobs = [Job(replica, "both", x) for x in turns]

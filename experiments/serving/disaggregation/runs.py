@@ -106,7 +106,9 @@ def serve_single_replicas(
     for name, role, instance, rate in cases:
         requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # a request for one token ends with its prefill
-            requests = disaggregated.take(requests, requests.tokens.output > 1)
+            requests = disaggregated.select_requests(
+                requests, requests.tokens.output > 1
+            )
         jobs.append(Job(instance.replica, role, requests))
     served = disaggregated.serve(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress

@@ -22,7 +22,7 @@ MAX_LENGTH = 2048
 """Longest sequence of OPT in tokens."""
 TOKEN_BUDGET = 2560
 """Prompt tokens of a step, vLLM's default."""
-LINK = devices.find(DEVICE).link
+LINK = devices.find_device(DEVICE).link
 """Bandwidth of NVLink between 2 GPUs in bytes/s."""
 MAX_INSTANCES = 4
 """Largest number of replicas of a phase in a placement."""

@@ -131,7 +131,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; if stopped, keeps the finished lengths."""
-    folder = bundled.find_model_folder(config.model)
+    folder = bundled.find_bundled_folder(config.model)
     shape = dataclasses.replace(huggingface.load_shape(folder), name=config.model)
     counted, other = (
         counting.count_flops(model, config.counted_lengths)
@@ -283,7 +283,7 @@ def _draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generates `num` tokens; returns all tokens and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
-    bounds = model_shapes.make_engine_config(
+    bounds = model_shapes.make_benchmark_config(
         1, length, page_size=PAGE_SIZE, token_budget=1
     )
     forward = paged.PagedForward(model.config)

@@ -58,7 +58,7 @@ def check_fits(model: str, device: str, num_devices: int) -> None:
     if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
         raise ValueError(
             f"{model} and {MAX_LENGTH:,} tokens do not fit {num_devices} x "
-            f"{devices.find(device).name}"
+            f"{devices.find_device(device).name}"
         )
 
 

@@ -85,7 +85,10 @@ def step_time(server: Machine) -> cost_models.LinearCost:
     if server.name == "13B":
         return cost_models.figure_12().cost
     prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
-    fit_device, device = devices.find("a100-80gb"), devices.find(server.device)
+    fit_device, device = (
+        devices.find_device("a100-80gb"),
+        devices.find_device(server.device),
+    )
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
     ratio = each / other
     heavier = [

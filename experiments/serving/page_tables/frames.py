@@ -92,7 +92,7 @@ class FrameRecorder(stepper.Stepper):
     ) -> None:
         """Builds the engine; see `EngineConfig` for the sizes."""
         self.language = language
-        config = model_shapes.make_engine_config(
+        config = model_shapes.make_benchmark_config(
             max_slots,
             MAX_LENGTH,
             page_size=page_size,

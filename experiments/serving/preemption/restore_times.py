@@ -84,7 +84,7 @@ def time_restores(
     num_tokens = len(request.tokens)
     for page_size in progress.track(page_sizes, "one request", "page sizes"):
         num_pages = -(-num_tokens // page_size)
-        config = model_shapes.make_engine_config(
+        config = model_shapes.make_benchmark_config(
             1,
             num_tokens + 1,
             page_size=page_size,

@@ -180,7 +180,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """
     loads = []
     if config.trace:
-        loads.append(workloads.read_recording(config.trace))
+        loads.append(workloads.read_prompt_pages(config.trace))
     for num, num_each, make in (
         (config.num_users, config.num_turns, workloads.make_chats),
         (config.num_tasks, config.num_questions, workloads.make_few_shot),

@@ -62,7 +62,7 @@ def depth_first_order(prompts: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
 
 
-def read_recording(name: str) -> PromptPages:
+def read_prompt_pages(name: str) -> PromptPages:
     """Reads a recording in Mooncake's format.
 
     Args:

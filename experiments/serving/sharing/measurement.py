@@ -195,7 +195,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def ample_engine_config(config: Config) -> EngineConfig:
     """Returns the config of an engine that never runs out of pages in this study."""
     pages_per_slot = -(-config.max_length // config.page_size)
-    return model_shapes.make_engine_config(
+    return model_shapes.make_benchmark_config(
         4 * config.max_slots,
         config.max_length,
         page_size=config.page_size,

@@ -309,7 +309,7 @@ def serve_groups(
         # Actual lengths: a file may be shorter than the drawn prompt.
         prompt = np.array([len(request.tokens) for request in requests])
         answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
-        expected = length_distributions.shared_page_saving(
+        expected = length_distributions.measured_page_saving(
             Lengths(prompt, answer), size, page_size
         )
         rows.append(

@@ -241,7 +241,7 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
             means.saved_pages, means.used_pages
         )
         for i, n in enumerate(ANSWERS):
-            expected = length_distributions.shared_page_saving(
+            expected = length_distributions.measured_page_saving(
                 tokens, n, settings.PAGE_SIZE
             )
             setting = name, n, SEQUENCES_PER_S[name] / n, size

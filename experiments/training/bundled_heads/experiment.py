@@ -152,7 +152,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains heads, scores held-out text and exports."""
-    target = checkpoints.load_model(bundled.find_model_folder(config.model))
+    target = checkpoints.load_model(bundled.find_bundled_folder(config.model))
     heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
@@ -203,7 +203,7 @@ def score_heads(
     held_out = corpora.open_corpus(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
     pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
-    bounds = model_shapes.make_engine_config(
+    bounds = model_shapes.make_benchmark_config(
         16, 2 * half, max_sequences=64, queue_capacity=64
     )
     engine = model_shapes.make_engine(target, bounds, has_text=False)
@@ -279,7 +279,7 @@ def heads_card(
             for depth, found in enumerate(shares, 1)
         ),
     ]
-    name = bundled.find_model_folder(config.model).name
+    name = bundled.find_bundled_folder(config.model).name
     parts = [
         "---\nlicense: psf-2.0\ntags: [speculative-decoding, byte-level, code]\n---",
         f"# {name}-{kind}",

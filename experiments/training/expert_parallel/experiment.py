@@ -291,7 +291,7 @@ def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> fl
     """Returns mean nats per token of windows under a layout."""
     gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
     nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
-    return float(nats(meshes.place_tree(model, layout, params), windows))
+    return float(nats(meshes.place_training_tree(model, layout, params), windows))
 
 
 def _divide(
@@ -308,7 +308,7 @@ def _divide(
         mesh = meshes.make_training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
         placed = jax.device_put(held_out, everywhere)
-        given = meshes.place_tree(model, layout, params), placed
+        given = meshes.place_training_tree(model, layout, params), placed
         gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
         formula = sharded_steps.predicted_traffic(

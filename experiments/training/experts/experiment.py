@@ -169,7 +169,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         ),
         num_threads=config.num_threads,
     )
-    train = functools.partial(runs.train_model, config=config, workers=workers)
+    train = functools.partial(runs.train_expert_model, config=config, workers=workers)
     found += workers.map(train, runs.tuning_jobs(config))
     # The rates of the remaining jobs follow from the tuning runs.
     found += workers.map(train, runs.remaining_jobs(config, found))

@@ -229,7 +229,7 @@ def _outputs(model: ModelConfig):
     return jax.jit(functools.partial(transformer.outputs, config=model))
 
 
-def train_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
+def train_expert_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
     """Trains and scores one model.
 
     Raises:

@@ -179,7 +179,7 @@ def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
     """Runs or resumes a sweep; returns the records of finished runs."""
-    outcome = sweep_tables.run_sweep(sweep, folder, progress)
+    outcome = sweep_tables.run_sweep_with_progress(sweep, folder, progress)
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "

@@ -11,7 +11,7 @@ import numpy as np
 from scaling.fits import fit as fits_fit
 from scaling.fits import intervals, result
 from scaling.frontiers import frontier, isoflop
-from scaling.frontiers.groups import find_groups
+from scaling.frontiers.groups import find_run_groups
 from scaling.laws import published
 from scaling.logs.log import Log
 from scaling.sweeps import family, learning_rates
@@ -88,7 +88,7 @@ def predict_held_out(
     n, d, c, loss = (
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
-    groups = find_groups(n, d, c, loss, tolerance=0.1)
+    groups = find_run_groups(n, d, c, loss, tolerance=0.1)
     found = frontier.bootstrap_frontier(
         "parabola", isoflop.by_parabola(groups), groups.flops, groups.strata
     )

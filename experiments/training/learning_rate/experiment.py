@@ -144,7 +144,9 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains or resumes the sweep, then fits; if stopped, uses the finished runs."""
     with files.folder_or_temporary(config.folder) as folder:
-        records = sweep_tables.run_sweep(config.sweep, folder, progress).records
+        records = sweep_tables.run_sweep_with_progress(
+            config.sweep, folder, progress
+        ).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
     best = OptimalRates.of(optimal_rates(rows) if rows else [])

@@ -11,7 +11,7 @@ from jaxkv import clock
 from jaxkv.ledger import SequenceEvents
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import init, run_steps
+from jaxkv.simulation.step import init_simulation, simulate_steps
 from jaxkv.workloads.arrivals import Workload
 from tests.support import smoke
 
@@ -34,10 +34,10 @@ def test_python_scheduler_equals_the_simulator() -> None:
 
     @jax.jit
     def start() -> Simulation:
-        return init(w, capacity, policy, max_slots=8)
+        return init_simulation(w, capacity, policy, max_slots=8)
 
     run = jax.jit(
-        run_steps,
+        simulate_steps,
         static_argnames=("num_steps", "head"),
     )
     state, info = run(

@@ -161,7 +161,7 @@ class Fuzz:
     def _cost(self) -> list[str]:
         if self._rng.random() < 0.4:
             return ["llama-2-7b"]
-        bundle = Path(bundled.find_model_folder("stdlib-bytes"), "config.json")
+        bundle = Path(bundled.find_bundled_folder("stdlib-bytes"), "config.json")
         is_file = self._rng.random() < 0.5
         return [self._file() if is_file else self._copy(bundle, "mine.json")]
 

@@ -182,7 +182,7 @@ def test_beam_search_flags_set_sampling_parameters() -> None:
 
 def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
     """Returns log-probabilities of the next token after each token."""
-    model = checkpoints.load_model(bundled.find_model_folder(model_name))
+    model = checkpoints.load_model(bundled.find_bundled_folder(model_name))
     sequence = jnp.asarray([tokens])
     logits = transformer.logits(model.params, sequence, config=model.config)
     return np.asarray(jax.nn.log_softmax(logits[0], axis=1))
@@ -347,9 +347,11 @@ def test_a_folder_takes_precedence_over_a_bundled_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert bundled.find_model_folder("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
+    assert (
+        bundled.find_bundled_folder("stdlib-bytes") == bundled.FOLDER / "stdlib-bytes"
+    )
     (tmp_path / "stdlib-bytes").mkdir()
-    assert bundled.find_model_folder("stdlib-bytes") == Path("stdlib-bytes")
+    assert bundled.find_bundled_folder("stdlib-bytes") == Path("stdlib-bytes")
 
 
 def test_compile_time_is_reported_separately() -> None:

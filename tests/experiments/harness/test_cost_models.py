@@ -56,9 +56,9 @@ def test_published_fits_give_the_printed_step_times(
 def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
     """A prefill chunk after 50 tokens, and two decodes."""
     new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
-    found = cost_models.roofline(
+    found = cost_models.make_roofline_cost(
         published.describe(model),
-        devices.find("a100-80gb"),
+        devices.find_device("a100-80gb"),
         num_devices=2,
         compute_share=0.5,
         overhead_s=0.002,
@@ -71,8 +71,8 @@ def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
         prompt_squares=120**2 - 50**2,
         num_drawn=3,
     )
-    assert isinstance(found.cost, cost_models.Roofline)
-    apart = steps.work(found.cost.step, new, past, jnp.int32(3))
+    assert isinstance(found.cost, cost_models.RooflineCost)
+    apart = steps.step_work(found.cost.step, new, past, jnp.int32(3))
     np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
     cost = found.cost._replace(copy_s=jnp.float32(0.25), swap_s=jnp.float32(0.5))

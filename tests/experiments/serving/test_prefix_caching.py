@@ -192,7 +192,7 @@ def test_a_recording_without_prefixes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("arrival_s,prompt_tokens,output_tokens\n0,5,5\n")
     with pytest.raises(ValueError, match="in common"):
-        workloads.read_recording(str(path))
+        workloads.read_prompt_pages(str(path))
 
 
 @pytest.mark.slow
@@ -211,7 +211,9 @@ def test_a_stopped_run_keeps_finished_servings(server: Stepper) -> None:
 
 @pytest.mark.slow
 def test_the_recording_has_the_counted_hits() -> None:
-    load = workloads.read_recording(str(traces.find("traces/mooncake_synthetic.jsonl")))
+    load = workloads.read_prompt_pages(
+        str(traces.find("traces/mooncake_synthetic.jsonl"))
+    )
     assert (len(load.page_ids), load.num_pages) == (3993, 121_877)
     assert 1 - load.num_distinct / load.num_pages == pytest.approx(0.640, abs=5e-4)
     server = serving.make_cache_engine(load.num_distinct + 1, load.longest, 1)

@@ -29,8 +29,8 @@ from jaxkv.simulation import (
     step,
 )
 from jaxkv.simulation.counted_pages import CountedPages
-from jaxkv.simulation.state import Capacity, Simulation, init
-from jaxkv.simulation.step import StepInfo
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
+from jaxkv.simulation.step import SimulationInfo
 from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
 from scaling.shapes import published
@@ -149,7 +149,7 @@ RULE = fcfs.fcfs(chunk_size=7, stackable=True)
 
 class Ran(NamedTuple):
     state: Simulation
-    infos: StepInfo
+    infos: SimulationInfo
     slots: Slots
     """After every step."""
     pages: CountedPages
@@ -163,10 +163,10 @@ def simulate(
     max_samples: int = 1,
     num_steps: int = 200,
 ) -> Ran:
-    state = init(w, bounds, RULE, max_slots=6, max_samples=max_samples)
+    state = init_simulation(w, bounds, RULE, max_slots=6, max_samples=max_samples)
 
     def body(state: Simulation, _: None) -> Any:
-        state, info = step.step(
+        state, info = step.simulate_step(
             state,
             w,
             capacity=bounds,
@@ -394,7 +394,9 @@ def test_everything_is_added_up() -> None:
     np.testing.assert_array_equal(short.finish_s, found.finish_s)
     last = loads[2]
     state = jax.jit(
-        lambda w, x: step.run(w, TIGHT, RULE, COST, max_slots=6, acceptance=x)
+        lambda w, x: step.simulate_workload(
+            w, TIGHT, RULE, COST, max_slots=6, acceptance=x
+        )
     )(last, laws[2])
     alone = outcomes.read(state, last)
     np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
@@ -427,12 +429,14 @@ SPECULATES = costs.work(
 
 
 def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
-    found = cost_models.roofline(
-        published.describe("opt-13b"), devices.find("a100-80gb"), compute_share=0.01
+    found = cost_models.make_roofline_cost(
+        published.describe("opt-13b"),
+        devices.find_device("a100-80gb"),
+        compute_share=0.01,
     )
     new, past = jnp.array([70, 4, 2]), jnp.array([50, 400, 9])
-    assert isinstance(found.cost, cost_models.Roofline)
-    apart = steps.work(found.cost.step, new, past, jnp.int32(3 + 4))
+    assert isinstance(found.cost, cost_models.RooflineCost)
+    apart = steps.step_work(found.cost.step, new, past, jnp.int32(3 + 4))
     np.testing.assert_allclose(found.cost(SPECULATES), apart.time_s, rtol=1e-6)
 
 

@@ -12,7 +12,7 @@ from jaxkv.ledger import SequenceProgress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.simulations import COST
@@ -90,10 +90,12 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     ]
 
     def run(reservation: contiguous.Reservation) -> Any:
-        state = init(w, bounds, policy, max_slots=12, reservation=reservation)
+        state = init_simulation(
+            w, bounds, policy, max_slots=12, reservation=reservation
+        )
 
         def step(state: Simulation, _: None) -> Any:
-            state, info = simulation_step.step(
+            state, info = simulation_step.simulate_step(
                 state,
                 w,
                 capacity=bounds,

@@ -169,7 +169,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
     @jax.jit
     def run(loads: arrivals.Workload) -> Simulation:
         def one(load: arrivals.Workload) -> Simulation:
-            return step.run(load, BOUNDS, fcfs.fcfs(), COST, max_slots=6)
+            return step.simulate_workload(load, BOUNDS, fcfs.fcfs(), COST, max_slots=6)
 
         return jax.vmap(one)(loads)
 
@@ -207,7 +207,7 @@ def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
     @jax.jit
     def run(most: jax.Array) -> Simulation:
         def one(most: jax.Array) -> Simulation:
-            return step.run(load, BOUNDS, Nobody(most), COST, max_slots=6)
+            return step.simulate_workload(load, BOUNDS, Nobody(most), COST, max_slots=6)
 
         return jax.vmap(one)(most)
 

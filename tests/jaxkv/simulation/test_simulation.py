@@ -103,9 +103,9 @@ def simulate(
     policy: interface.Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[simulation_state.Simulation, simulation_step.StepInfo]:
-    state = simulation_step.init(w, bounds, policy, max_slots=6)
-    return simulation_step.run_steps(
+) -> tuple[simulation_state.Simulation, simulation_step.SimulationInfo]:
+    state = simulation_step.init_simulation(w, bounds, policy, max_slots=6)
+    return simulation_step.simulate_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
     )
 

@@ -49,7 +49,9 @@ def test_a_run_inside_a_program_ends_and_its_latency_is_not_a_number() -> None:
     @jax.jit
     def run(mood: jax.Array) -> Any:
         policy = Moody(mood)
-        return step.run(LOAD, BOUNDS, policy, simulations.COST, max_slots=6)
+        return step.simulate_workload(
+            LOAD, BOUNDS, policy, simulations.COST, max_slots=6
+        )
 
     for mood in (moods.REFUSES, moods.THRASHES):
         state = run(jnp.int32(mood))

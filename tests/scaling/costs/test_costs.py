@@ -248,7 +248,7 @@ def test_the_bundled_model_reads_as_both() -> None:
     from experiments.harness import bundled
     from jaxkv.models.huggingface import configs
 
-    path = bundled.find_model_folder("stdlib-bytes")
+    path = bundled.find_bundled_folder("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
     actual = from_model.describe_config(configs.from_hf(raw), name="stdlib-bytes")
     assert huggingface.load_shape(path) == actual

@@ -114,7 +114,7 @@ def test_published_totals() -> None:
     assert 6 * llama * 15.6e12 == pytest.approx(3.8e25, rel=2e-3)
     deepseek = parameters.count_parameters(published.describe("deepseek-v3"))
     assert deepseek.active_non_embedding == pytest.approx(37e9, rel=0.02)
-    h800 = devices.find("h800").bfloat16
+    h800 = devices.find_device("h800").bfloat16
     share = 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * h800)
     assert share == pytest.approx(0.346, abs=5e-4)
 
@@ -132,7 +132,7 @@ def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
     # A weight of two bytes, two operations: b = s = 1 is bound by memory everywhere.
     work = serving.decode_work(LLAMA, batch=1, context=1)
     assert work.intensity == pytest.approx(1.0, abs=1e-3)
-    a100 = devices.find("a100-40gb")
+    a100 = devices.find_device("a100-40gb")
     found = serving.roofline(work, a100)
     assert found.bound == "memory"
     assert found.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
@@ -140,7 +140,7 @@ def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
 
 
 def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
-    a100 = devices.find("a100-40gb")
+    a100 = devices.find_device("a100-40gb")
 
     def decodes(batch: int, context: int) -> float:
         return serving.decode_work(LLAMA, batch=batch, context=context).intensity
@@ -169,9 +169,9 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
 
 
 def test_sequences_that_fit_next_to_the_weights() -> None:
-    model, a100 = published.describe("llama-2-13b"), devices.find("a100-40gb")
+    model, a100 = published.describe("llama-2-13b"), devices.find_device("a100-40gb")
     left = 40e9 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)
     assert fit == int(left / (2048 * 819_200))
-    assert serving.max_batch(LLAMA, devices.find("t4"), context=4096) == 1
-    assert serving.max_batch(model, devices.find("t4"), context=1) == 0
+    assert serving.max_batch(LLAMA, devices.find_device("t4"), context=4096) == 1
+    assert serving.max_batch(model, devices.find_device("t4"), context=1) == 0

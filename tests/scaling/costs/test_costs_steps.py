@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from scaling.costs import devices, serving, steps
-from scaling.costs.steps import step_cost, work
+from scaling.costs.steps import step_cost, step_work
 from scaling.shapes import published
 
-A100 = devices.find("a100-40gb")
+A100 = devices.find_device("a100-40gb")
 
 
 def ints(*values: int) -> jax.Array:
@@ -21,7 +21,7 @@ def ints(*values: int) -> jax.Array:
 def test_a_step_of_decoding(name: str) -> None:
     model = published.describe(name)
     cost = step_cost(model, A100, num_devices=2)
-    found = work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
+    found = step_work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
     exact = serving.decode_work(model, batch=3, context=6000)
     assert found.flops == pytest.approx(exact.flops, rel=1e-5)
     # An embedding row counts as part of the weights: a few kB.
@@ -33,9 +33,9 @@ def test_a_step_of_decoding(name: str) -> None:
 def test_a_prompt_read_in_chunks() -> None:
     model = dataclasses.replace(published.describe("llama-2-7b"), windows=(100,))
     cost = step_cost(model, A100)
-    whole = float(work(cost, ints(300), ints(0), jnp.int32(1)).flops)
+    whole = float(step_work(cost, ints(300), ints(0), jnp.int32(1)).flops)
     chunks = [
-        float(work(cost, ints(100), ints(past), jnp.int32(past == 200)).flops)
+        float(step_work(cost, ints(100), ints(past), jnp.int32(past == 200)).flops)
         for past in (0, 100, 200)
     ]
     assert sum(chunks) == pytest.approx(whole, rel=1e-6)
@@ -47,9 +47,9 @@ def test_a_prompt_read_in_chunks() -> None:
 def test_an_idle_step_takes_no_time_and_others_their_overhead() -> None:
     model = published.describe("smollm2-135m")
     cost = step_cost(model, A100, overhead_s=0.5, bandwidth_share=0.5)
-    idle = work(cost, ints(0, 0), ints(7, 9), jnp.int32(0))
+    idle = step_work(cost, ints(0, 0), ints(7, 9), jnp.int32(0))
     assert (float(idle.time_s), float(idle.bytes)) == (0, 0)
-    found = work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
+    found = step_work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
     exact = serving.roofline(serving.decode_work(model, batch=1, context=8), A100)
     assert found.time_s == pytest.approx(0.5 + 2 * exact.time_s, rel=1e-5)
 
@@ -59,7 +59,7 @@ def test_coefficients_are_swept_by_vmap() -> None:
     shares = [0.25, 0.5, 1.0]
     costs = [step_cost(model, A100, bandwidth_share=x) for x in shares]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *costs)
-    run = jax.jit(jax.vmap(work, in_axes=(0, None, None, None)))
+    run = jax.jit(jax.vmap(step_work, in_axes=(0, None, None, None)))
     times = run(stacked, ints(1, 1), ints(10, 20), jnp.int32(2)).time_s.tolist()
     assert times == pytest.approx([4 * times[2], 2 * times[2], times[2]])
 

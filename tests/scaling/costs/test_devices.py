@@ -6,12 +6,14 @@ from scaling.costs import devices
 
 
 def test_the_lectures_price_list_of_rates() -> None:
-    rates = {name: devices.find(name).bfloat16 for name in ("a100", "V100", "t4")}
+    rates = {
+        name: devices.find_device(name).bfloat16 for name in ("a100", "V100", "t4")
+    }
     assert rates == {"a100": 312e12, "V100": 125e12, "t4": 65e12}
 
 
 def test_an_a100_turns_at_200_operations_per_byte() -> None:
-    assert devices.find("a100-40").ridge() == pytest.approx(200.64, abs=0.01)
+    assert devices.find_device("a100-40").ridge() == pytest.approx(200.64, abs=0.01)
 
 
 def test_every_device_is_whole() -> None:

@@ -19,7 +19,12 @@ from scaling.frontiers.frontier import (
     compare_exponents,
     disagreement_warning,
 )
-from scaling.frontiers.groups import SAME_SIZE, IsoflopGroups, find_groups, merge_sizes
+from scaling.frontiers.groups import (
+    SAME_SIZE,
+    IsoflopGroups,
+    find_run_groups,
+    merge_sizes,
+)
 
 BUDGETS = np.geomspace(1e18, 1e21, 5)
 
@@ -41,7 +46,7 @@ def make_groups(
     num_tokens = flops / 6 / num_params
     loss = 1.7 + sign * (400 * num_params**-alpha + 410 * num_tokens**-beta)
     loss = loss * np.exp(noise * np.random.default_rng(seed).normal(size=loss.size))
-    return find_groups(num_params, num_tokens, flops, loss)
+    return find_run_groups(num_params, num_tokens, flops, loss)
 
 
 def optimum(alpha: float, beta: float) -> np.ndarray:
@@ -133,11 +138,11 @@ def test_groups_without_a_minimum_are_refused() -> None:
 
     # The lowest loss is inside, but the parabola of the five losses opens downward.
     x, y = np.arange(1.0, 6), np.array([3.0, 5.0, 2.9, 5.0, 3.0])
-    bent = find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
+    bent = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
     found = frontier(bent, isoflop.by_parabola(bent))
     assert found.minima.reason.tolist() == [[DOWNWARD]]
     y = np.array([3.0, 2.95, 2.96, 3.0, 3.3])
-    steep = find_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
+    steep = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
     assert frontier(steep, isoflop.by_parabola(steep)).num_params is None
     with pytest.raises(ValueError, match="window=4 must be odd"):
         isoflop.by_parabola(bent, 4)
@@ -156,7 +161,7 @@ def noisy_groups(
     loss = 1.8 + 420 * num_params**-0.34 + 1500 * num_tokens**-0.36
     loss *= np.exp(0.005 * np.random.default_rng(0).normal(size=loss.size))
     loss[list(spoilt)] *= 1.4
-    return find_groups(num_params, num_tokens, flops, loss)
+    return find_run_groups(num_params, num_tokens, flops, loss)
 
 
 def spoilt_groups(*spoilt: int) -> IsoflopGroups:
@@ -189,7 +194,7 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     flops = np.repeat(BUDGETS[:2], 5)
     num_params = 0.1 * flops**0.5 * np.tile([0.3, 0.98, 1, 10, 30], 2)
     loss = np.repeat([1.0, 0.9], 5) * np.tile([2.6, 2.505, 2.5, 2.52, 2.7], 2)
-    groups = find_groups(num_params, flops / 6 / num_params, flops, loss)
+    groups = find_run_groups(num_params, flops / 6 / num_params, flops, loss)
     found = frontier(groups, isoflop.by_parabola(groups, 3))
     assert found.minima.reason.tolist() == [[DEEP] * 2]
     assert found.num_params is None
@@ -250,7 +255,7 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
             for name in ("num_params", "num_tokens", "loss")
         )
         loss = loss * change(plain)
-        groups = find_groups(n, d, 6 * n * d, loss)
+        groups = find_run_groups(n, d, 6 * n * d, loss)
         surfaces = (isoflop.fit_group_surface(groups, robust=x) for x in (False, True))
         return isoflop.surface_warnings(groups, *surfaces)
 
@@ -268,7 +273,7 @@ def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
         flops = np.repeat(10 ** rng.uniform(13, 22, 3), 6)
         num_params = flops**0.5 * 10 ** rng.uniform(-1, 1, 18) ** (1 + seed % 2)
         loss = 10 ** rng.uniform(-8, 8, 18) if seed % 3 else np.full(18, 2.5)
-        groups = find_groups(num_params, flops / num_params, flops, loss)
+        groups = find_run_groups(num_params, flops / num_params, flops, loss)
         surface = isoflop.fit_group_surface(groups)
         both = float(surface.alpha[0]), float(surface.beta[0])
         for find in (
@@ -311,7 +316,7 @@ def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     ]
     flops = np.repeat([6e10, 1.8e11], 8)
     n = np.tile(sizes, 2)
-    real = find_groups(n, flops / 6 / n, flops, np.ravel(losses))
+    real = find_run_groups(n, flops / 6 / n, flops, np.ravel(losses))
     windows = [frontier(real, isoflop.by_parabola(real, w)) for w in isoflop.WINDOWS]
     (warning,) = compare_exponents(windows, what="window")
     assert warning.startswith("the exponent of N depends on the window: x 0.")
@@ -337,15 +342,15 @@ def test_intervals_of_many_sets_have_their_coverage() -> None:
 def test_runs_are_grouped_by_budget() -> None:
     n = np.array([1.0, 2, 3, 3, 1, 2, 5, 7])
     flops = np.array([100, 104, 96, 97, 500, 505, 510, 9e3])
-    groups = find_groups(n, flops / n, flops, 1 + n, tolerance=0.1)
+    groups = find_run_groups(n, flops / n, flops, 1 + n, tolerance=0.1)
     assert [list(group.sizes) for group in groups.groups] == [[1, 2, 3], [1, 2, 5]]
     assert list(groups.strata) == [0, 0, 0, 0, 1, 1, 1]
     assert list(groups.rows) == [0, 1, 2, 3, 4, 5, 6]
     assert groups.num_left == 1
     np.testing.assert_allclose(groups.groups[0].tokens[-1], np.sqrt(96 * 97) / 3)
-    assert not find_groups(n, n, flops, n, tolerance=0.0).groups
+    assert not find_run_groups(n, n, flops, n, tolerance=0.0).groups
     with pytest.raises(ValueError, match="tolerance"):
-        find_groups(n, n, flops, n, tolerance=1.0)
+        find_run_groups(n, n, flops, n, tolerance=1.0)
 
 
 def test_akima_is_lowest_where_scipys_is() -> None:

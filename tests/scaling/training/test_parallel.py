@@ -71,7 +71,7 @@ def check(
     meshes.check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(windows)
-    placed = meshes.place_tree(config, divided, params)
+    placed = meshes.place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
     run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
@@ -223,7 +223,7 @@ def test_recomputation_repeats_traffic(layout: str, fields: dict[str, Any]) -> N
 
 def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place_tree(config, layout, params)
+    placed = meshes.place_training_tree(config, layout, params)
     run = jax.jit(parallel.divided_gradient(config, StepConfig(layout=layout, **how)))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 

@@ -61,7 +61,7 @@ def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     meshes.check_trainable(config, divided, sequence_length=SEQ)
     params = transformer.init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    placed = meshes.place_tree(config, divided, params)
+    placed = meshes.place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, accumulation=num_micro, schedule=kind)
     run = jax.jit(parallel.divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
@@ -130,7 +130,7 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
 
 def compiled(config: ModelConfig, how: StepConfig) -> Any:
     params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place_tree(config, how.layout, params)
+    placed = meshes.place_training_tree(config, how.layout, params)
     run = jax.jit(parallel.divided_gradient(config, how))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 

@@ -87,7 +87,7 @@ def test_the_saving_worked_by_hand(
     prompt: int, answer: int, n: int, share: float
 ) -> None:
     lengths = Lengths(np.array([prompt]), np.array([answer]))
-    assert length_distributions.shared_page_saving(lengths, n, 16) == pytest.approx(
+    assert length_distributions.measured_page_saving(lengths, n, 16) == pytest.approx(
         share
     )
     # Set counts agree, except for the prefill step.
