@@ -85,6 +85,7 @@ DOORS = {
 }
 
 TOP_LEVEL = {
+    "GLOSSARY.md",
     *PACKAGES,
     *("tests", ".ci", ".github"),
     *("pyproject.toml", "constraints.txt", ".python-version", ".gitignore"),

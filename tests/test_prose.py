@@ -1,0 +1,62 @@
+"""Counts of words that hide the subject of a sentence, in all prose of the packages.
+
+Prose is docstrings, comments, string literals, TOML and Markdown. Texts that a run
+wrote (records and their results page) and the diary are not counted.
+"""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+WATCHED = (
+    "who whom nobody anybody somebody everybody whoever beside behind stand stands "
+    "stood tell tells told say says said wishes rests likewise whither whatever lies "
+    "lays anew alike"
+).split()
+"""Words of personified systems and of vague places."""
+VAGUE = ["what", "nothing", "others", "alone"]
+
+MOST_WATCHED, MOST_VAGUE = 5.0, 15.0
+"""Words allowed in 10,000."""
+
+SKIPPED = re.compile(r"experiments/(records/.+/report\.md|RESULTS\.md|LOG\.md)$")
+
+
+def _texts(package: str) -> Iterator[str]:
+    """Yields the prose of a package or page."""
+    top = ROOT / package
+    for path in [top] if top.is_file() else sorted(top.rglob("*")):
+        if SKIPPED.search(path.as_posix()):
+            continue
+        if path.suffix in (".md", ".toml"):
+            yield path.read_text(encoding="utf-8")
+        elif path.suffix == ".py":
+            source = io.StringIO(path.read_text(encoding="utf-8"))
+            for token in tokenize.generate_tokens(source.readline):
+                if token.type in (
+                    tokenize.COMMENT,
+                    tokenize.STRING,
+                    tokenize.FSTRING_MIDDLE,
+                ):
+                    yield token.string
+
+
+@pytest.mark.parametrize(
+    "package", ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md"]
+)
+def test_sentences_name_their_subjects(package: str) -> None:
+    words = [
+        word.lower()
+        for text in _texts(package)
+        for word in re.findall(r"[A-Za-z][A-Za-z']*", text)
+    ]
+    for listed, most in ((WATCHED, MOST_WATCHED), (VAGUE, MOST_VAGUE)):
+        found = {word: words.count(word) for word in listed if word in words}
+        share = 10_000 * sum(found.values()) / len(words)
+        assert share <= most, (package, share, found)
