@@ -1,4 +1,4 @@
-"""Carrying out a plan: preempts, admits, reserves pages and copies shared ones."""
+"""Applies a plan: preemption, admission, page reservation and copy-on-write."""
 
 import functools
 from typing import NamedTuple
@@ -16,45 +16,45 @@ from jaxkv.scheduling import interface
 
 
 class Turned(NamedTuple):
-    """How many came and went in a step."""
+    """Numbers of preemptions and admissions in a step."""
 
     num_preempted: Int32[Array, ""]
-    """Sequences that lost their slots."""
+    """Preempted sequences."""
     num_swapped_out: Int32[Array, ""]
-    """How many of these had pages that left the pool."""
+    """Preempted sequences that were swapped out."""
     num_swapped_in: Int32[Array, ""]
-    """Sequences whose pages came back."""
+    """Sequences that were swapped in."""
     num_admitted: Int32[Array, ""]
-    """Requests whose sequences got slots."""
+    """Admitted requests."""
 
 
 class Applied(NamedTuple):
-    """What carrying out a plan came to."""
+    """A plan after its application."""
 
     turned: Turned
     num_rows: Int32[Array, " slots"]
-    """Rows of each slot, drafts apart; none if there were not enough pages."""
+    """Tokens to feed, drafts excluded; 0 if there were not enough pages."""
     granted: Int32[Array, " slots"] | None
-    """Drafts that each slot may feed behind them; None if there is no drafter."""
+    """Granted draft length of each slot; None if there is no drafter."""
     kept: Int32[Array, " slots"]
-    """Token places that each slot holds, those for drafts apart."""
+    """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
-    """Pages copied because they are about to be written."""
+    """Pages copied before a write because they are shared."""
     enough: Bool[Array, ""]
-    """Whether there were pages for all places asked for."""
+    """True if there were pages for the whole plan."""
 
 
 class _Batch(NamedTuple):
-    """What the slots do in this step."""
+    """The slots after preemption and admission."""
 
     plan: SlotPlan
     turned: Int32[Array, " counts"]
     """The fields of `Turned`."""
     back: Int32[Array, " head"] | None
-    """If there is a staging buffer: requests that are swapped in, by the rows of their
-    first sequences; `NO_SEQUENCE` for all other ones."""
+    """Requests that are swapped in, by the rows of their first sequences, or
+    `NO_SEQUENCE`; None without swapping."""
     num_back: Int32[Array, ""] | None
-    """Pages that these take."""
+    """Pages that they need; None without swapping."""
 
 
 def apply_plan(
@@ -64,22 +64,26 @@ def apply_plan(
     config: EngineConfig,
     eviction: Eviction | None = None,
 ) -> tuple[EngineState, Applied]:
-    """Preempts, admits, reserves, and copies pages that are about to be written.
+    """Preempts and admits, reserves pages, and copies shared pages before a write.
 
-    `found` are the cached pages of the requests at the head of the queue.
+    Args:
+      state: the engine.
+      plan: the plan.
+      found: the cached pages of the requests at the head of the queue.
+      config: the engine's configuration.
+      eviction: the eviction rule of the prefix cache.
 
     Returns:
-      The new state, in which all pages that the step writes are reserved, and what
-      happened.
+      The new state, with all pages reserved that the step writes; and the applied plan.
     """
-    # Padded to one length: a reduction of each, or of both joined, is another launch.
+    # Padded to one length, since two reductions would be two kernel launches.
     size = max(plan.preempt.shape[0], plan.admit.shape[0])
     preempt, admit = (
         jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
     )
     with jax.named_scope("turn_over"):
         staged = state.staging is not None
-        # The batch if no sequence is preempted or admitted.
+        # Used as it is if no sequence is preempted or admitted.
         batch = _Batch(
             plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
             turned=jnp.zeros((len(Turned._fields),), jnp.int32),
@@ -113,10 +117,10 @@ def _turn_over(
     config: EngineConfig,
     eviction: Eviction | None,
 ) -> tuple[EngineState, _Batch]:
-    """Preempts and admits; most steps do neither."""
+    """Preempts and admits. Skipped in steps that do neither."""
     state, _ = carry
     head, gone = counts.look_up_head(state, config), plan.preempt
-    # Preemption: pages leave before slots, as the page table is by slot.
+    # Pages are released before the slots move: the page table is indexed by slot.
     group = groups.find_groups(state)
     state = beam_search.note_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
@@ -146,7 +150,7 @@ def _turn_over(
     source, num_slots = new.source, new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=page_table.moved(state.table, stays))
-    # Slots of the first sequences of the admitted requests, by request.
+    # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
@@ -174,10 +178,10 @@ def _reserve(
     batch: _Batch,
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, ""], Bool[Array, ""]]:
-    """Makes room for the places asked for, and copies shared pages before a write.
+    """Reserves the planned token places, and copies shared pages before a write.
 
     Returns:
-      The new state, the number of pages copied, and whether there was room.
+      The new state, the number of pages copied, and True if there were enough pages.
     """
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:

@@ -1,8 +1,7 @@
-"""The sampling step: a token for every slot whose known tokens are all fed.
+"""The sampling step: samples a token for each slot whose known tokens are all fed.
 
-With speculation there may be several: the drafts that the verifier accepts, and one
-more. Then each slot has several places, and the law of each is asked as if all tokens
-before it were known.
+With speculation a slot may emit several tokens: the accepted drafts and one more. Each
+of its places is then judged as if all tokens before it were known.
 """
 
 import functools
@@ -36,37 +35,37 @@ from jaxkv.sampling import sampler, top_k
 
 
 class Emitted(NamedTuple):
-    """What the slots drew."""
+    """Tokens emitted by the slots."""
 
     tokens: Int32[Array, "slots emit_width"]
-    """Tokens of every slot, in order; those that do not count mean nothing."""
+    """Tokens of each slot in order; arbitrary from `num_emitted` on."""
     logprobs: Float[Array, "slots emit_width"]
-    """Their log-probabilities under the raw logits, where asked for; else 0."""
+    """Log-probabilities under the raw logits, where requested; else 0."""
     num_emitted: Int32[Array, " slots"]
-    """How many of the tokens count."""
+    """Number of emitted tokens."""
     begins: Bool[Array, " slots"]
-    """Slots whose sequence has got its first token."""
+    """Slots whose sequence got its first token."""
     reason: Int32[Array, " slots"]
-    """Why each slot's sequence has ended, or NOT_ENDED."""
+    """Finish reason of each slot's sequence, or `NOT_ENDED`."""
     verified: Verified | None = None
-    """With speculation, what became of the drafts."""
+    """Results of verification; None without speculation."""
 
 
 class _Drawn(NamedTuple):
-    """What could follow the known tokens of every slot, ends apart."""
+    """Candidate tokens of the slots, before stop conditions are applied."""
 
     tokens: Int32[Array, " rows"]
-    """Those of a slot side by side, `emit_width` each."""
+    """Tokens in order of slots, `emit_width` for each."""
     logprobs: Float[Array, " rows"]
     num: Int32[Array, " slots"] | None
-    """How many tokens follow; of slots that emit nothing any number. None: one, if it
-    is valid."""
+    """Number of tokens, arbitrary in slots that do not emit. None: one token, none if
+    it is invalid."""
     invalid: Bool[Array, " slots"]
-    """Slots of which nothing can be drawn behind these."""
+    """Slots without a valid token after these."""
     scored: Bool[Array, " rows"]
-    """Whether log-probabilities are kept."""
+    """True if log-probabilities are kept."""
     logits: Callable[[], Float[Array, "rows vocab"]]
-    """The raw logits that gave each token."""
+    """Returns the raw logits of each token."""
     verified: Verified | None = None
 
 
@@ -79,14 +78,19 @@ def emit(
     speculation: Speculation | None = None,
     drafts: Drafts | None = None,
 ) -> tuple[EngineState, Emitted]:
-    """Draws for every slot that has logits and no known token to feed.
+    """Samples for each slot that has logits and no known token left to feed.
 
-    The rows of this step are counted as written, drafts apart. `fed` marks slots that
-    fed something, or were forked; `result` has their logits, of any other slot
-    anything. With speculation, the `drafts` follow the known tokens, and were fed.
+    Args:
+      state: the engine, with the rows of this step counted as written, drafts excluded.
+      fed: slots that fed tokens or were forked.
+      result: output of the model; arbitrary in slots that `fed` does not mark.
+      logits_fn: changes logits before sampling.
+      config: the engine's configuration.
+      speculation: drafter and verifier.
+      drafts: the drafts, which were fed after the known tokens.
 
     Returns:
-      The new state, and what was drawn.
+      The new state, and the emitted tokens.
     """
     known = state.slots.num_tokens
     ready = fed & (state.table.length == known)
@@ -110,7 +114,7 @@ def emit(
         is_tree = drafts.tree is not None
         drawn = _as_drawn(state, judged, emits, is_tree, result, config)
     state, emitted = _note(state, drawn, emits)
-    # Log-probabilities: of the tokens drawn, of alternatives, and of prompts.
+    # Log-probabilities of the emitted tokens, of prompts, and of alternatives.
     s, width = state.sequences, config.emit_width
     sequence, place = by_place(state.slots.sequence, width), places(known, width)
     counts = place < by_place(known + emitted.num_emitted, width)
@@ -125,7 +129,7 @@ def emit(
     def choices(logits: Array) -> tuple[Array, Array]:
         sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
         ids, logprobs = sampling_beam_search.choices(logits, **sizes)
-        # No beam goes on from logits that are not all finite.
+        # A beam with logits that are not finite has no continuation.
         finite = top_k.is_finite(logits)[:, None]
         return ids, jnp.where(finite, logprobs, jnp.nan)
 
@@ -135,7 +139,7 @@ def emit(
     state, found = engine_beam_search.advance(state, logits, ready, choose, config)
     ended = found != NOT_ENDED
     reason = jnp.where(ended, found, emitted.reason)
-    # The tokens of a search come with its end.
+    # The answers of a beam search are available only at its end.
     return state, emitted._replace(reason=reason, begins=emitted.begins | ended)
 
 
@@ -147,19 +151,19 @@ def _as_drawn(
     result: model_runner.Fed,
     config: EngineConfig,
 ) -> _Drawn:
-    """The tokens of verified drafts, with their log-probabilities where asked for."""
+    """Returns the tokens of verified drafts, with requested log-probabilities."""
     path = judged.verified.path if is_tree else None
     logits = functools.partial(verification.in_order, result, path, config)
     tokens = judged.tokens.reshape(-1)
     scored = state.sequences.scored[jnp.maximum(state.slots.sequence, 0)] & emits
     scored = by_place(scored, config.emit_width)
-    nothing = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
+    zeros = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
     found = lax.cond(
         jnp.any(scored),
         lambda: sampler.token_logprobs(logits(), tokens),
-        lambda: nothing,
+        lambda: zeros,
     )
-    logprobs = jnp.where(scored, found, nothing)
+    logprobs = jnp.where(scored, found, zeros)
     drawn = tokens, logprobs, judged.num, judged.invalid, scored
     return _Drawn(*drawn, logits, judged.verified)
 
@@ -170,7 +174,7 @@ def _draw(
     logits_fn: LogitsFn | None,
     config: EngineConfig,
 ) -> sampler.Draw:
-    """Draws for all rows, if anybody draws at all."""
+    """Samples a token for each row; skipped if no slot emits."""
     asks = emits & ~sampler.is_plain(rows.params, rows.scored)
     any_emits, any_asks = arrays.any_of(emits, asks)
 
@@ -200,7 +204,7 @@ def _draw(
 def _note(
     state: EngineState, drawn: _Drawn, emits: Bool[Array, " slots"]
 ) -> tuple[EngineState, Emitted]:
-    """Appends the tokens up to an end, and says who has ended, and why."""
+    """Appends tokens up to the first stop condition, and sets finish reasons."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     known, width = state.slots.num_tokens, drawn.tokens.shape[0] // row.shape[0]
@@ -216,7 +220,7 @@ def _note(
     else:
         full = place + 1 == s.limit[owner]
         why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
-        # The first end among the tokens and its reason, packed in one number.
+        # The first stop condition and its reason, packed in one integer.
         why = why.reshape(row.shape[0], -1)
         num = jnp.where(emits, drawn.num, 0)
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -243,7 +247,7 @@ def _score_prompts(
     result: model_runner.Fed,
     config: EngineConfig,
 ) -> Float[Array, "sequences max_length"]:
-    """Keeps the log-probabilities of prompt tokens whose rows were spare logit rows."""
+    """Stores the log-probabilities of prompt tokens, from the spare logit rows."""
     if config.num_logit_rows == config.max_slots:
         return logprobs
     logits = result.logits[config.max_slots :]
@@ -270,7 +274,7 @@ def _with_alternatives(
     result: model_runner.Fed,
     config: EngineConfig,
 ) -> Sequences:
-    """Keeps the most likely tokens where they are asked for, also at prompt places."""
+    """Stores the most likely tokens where requested, also at prompt positions."""
     if not config.max_logprobs:
         return s
 
@@ -288,7 +292,7 @@ def _with_alternatives(
         scored = arrays.take(s.scored, reader, fill=False)
         own = jnp.where(scored, reader, NO_SEQUENCE), result.spare_position + 1
         own = *own, *top(scored, lambda: result.logits[config.max_slots :])
-        # One write for both: each put is a launch.
+        # One write for both, since each `put` is a kernel launch.
         found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))
     sequence, place, ids, values = found
     return s._replace(

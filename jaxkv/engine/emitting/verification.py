@@ -1,8 +1,8 @@
-"""What becomes of the drafts: the verifier judges them, and one path is accepted.
+"""Verification of drafts: the verifier judges them, and one path is accepted.
 
-All places of a slot are judged at once, each as if all tokens before it were known. A
-step in which few are drafted judges few places: there is a program for each of
-`EngineConfig.lengths`, and one for none.
+All places of a slot are judged at once, each as if all tokens before it were known.
+There is a program for each draft length of `EngineConfig.lengths`, and one for length
+0, so that a step with short drafts judges few places.
 """
 
 import functools
@@ -23,14 +23,14 @@ from jaxkv.sampling import Params, random_keys, sampler
 
 
 class Judged(NamedTuple):
-    """What follows the known tokens of every slot."""
+    """Tokens that follow the known tokens of each slot."""
 
     tokens: Int32[Array, "slots places"]
-    """Accepted drafts, and the token behind them."""
+    """Accepted drafts, then the token sampled after them."""
     num: Int32[Array, " slots"]
-    """How many of these count; of slots that emit nothing any number."""
+    """Number of these tokens; arbitrary in slots that do not emit."""
     invalid: Bool[Array, " slots"]
-    """Slots of which nothing can be drawn behind these."""
+    """Slots without a valid token after the accepted drafts."""
     verified: Verified
 
 
@@ -43,9 +43,9 @@ def verify(
     logits_fn: LogitsFn | None,
     config: EngineConfig,
 ) -> Judged:
-    """Judges the drafts of every slot, and draws what follows the accepted ones.
+    """Judges the drafts of each slot, and samples the token after the accepted ones.
 
-    The arguments are those of `sampling_step.emit`; `emits` marks slots that draw.
+    The arguments are those of `sampling_step.emit`; `emits` marks slots that emit.
     """
 
     def judge(length: int) -> Judged:
@@ -94,14 +94,14 @@ def _judge(
     logits_fn: LogitsFn | None,
     config: EngineConfig,
 ) -> Judged:
-    """Judges as many places of each slot as there are columns of drafts, and one."""
+    """Judges `1 + length` places of each slot, where `drafts` has `length` columns."""
     num_slots, length = drafts.tokens.shape
     logits = of_places(result, length, config)
     rows = logit_rows.look_up(state, logits, emits, 1 + length)
     answer = rows.answer if drafts.tree is None else by_branch(rows.answer, drafts)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.children(drafts, speculation.drafter.width)
-    # By place; what stands at the root is no draft.
+    # By place; the root is not a draft.
     known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
     token = arrays.take(known, (slot[:, :, None], child), fill=-1)
     token, law = token.reshape(-1, child.shape[2]), drafts.law
@@ -142,13 +142,13 @@ def _along(
     drafts: Drafts,
     emits: Bool[Array, " slots"],
 ) -> Judged:
-    """The drafts along a path, and what the verifier drew behind the last of them.
+    """Returns the drafts along a path, and the token that follows the last of them.
 
     `known` are the drafts by place.
     """
     slot = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None]
     follows, invalid = (x.reshape(known.shape) for x in (ruling.token, ruling.invalid))
-    # The place that each token follows; behind the last one nothing counts.
+    # The place before each token; arbitrary after the last accepted draft.
     place = jnp.pad(path, ((0, 0), (1, 0)))
     index = jnp.arange(known.shape[1], dtype=jnp.int32)[None, :]
     last = index == accepted[:, None]
@@ -168,7 +168,7 @@ def _along(
 def of_places(
     result: model_runner.Fed, length: int, config: EngineConfig
 ) -> Float[Array, "rows vocab"]:
-    """The logits of the first places of every slot, those of a slot side by side."""
+    """Returns the logits of `1 + length` places of each slot, in order of slots."""
     assert result.drafted is not None
     last = result.logits[: config.max_slots, None]
     logits = jnp.concatenate([last, result.drafted[:, :length]], axis=1)
@@ -180,7 +180,7 @@ def in_order(
     path: Int32[Array, "slots drafts"] | None,
     config: EngineConfig,
 ) -> Float[Array, "rows vocab"]:
-    """The logits that gave each token of `Judged`; of None the path is a chain."""
+    """Returns the logits of each token of `Judged`; `path` None means a chain."""
     logits = of_places(result, config.max_drafts, config)
     if path is None:
         return logits
@@ -189,7 +189,7 @@ def in_order(
 
 
 def by_branch(answer: Answer, drafts: Drafts) -> Answer:
-    """What each place of a tree knows: the tokens on the way to it."""
+    """Sets the known tokens of each place in a tree to those on its path."""
     tree = drafts.tree
     assert tree is not None
     num_slots, num = drafts.tokens.shape
@@ -212,10 +212,10 @@ def walk(
     accepts: Bool[Array, "slots places width"],
     drafts: Drafts,
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots drafts"]]:
-    """Goes from each root to the first accepted child, and on, while there is one.
+    """Follows the first accepted child of each place, from the root on.
 
     Returns:
-      How many drafts are accepted, and their places in order.
+      The number of accepted drafts of each slot, and their places in order.
     """
     place = jnp.arange(1, drafts.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     accepts &= child >= 0
