@@ -1,4 +1,4 @@
-"""The ledger: the queue, the slots and the progress of sequences, in integers alone.
+"""The ledger: queue, slots and progress of sequences, as integers.
 
 The engine is a ledger with pages, a model and sampling; the simulator is a ledger with
 counted pages and a cost model. Both change it by the functions of this package, so that

@@ -1,4 +1,4 @@
-"""The engine's schedule without a model, in simulated time."""
+"""The simulator: the engine's scheduling with a cost model in place of the model."""
 
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation

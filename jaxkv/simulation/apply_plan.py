@@ -1,4 +1,4 @@
-"""Arrivals, what the policy sees, and the plan carried out on counted pages."""
+"""Arrivals, the `Counts` for the policy, and application of its plan."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from jaxkv.workloads import Workload
 
 
 def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
-    """Fills the head of the queue with requests that have arrived."""
+    """Moves requests that have arrived into the head of the queue."""
     books = state.ledger
     place = jnp.arange(head, dtype=jnp.int32)
     index = state.num_taken + place - books.num_waiting
@@ -48,9 +48,9 @@ def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
 def num_arrived(
     state: Simulation, workload: Workload, clock: Int32[Array, "*steps 2"]
 ) -> Int32[Array, "*steps"]:
-    """Counts the requests that can be served and have come by each time."""
+    """Counts the servable requests that have arrived by each time."""
     come = jnp.zeros(clock.shape[:-1], jnp.int32)
-    # Arrivals are in order: a binary search for the last that is past.
+    # Binary search for the last arrival, since arrivals are in order.
     for bit in reversed(range(state.order.size.bit_length())):
         more = come + (1 << bit)
         last = state.order[jnp.minimum(more, state.order.size) - 1]
@@ -75,9 +75,9 @@ def observe(
     max_samples: int,
     head: int,
 ) -> tuple[Head, Counts, CountedPages]:
-    """Returns the head of the queue, what the policy sees, and the pages of the head.
+    """Returns the head of the queue, the `Counts`, and the pages of the head.
 
-    With a reservation, a request sees no slot before it finds a block.
+    With a reservation, a request can be admitted only if there is a free block for it.
     """
     w, books, size = workload, state.ledger, capacity.page_size
     slots, length, places, block = books.slots, *state.pages
@@ -153,10 +153,10 @@ def apply_plan(
     workload: Workload,
     max_samples: int,
 ) -> tuple[Simulation, SlotPlan, Int32[Array, ""], Int32[Array, ""]]:
-    """Preempts and admits, as the engine's `apply_plan` does.
+    """Preempts and admits, as the engine's `apply_plan`.
 
     Returns:
-      The state, the plan for each slot, the number of requests that got slots, and the
+      The new state, the plan for each slot, the number of admitted requests, and the
       number of pages swapped out and in.
     """
     slots, length = state.ledger.slots, state.pages.length
@@ -207,16 +207,17 @@ def apply_plan(
 
 
 class Granted(NamedTuple):
-    """The part of a plan that is granted: all of it or none."""
+    """The granted part of a plan: all of it or none."""
 
     num_rows: Int32[Array, " slots"]
     """Rows of each slot, drafts excluded."""
     num_drafts: Int32[Array, " slots"] | None
     kept: Int32[Array, " slots"]
-    """Token places that each slot holds, those of drafts excluded."""
+    """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
     used_pages: Int32[Array, ""]
     enough: Bool[Array, ""]
+    """True if the plan was granted."""
 
 
 def grant(
@@ -226,10 +227,10 @@ def grant(
     wish: SlotPlan,
     capacity: Capacity,
 ) -> tuple[CountedPages, Granted]:
-    """Grants pages to all sequences or to none, as `page_table.reserve` does."""
+    """Grants the pages of the whole plan or none, as `page_table.reserve`."""
     size = capacity.page_size
     copies = counted_pages.num_copies(slots, pages.length, group, wish.num_rows, size)
-    places = kept = pages.places  # with a reservation, all that is ever needed
+    places = kept = pages.places  # a contiguous reservation is made at admission
     if pages.block is None:
         wanted = jnp.where(ledger.is_running(slots), wish.places, 0)
         places = kept = jnp.maximum(pages.places, wanted)

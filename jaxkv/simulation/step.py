@@ -1,13 +1,14 @@
-"""The engine's scheduler with a clock in place of the model.
+"""One step of a simulation: the engine's scheduling, and a cost model for the time.
 
-The policy, `schedule` and its counts are the engine's own; tokens and pages are only
-counted, and a cost model says how long each step takes. What happens is the same, step
-for step, as long as sequences end at their limits. All of it is one pure function of
-arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
+Policy, ledger and `schedule` are those of the engine. Tokens and pages are only
+counted, and a cost model returns the time of each step. If sequences end at their
+length limits, the schedule equals that of the engine step for step. A step is a pure
+function of arrays, so `vmap` can sweep arrival rates, seeds, pool sizes and parameters
+of policies.
 
-Sequences of one request share pages as the engine's do (`engine/groups`): those that
-the prompt has filled, and a partial one until they write. Who was preempted by
-recomputation has only the prompt in common with the others.
+Sequences of one request share pages as in the engine (`engine/groups.py`): the full
+pages of the prompt, and a partial page until the first write. After a preemption by
+recomputation they share the prompt only.
 """
 
 from typing import Any, NamedTuple
@@ -30,40 +31,41 @@ from jaxkv.workloads import Workload
 
 
 class StepInfo(NamedTuple):
-    """What a step did. One that fed nothing and moved nothing took no time."""
+    """Information about a step. A step that feeds and moves no tokens takes no time."""
 
     start: Int32[Array, " 2"]
-    """The clock before it."""
+    """Clock before the step: seconds and microseconds."""
     micros: Int32[Array, ""]
-    """How long it took."""
+    """Duration of the step in microseconds."""
     work: Work
+    """Work of the step, the input of the cost model."""
     num_running: Int32[Array, ""]
-    """Sequences that have a slot."""
+    """Running sequences."""
     num_waiting: Int32[Array, ""]
-    """Requests that have arrived and have none, seen by the policy or not."""
+    """Requests that have arrived and wait, in the queue or beyond it."""
     num_admitted: Int32[Array, ""]
-    """Requests that got slots."""
+    """Requests admitted."""
     num_preempted: Int32[Array, ""]
-    """Sequences that were preempted."""
+    """Sequences preempted."""
     num_finished: Int32[Array, ""]
     """Sequences that ended."""
     used_pages: Int32[Array, ""]
     """Pages in use while the step ran."""
     split: counted_pages.MemoryBreakdown
-    """What their token places are good for."""
+    """Token places of these pages by their use."""
     saved_pages: Int32[Array, ""]
-    """Pages that were in use more, did nobody share."""
+    """Pages saved by sharing: additional pages that would be in use without it."""
     drew: Int32[Array, " slots"]
-    """The sequences that drew tokens at its end, `NO_SEQUENCE` elsewhere."""
+    """Sequences that emitted tokens, or `NO_SEQUENCE`."""
     enough: Bool[Array, ""]
-    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+    """True if the plan's pages were available; if not, the step fed no tokens."""
     num_drawn: Int32[Array, " slots"] | None = None
-    """How many each drew, drafts that were accepted among them; None if nobody guesses
-    any, and each drew one."""
+    """Emitted tokens of each slot, accepted drafts included; None without speculation,
+    where each sequence in `drew` emits one."""
 
 
 class Members(NamedTuple):
-    """The arguments of one simulation; of many, with a leading axis, see `stack`."""
+    """Arguments of one simulation, or of several with a leading axis, see `stack`."""
 
     workload: Workload
     capacity: Capacity
@@ -74,8 +76,8 @@ class Members(NamedTuple):
 
 
 type _Counters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
-"""Requests that have entered the queue; requests that the clients have asked by now,
-if they have come."""
+"""Requests that have entered the queue; requests that the clients of a closed loop
+have sent, if they have arrived."""
 
 
 def step(
@@ -90,23 +92,23 @@ def step(
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
 ) -> tuple[Simulation, StepInfo]:
-    """Runs one step, or lets the clock jump to the next arrival.
+    """Runs one step, or advances the clock to the next arrival.
 
     Args:
-      state: of the simulation.
+      state: the simulation.
       workload: the requests.
       capacity: bounds.
-      policy: who runs; the same that the engine takes.
-      cost: how long it takes.
+      policy: the scheduling policy, as for the engine.
+      cost: the cost model.
       max_samples: as for `init`.
-      head: requests at the head of the queue that the policy sees, at most 511, static;
-        None means as many as there are slots, as in the engine.
+      head: waiting requests visible to the policy, at most 511, static; None means
+        `max_slots`, as in the engine.
       reservation: as for `init`.
-      acceptance: how many drafts are guessed, and which are accepted; None decodes
-        plainly, and leaves speculation out of the program.
+      acceptance: draft length and acceptance rates; None compiles the step without
+        speculation.
 
     Returns:
-      The new state, and what happened.
+      The new state, and the information about the step.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
@@ -117,9 +119,9 @@ def step(
 def _all_waiting(
     state: Simulation, workload: Workload, info: StepInfo, counters: _Counters
 ) -> StepInfo:
-    """Adds the requests that have arrived and are not in the queue yet.
+    """Adds requests that have arrived, but are not in the queue, to `num_waiting`.
 
-    For many steps at a time, since a search in each step takes a tenth of its time.
+    Done for many steps at a time: a search in each step would take 10 % of its time.
     """
     num_taken, num_asked = counters
     come = apply_plan.num_arrived(state, workload, info.start)
@@ -130,7 +132,7 @@ def _all_waiting(
 def _step(
     state: Simulation, it: Members, max_samples: int, head: int | None
 ) -> tuple[Simulation, tuple[StepInfo, _Counters]]:
-    """Runs one step; only requests in the queue are counted as waiting."""
+    """Runs one step; `num_waiting` counts only requests in the queue."""
     w, capacity, _, _, reservation, acceptance = it
     start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
@@ -147,7 +149,7 @@ def _step(
     state, wish, num_admitted, num_moved = apply_plan.apply_plan(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
-    # All rows are fed, or none; sequences whose known tokens are all fed draw.
+    # Sequences whose known tokens are all fed emit a token.
     books, slots = state.ledger, state.ledger.slots
     runs, group = ledger.is_running(slots), apply_plan.groups(slots, max_samples)
     pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
@@ -244,13 +246,13 @@ def run_steps(
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
 ) -> tuple[Simulation, StepInfo]:
-    """Runs several steps as one program; arguments are those of `step`.
+    """Runs `num_steps` steps as one program; `num_steps` is static.
 
-    There are `num_steps`, static. Steps after everything is done do nothing.
+    The remaining arguments are those of `step`. The simulation is complete when
+    `num_done` equals `num_served`; later steps do not change it.
 
     Returns:
-      The new state, and the stacked infos of all steps. Everything is done and noted
-      when `num_done` has reached `num_served`.
+      The new state, and the `StepInfo` of all steps, stacked.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
@@ -276,16 +278,15 @@ def run(
     acceptance: Acceptance | None = None,
     max_steps: int = interface.NO_LIMIT,
 ) -> Simulation:
-    """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
+    """Simulates a workload to its end; can be called under `jit` and `vmap`.
 
-    It also ends where the policy makes no progress: it admits and feeds no request, or
-    feeds the same rows over and over, see `scheduling.stalls`. Then `num_done` is below
-    `num_served`, and `outcomes.read` warns and names a request, as it does for those
-    that could never be served. Arguments are those of `init` and `step`; `max_steps`,
-    static, ends it soon after so many steps.
+    The simulation also ends if the policy makes no progress, see `scheduling.stalls`.
+    Then `num_done` is below `num_served`, and `outcomes.read` warns about unfinished
+    requests. Arguments are those of `init` and `step`. The simulation ends soon after
+    `max_steps` steps; `max_steps` is static.
 
     Returns:
-      The state in the end.
+      The final state.
 
     Raises:
       ValueError: as for `init`.
@@ -303,14 +304,14 @@ def run(
     it = Members(workload, capacity, policy, cost, reservation, acceptance)
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
-    # In float32, since an int32 would be full after 2**31 tokens.
+    # In float32, since the sum may exceed an int32.
     num_tokens = jnp.sum(jnp.where(served, sizes.astype(jnp.float32), 0.0))
 
     def one(carry: tuple[Simulation, Array], _: None) -> Any:
         state, num_rows = carry
         after, (info, _counters) = _step(state, it, max_samples, head)
         rows = info.work.num_decodes + info.work.num_prompt_rows
-        # Rows fed since the last token: more than all tokens are the same ones again.
+        # Rows since the last token beyond the number of all tokens are repetitions.
         draws = info.work.num_drawn > 0
         num_rows = jnp.where(draws, 0.0, num_rows + rows.astype(jnp.float32))
         feeds = (rows > 0) & (num_rows <= num_tokens)
@@ -334,5 +335,5 @@ def run(
 
 
 _STEPS_TOGETHER = 128
-"""Steps between two looks at whether all is done: mapped, each look copies the states
-of those that are."""
+"""Steps between checks for the end. Under `vmap`, each check copies the states of the
+members that are done."""

@@ -401,9 +401,9 @@ def test_everything_is_added_up() -> None:
 def test_laws_of_several_sizes_are_not_mapped_together() -> None:
     member = Members(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
     other = member._replace(acceptance=Acceptance.of(0.5, num_drafts=2))
-    with pytest.raises(ValueError, match="acceptances of one max_drafts cannot be"):
+    with pytest.raises(ValueError, match="max_drafts must be equal in all members"):
         driver.stack([member, other])
-    with pytest.raises(ValueError, match="an acceptance of one kind cannot be mapped"):
+    with pytest.raises(ValueError, match="acceptance must have the same type in all"):
         driver.stack([member, member._replace(acceptance=None)])
 
 

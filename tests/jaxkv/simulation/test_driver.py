@@ -121,9 +121,9 @@ def test_who_stops_it_gets_what_there_is() -> None:
 def test_what_cannot_be_stacked_is_refused() -> None:
     member = Members(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
-    with pytest.raises(ValueError, match="a policy of one kind"):
+    with pytest.raises(ValueError, match="policy must have the same type in all"):
         driver.stack([member, other])
-    with pytest.raises(ValueError, match="nothing to simulate"):
+    with pytest.raises(ValueError, match="must have at least one member"):
         driver.stack([])
 
 
@@ -175,7 +175,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 
     state, expected = run(members.workload), served()
     line = (
-        r"3 of 95 requests can never be served: they do not fit the engine even alone;"
+        r"3 of 95 requests were rejected: they do not fit into an idle engine;"
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):
