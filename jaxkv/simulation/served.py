@@ -85,7 +85,7 @@ class Trace(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served(Outcome):
-    """Results of a simulation: outcomes of requests, and means and totals of members."""
+    """Results of a simulation: outcomes of requests, means and totals of members."""
 
     end_s: Float[np.ndarray, " members"]
     """Simulated time at the end in s, at most `until_s`."""
