@@ -15,7 +15,7 @@ from jaxkv.memory import Eviction, kv_pages, page_table
 from jaxkv.scheduling import interface
 
 
-class Turned(NamedTuple):
+class SchedulingCounts(NamedTuple):
     """Numbers of preemptions and admissions in a step."""
 
     num_preempted: Int32[Array, ""]
@@ -28,10 +28,10 @@ class Turned(NamedTuple):
     """Admitted requests."""
 
 
-class Applied(NamedTuple):
+class AppliedPlan(NamedTuple):
     """A plan after its application."""
 
-    turned: Turned
+    scheduling: SchedulingCounts
     num_rows: Int32[Array, " slots"]
     """Tokens to feed, drafts excluded; 0 if there were not enough pages."""
     granted: Int32[Array, " slots"] | None
@@ -48,8 +48,8 @@ class _Batch(NamedTuple):
     """The slots after preemption and admission."""
 
     plan: SlotPlan
-    turned: Int32[Array, " counts"]
-    """The fields of `Turned`."""
+    scheduling: Int32[Array, " counts"]
+    """Fields of `SchedulingCounts`."""
     back: Int32[Array, " head"] | None
     """Requests that are swapped in, by the rows of their first sequences, or
     `NO_SEQUENCE`; None without swapping."""
@@ -60,10 +60,10 @@ class _Batch(NamedTuple):
 def apply_plan(
     state: EngineState,
     plan: interface.Plan,
-    found: prefix_caching.Found,
+    found: prefix_caching.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
-) -> tuple[EngineState, Applied]:
+) -> tuple[EngineState, AppliedPlan]:
     """Preempts and admits, reserves pages, and copies shared pages before a write.
 
     Args:
@@ -81,26 +81,26 @@ def apply_plan(
     preempt, admit = (
         jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
     )
-    with jax.named_scope("turn_over"):
+    with jax.named_scope("preempt_and_admit"):
         staged = state.staging is not None
         # Used as it is if no sequence is preempted or admitted.
         batch = _Batch(
             plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
-            turned=jnp.zeros((len(Turned._fields),), jnp.int32),
+            scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
             back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
             num_back=jnp.zeros((), jnp.int32) if staged else None,
         )
         state, batch = arrays.when(
             jnp.any(preempt | admit),
-            functools.partial(_turn_over, config=config, eviction=eviction),
+            functools.partial(_preempt_and_admit, config=config, eviction=eviction),
             (state, batch),
             plan,
             found,
         )
     granted, table = batch.plan.drafts, state.table
     state, num_copied, enough = _reserve(state, batch, config)
-    return state, Applied(
-        turned=Turned(*batch.turned),
+    return state, AppliedPlan(
+        scheduling=SchedulingCounts(*batch.scheduling),
         num_rows=jnp.where(enough, batch.plan.num_rows, 0),
         granted=None if granted is None else jnp.where(enough, granted, 0),
         kept=jnp.maximum(table.length + table.ahead, batch.plan.places),
@@ -109,22 +109,22 @@ def apply_plan(
     )
 
 
-def _turn_over(
+def _preempt_and_admit(
     carry: tuple[EngineState, _Batch],
     plan: interface.Plan,
-    found: prefix_caching.Found,
+    found: prefix_caching.PrefixMatch,
     *,
     config: EngineConfig,
     eviction: Eviction | None,
 ) -> tuple[EngineState, _Batch]:
     """Preempts and admits. Skipped in steps that do neither."""
     state, _ = carry
-    head, gone = counts.look_up_head(state, config), plan.preempt
+    head, gone = counts.head_of_queue(state, config), plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.
-    group = groups.find_groups(state)
-    state = beam_search.note_paths(state, gone, config)
+    group = groups.find_slot_groups(state)
+    state = beam_search.store_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
-    state, leaves, moved = swapping.move_out(state, plan.swap & gone, config)
+    state, leaves, moved = swapping.swap_out(state, plan.swap & gone, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
@@ -138,13 +138,13 @@ def _turn_over(
         is_swapped=leaves & (state.table.length > 0),
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
-    state = prefix_caching.drop(state, gone, eviction)
+    state = prefix_caching.release_slots(state, gone, eviction)
     books, new = ledger.admit(
         books,
         head,
         plan,
         preempted,
-        ready=~swapping.on_host(state, head.request),
+        ready=~swapping.is_on_host(state, head.request),
         free_pages=state.pool.num_free + prefix_caching.num_idle(state),
     )
     source, num_slots = new.source, new.source.shape[0]
@@ -156,9 +156,11 @@ def _turn_over(
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
     request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
     first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
-    state = prefix_caching.start(state, found, arrays.put(first, request, slot))
+    state = prefix_caching.start_on_cached_pages(
+        state, found, arrays.put(first, request, slot)
+    )
     back = new.swapped_in
-    turned = Turned(
+    scheduling = SchedulingCounts(
         num_preempted=jnp.sum(gone, dtype=jnp.int32),
         num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
         num_swapped_in=jnp.sum(jnp.where(back, head.num_slots, 0), dtype=jnp.int32),
@@ -167,7 +169,7 @@ def _turn_over(
     staged = state.staging is not None
     return state, _Batch(
         plan=new.plan,
-        turned=jnp.stack(turned),
+        scheduling=jnp.stack(scheduling),
         back=jnp.where(back, head.request, NO_SEQUENCE) if staged else None,
         num_back=new.pages_in if staged else None,
     )
@@ -193,7 +195,7 @@ def _reserve(
         wanted += batch.num_back
     state = prefix_caching.make_room(state, wanted)
     if batch.back is not None:
-        state = swapping.move_in(state, batch.back)
+        state = swapping.swap_in(state, batch.back)
     pool, table, copies, enough = page_table.reserve(
         state.pool,
         state.table,

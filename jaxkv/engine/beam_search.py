@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.groups import find_groups, is_beam
+from jaxkv.engine.groups import find_slot_groups, is_beam
 from jaxkv.engine.state import (
     FULL,
     NOT_A_NUMBER,
@@ -30,7 +30,7 @@ from jaxkv.memory import page_sharing, page_table
 from jaxkv.sampling import beam_search
 
 
-class Groups(NamedTuple):
+class BeamGroups(NamedTuple):
     """Beams of the slots by request: row g is the request whose first slot is g.
 
     Other rows are `NO_SEQUENCE`.
@@ -42,22 +42,22 @@ class Groups(NamedTuple):
     """Slot of each beam, or `NO_SEQUENCE`."""
 
 
-def groups(state: EngineState, max_beams: int) -> Groups:
+def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
     """Finds the beams of each request in the slots."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    here, first = is_beam(state), find_groups(state).first
+    here, first = is_beam(state), find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
     at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
     no_slots = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
     begins = here & (first == every)
-    return Groups(
+    return BeamGroups(
         lead=jnp.where(begins, s.group[row], NO_SEQUENCE),
         slot=arrays.put(no_slots, at, every),
     )
 
 
-def advance(
+def step_beams(
     state: EngineState,
     logits: Float[Array, "slots vocab"],
     emits: Bool[Array, " slots"],
@@ -95,10 +95,10 @@ def _search(
     here: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
-    """Advances the searches, then slots and histories; returns as `advance`."""
+    """Advances the searches, then slots and histories; returns as `step_beams`."""
     s, sequence = state.sequences, state.slots.sequence
-    found = groups(state, config.max_beams)
-    first, sample = find_groups(state).first, s.params.sample[sequence]
+    found = find_beams(state, config.max_beams)
+    first, sample = find_slot_groups(state).first, s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
     done = mine & after.done[first]
@@ -132,7 +132,7 @@ def _search(
 
 
 def _step(
-    state: EngineState, found: Groups, choices: tuple[Array, Array], here: Array
+    state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
 ) -> tuple[beam_search.Beams, Array, Array, Array]:
     """Applies `beam_search.step` to all requests; also returns which were active."""
     s, search = state.sequences, state.search
@@ -155,12 +155,15 @@ def _step(
 
 
 def _finish(
-    state: EngineState, found: Groups, done: Bool[Array, " slots"], config: EngineConfig
+    state: EngineState,
+    found: BeamGroups,
+    done: Bool[Array, " slots"],
+    config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Writes the answers of finished searches into `Sequences.tokens`."""
     search, sequence = state.search, state.slots.sequence
     assert search is not None
-    first, row = find_groups(state).first, jnp.maximum(sequence, 0)
+    first, row = find_slot_groups(state).first, jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
     lead = jnp.maximum(found.lead, 0)
     rows = sequence[jnp.maximum(found.slot, 0)]
@@ -194,7 +197,7 @@ def _finish(
     return state._replace(sequences=s).with_slots(slots), reason
 
 
-def note_paths(
+def store_paths(
     state: EngineState, preempted: Bool[Array, " slots"], config: EngineConfig
 ) -> EngineState:
     """Stores the tokens of preempted beams in `Search.path`, to be fed again.
@@ -208,7 +211,10 @@ def note_paths(
     def unroll(_: Array, path: Array) -> Array:
         assert state.search is not None
         s, sequence = state.sequences, state.slots.sequence
-        found, first = groups(state, config.max_beams), find_groups(state).first
+        found, first = (
+            find_beams(state, config.max_beams),
+            find_slot_groups(state).first,
+        )
         sample = s.params.sample[jnp.maximum(sequence, 0)]
         slot = jnp.maximum(found.slot, 0)
         rows, known = sequence[slot], state.slots.num_tokens[slot]

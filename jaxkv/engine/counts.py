@@ -30,7 +30,7 @@ class _Shares(NamedTuple):
     """Pages to copy before the next write (copy-on-write), 0 or 1."""
 
 
-def look_up_head(state: EngineState, config: EngineConfig) -> Head:
+def head_of_queue(state: EngineState, config: EngineConfig) -> Head:
     """Returns the requests at the head of the queue."""
     request = state.ledger.queue[: config.num_head]
     members = arrays.take(state.sequences.members, request, fill=NO_SEQUENCE)
@@ -38,12 +38,12 @@ def look_up_head(state: EngineState, config: EngineConfig) -> Head:
     return ledger.look_up_head(state.ledger, request, members, swaps=swaps)
 
 
-def counts(
+def observe_engine(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
-) -> tuple[interface.Counts, prefix_caching.Found]:
+) -> tuple[interface.Counts, prefix_caching.PrefixMatch]:
     """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
     s, slots, length = state.sequences, state.slots, state.table.length
-    head, size = look_up_head(state, config), config.page_size
+    head, size = head_of_queue(state, config), config.page_size
     exists, is_out = head.request >= 0, head.swapped_pages > 0
     row = jnp.maximum(head.request, 0)
     has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
@@ -52,8 +52,8 @@ def counts(
     first = jnp.min(first, axis=1)
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
-    found = prefix_caching.find(state, first, head.num_to_feed, looks, config)
-    goal = groups.num_to_feed(state)
+    found = prefix_caching.match_prefixes(state, first, head.num_to_feed, looks, config)
+    goal = groups.tokens_to_feed(state)
     pages = page_table.num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
@@ -71,7 +71,7 @@ def counts(
             copies=shares.copies,
             group=shares.first,
             free_pages=state.pool.num_free + prefix_caching.num_idle(state),
-            free_swap_pages=swapping.num_free(state),
+            free_swap_pages=swapping.num_free_swap_pages(state),
         ),
         num_pages=config.num_pages,
         page_size=size,
@@ -81,7 +81,7 @@ def counts(
     in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
     scored = arrays.take(s.prompt_scored, slots.sequence, fill=False)
     # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
-    ready = has_arrived & ~swapping.on_host(state, head.request)
+    ready = has_arrived & ~swapping.is_on_host(state, head.request)
     wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
     return seen._replace(
         num_tokens=goal,
@@ -128,12 +128,12 @@ def _if_shared[T](
 
     def search() -> T:
         holder = page_sharing.holders(table, group)
-        pinned = prefix_caching.pinned(state, table.page_ids)
+        pinned = prefix_caching.is_pinned(state, table.page_ids)
         owned = page_sharing.owned_pages(table, holder, pinned=pinned)
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
-                first=groups.find_groups(state).first,
+                first=groups.find_slot_groups(state).first,
                 others=page_table.num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),
@@ -143,7 +143,7 @@ def _if_shared[T](
     def no_shares() -> T:
         place = jnp.arange(group.shape[0], dtype=jnp.int32)
         others = moved = copies = jnp.zeros_like(group)
-        pinned = prefix_caching.pinned(state, table.page_ids)
+        pinned = prefix_caching.is_pinned(state, table.page_ids)
         if pinned is not None:
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
         if state.staging is not None:

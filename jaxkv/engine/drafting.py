@@ -259,7 +259,7 @@ def wishes(
     can_draft = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.wishes(
         jnp.where(can_draft, jnp.minimum(wanted, config.max_drafts), 0),
-        num_tokens=groups.num_to_feed(state),
+        num_tokens=groups.tokens_to_feed(state),
         length=state.table.length,
         known=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),

@@ -27,7 +27,7 @@ def fork_of(state: EngineState) -> Fork:
     return fork
 
 
-def num_to_feed(state: EngineState) -> Int32[Array, " slots"]:
+def tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     """Returns the tokens that each slot must have fed in all.
 
     0 in a slot that is empty or waits for a fork.
@@ -61,12 +61,14 @@ def group_of_slots(state: EngineState) -> Int32[Array, " slots"]:
     return arrays.take(state.sequences.group, state.slots.sequence, fill=NO_SEQUENCE)
 
 
-def find_groups(state: EngineState) -> Groups:
+def find_slot_groups(state: EngineState) -> Groups:
     """Finds the groups of the slots."""
     return ledger.find_groups(group_of_slots(state))
 
 
-def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " slots"]:
+def find_forks(
+    state: EngineState, num_rows: Int32[Array, " slots"]
+) -> Int32[Array, " slots"]:
     """Returns the slot that each slot is forked from in this step, or `NO_SEQUENCE`.
 
     Forks happen at the end of the step that feeds `num_rows` tokens of each slot.
@@ -79,27 +81,27 @@ def due(state: EngineState, num_rows: Int32[Array, " slots"]) -> Int32[Array, " 
     return jnp.max(jnp.where(pairs, slot[:, None], NO_SEQUENCE), axis=0)
 
 
-def advance(
+def advance_and_fork(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> EngineState:
-    """Counts the fed rows as written, and forks the slots of `due`."""
+    """Counts the fed rows as written, and forks the slots of `find_forks`."""
     length = state.table.length
     state = state._replace(table=page_table.advance(state.table, num_rows))
-    state = prefix_caching.keep(state, length, config)
+    state = prefix_caching.insert_filled_pages(state, length, config)
 
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
         pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=size)
-        slots = ledger.fork(state.slots, forks >= 0, table.length)
+        slots = ledger.record_forks(state.slots, forks >= 0, table.length)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
     return arrays.when(jnp.any(forks >= 0), fork, state, forks)
 
 
-def accept(
+def accept_drafts(
     state: EngineState,
     num: Int32[Array, " slots"],
     keep: Int32[Array, " slots"],
@@ -115,14 +117,14 @@ def accept(
     """
     before = state.table.length
     state = state._replace(table=page_table.advance(state.table, num))
-    state = prefix_caching.keep(state, before, config)
+    state = prefix_caching.insert_filled_pages(state, before, config)
     pool, table = page_table.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
     return state._replace(pool=pool, table=table)
 
 
-def leave(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
     """Removes slots from a shared prefill before they are emptied.
 
     If the sequence that feeds the common tokens is removed, the first waiting sequence

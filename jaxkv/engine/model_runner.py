@@ -25,17 +25,17 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import interface
 
 type Logits = Float[Array, "logit_rows vocab"]
-type Drafted = Float[Array, "slots drafts vocab"] | None
+type DraftLogits = Float[Array, "slots drafts vocab"] | None
 type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
 """The model applied to its parameters; results have `logits` and `pages`."""
 
 
-class Fed(NamedTuple):
+class ModelOutput(NamedTuple):
     """Output of the model for the rows of a step."""
 
     logits: Logits
     """Logits of the last known token of each slot, then of the spare rows."""
-    drafted: Drafted
+    drafted: DraftLogits
     """Logits of the drafts of each slot."""
     pages: kv_pages.Pages
     spare_sequence: Int32[Array, " spare"]
@@ -44,10 +44,10 @@ class Fed(NamedTuple):
     """Position of the token fed in each spare logit row."""
 
 
-type _Carry = tuple[Logits, Drafted, EngineState]
+type _Carry = tuple[Logits, DraftLogits, EngineState]
 
 
-class _Packed(NamedTuple):
+class _PackedRows(NamedTuple):
     """Rows of a step, packed for any of the programs."""
 
     rows: kv_pages.Rows
@@ -64,7 +64,7 @@ def feed(
     *,
     config: EngineConfig,
     forward: interface.Forward,
-) -> Fed:
+) -> ModelOutput:
     """Feeds the next `num_rows` tokens of each slot, at most `token_budget` in all.
 
     Args:
@@ -80,7 +80,7 @@ def feed(
       The logits and the pages.
     """
 
-    def probe(params: Any, pages: kv_pages.Pages, packed: _Packed) -> Array:
+    def probe(params: Any, pages: kv_pages.Pages, packed: _PackedRows) -> Array:
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
@@ -90,7 +90,7 @@ def feed(
     shape = jax.eval_shape(probe, params, state.pages, packed)
     blank = jnp.zeros((packed.rows.logit_rows.shape[0], shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
-    wanted = _Wanted(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
+    wanted = _RowCounts(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
         logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
@@ -105,12 +105,12 @@ def feed(
         num_tiles = (jnp.sum(num_rows, dtype=jnp.int32) + TILE - 1) // TILE
         with jax.named_scope("tiles"):
             logits, pages = lax.fori_loop(0, num_tiles, one, (blank, state.pages))
-        logits, drafted = _parted(logits, config)
+        logits, drafted = _split_drafts(logits, config)
         logits = arrays.begin(logits, logits[wanted.source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
-    return Fed(
+    return ModelOutput(
         logits,
         drafted,
         pages,
@@ -119,7 +119,7 @@ def feed(
     )
 
 
-class _Wanted(NamedTuple):
+class _RowCounts(NamedTuple):
     """Rows that each slot feeds."""
 
     num_rows: Int32[Array, " slots"]
@@ -132,17 +132,17 @@ class _Wanted(NamedTuple):
 def _feed_fast(
     run: _Run,
     state: EngineState,
-    wanted: _Wanted,
+    wanted: _RowCounts,
     blank: Float[Array, "all_rows vocab"],
     config: EngineConfig,
-) -> tuple[Logits, Drafted, kv_pages.Pages]:
+) -> tuple[Logits, DraftLogits, kv_pages.Pages]:
     """Runs the smallest program that has room for the step's rows."""
     busy, many = jnp.any(wanted.num_rows > 0), jnp.any(wanted.num_rows > 1)
 
-    def several(length: int | None) -> Callable[[_Carry, _Wanted], _Carry]:
-        return functools.partial(_several, run, config, length)
+    def several(length: int | None) -> Callable[[_Carry, _RowCounts], _Carry]:
+        return functools.partial(_run_packed, run, config, length)
 
-    def verify(carry: _Carry, wanted: _Wanted) -> _Carry:
+    def verify(carry: _Carry, wanted: _RowCounts) -> _Carry:
         """Runs the program of the smallest draft length that has room."""
         many = jnp.any(wanted.num_rows > 1)
         for length in config.lengths:
@@ -156,7 +156,7 @@ def _feed_fast(
     # The inputs of the rows are in the loops' carries. Else the compiler would hoist
     # rows, embedding and first products, which do not change from trip to trip, out of
     # the loops, where they would run even without a trip.
-    carry = (*_parted(blank, config), state)
+    carry = (*_split_drafts(blank, config), state)
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
         carry = arrays.when(busy & ~many, decode, carry, wanted)
@@ -170,7 +170,9 @@ def _feed_fast(
     return logits, drafted, state.pages
 
 
-def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> _Carry:
+def _decode(
+    run: _Run, config: EngineConfig, carry: _Carry, wanted: _RowCounts
+) -> _Carry:
     """Runs the program of one row per slot."""
     logits, drafted, state = carry
     num_rows = wanted.num_rows
@@ -195,30 +197,30 @@ def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> 
     return jnp.where((slot >= 0)[:, None], spread, logits), drafted, after
 
 
-def _several(
+def _run_packed(
     run: _Run,
     config: EngineConfig,
     length: int | None,
     carry: _Carry,
-    wanted: _Wanted,
+    wanted: _RowCounts,
 ) -> _Carry:
     """Runs the program of `1 + length` rows per slot; of packed rows if it is None."""
     _, drafted, state = carry
     num_rows, source, num_drafts, tree = wanted
     rows = _pack(state, num_rows, num_drafts, config, length).rows
     if tree is not None and num_drafts is not None:
-        rows = _branch(rows, state.table.length, num_drafts, tree)
+        rows = _mask_trees(rows, state.table.length, num_drafts, tree)
     logit_rows = arrays.begin(rows.logit_rows, rows.logit_rows[source])
     result = run(state.pages, rows._replace(logit_rows=logit_rows))
-    logits, found = _parted(result.logits, config)
+    logits, found = _split_drafts(result.logits, config)
     if drafted is not None and found is not None:
         drafted = arrays.begin(drafted, found)
     return logits, drafted, state._replace(pages=result.pages)
 
 
-def _parted(
+def _split_drafts(
     logits: Float[Array, "rows vocab"], config: EngineConfig
-) -> tuple[Logits, Drafted]:
+) -> tuple[Logits, DraftLogits]:
     """Separates the logits of the drafts, equally many per slot."""
     if not config.max_drafts:
         return logits, None
@@ -227,7 +229,7 @@ def _parted(
     return logits[: config.num_logit_rows], drafted.reshape(shape)
 
 
-def _branch(
+def _mask_trees(
     rows: kv_pages.Rows,
     root: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"],
@@ -256,7 +258,7 @@ def _branch(
     )
 
 
-def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
+def _tile(packed: _PackedRows, index: int | Array) -> kv_pages.Rows:
     """Returns the `index`-th tile of the rows."""
 
     def cut(x: Array) -> Array:
@@ -280,7 +282,7 @@ def _pack(
     num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
     length: int | None = None,
-) -> _Packed:
+) -> _PackedRows:
     """Packs the rows of all slots contiguously, in order of slots and positions.
 
     With a `length`, every slot has exactly `1 + length` rows, padded where it feeds
@@ -336,7 +338,7 @@ def _pack(
         page_ids=state.table.page_ids,
         logit_rows=logit_rows,
     )
-    return _Packed(rows, target)
+    return _PackedRows(rows, target)
 
 
 def _tokens(

@@ -31,7 +31,7 @@ from jaxkv.memory import (
 )
 
 
-class Found(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Longest cached prefix of each request at the head of the queue."""
 
     page_ids: Int32[Array, "head pages_per_slot"]
@@ -42,13 +42,13 @@ class Found(NamedTuple):
     """Number of these pages that are idle, which count as free until they are used."""
 
 
-def find(
+def match_prefixes(
     state: EngineState,
     sequence: Int32[Array, " head"],
     num_tokens: Int32[Array, " head"],
     waits: Bool[Array, " head"],
     config: EngineConfig,
-) -> Found:
+) -> PrefixMatch:
     """Finds the longest cached prefix of each waiting request.
 
     Args:
@@ -62,7 +62,7 @@ def find(
     cache, s = state.prefixes, state.sequences
     no_pages = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
     if cache is None:
-        return Found(no_pages, *jnp.zeros((2, num), jnp.int32))
+        return PrefixMatch(no_pages, *jnp.zeros((2, num), jnp.int32))
     # Without a free slot no request is admitted.
     wanted = waits & s.reuses[sequence] & jnp.any(state.slots.sequence < 0)
     if state.search is not None:
@@ -82,7 +82,7 @@ def find(
         return no_pages, jnp.zeros((2, num), jnp.int32)
 
     ids, (num_pages, num_idle) = lax.cond(jnp.any(wanted), look, skip)
-    return Found(ids, num_pages * config.page_size, num_idle)
+    return PrefixMatch(ids, num_pages * config.page_size, num_idle)
 
 
 def num_idle(state: EngineState) -> Int32[Array, ""]:
@@ -99,12 +99,12 @@ def num_used(state: EngineState) -> Int32[Array, ""]:
     return state.prefixes.num_pinned - state.prefixes.idle.num
 
 
-def pins(state: EngineState) -> Bool[Array, " pages"] | None:
+def pinned_pages(state: EngineState) -> Bool[Array, " pages"] | None:
     """Returns a mask over all pages of those in the cache; for debug mode."""
     return None if state.prefixes is None else state.prefixes.pinned
 
 
-def pinned(
+def is_pinned(
     state: EngineState, page_ids: Int32[Array, "..."]
 ) -> Bool[Array, "..."] | None:
     """Returns a mask of the pages that are in the cache; None without a cache."""
@@ -112,7 +112,9 @@ def pinned(
     return None if cache is None else prefix_cache.is_cached(cache, page_ids)
 
 
-def start(state: EngineState, found: Found, slot: Int32[Array, " head"]) -> EngineState:
+def start_on_cached_pages(
+    state: EngineState, found: PrefixMatch, slot: Int32[Array, " head"]
+) -> EngineState:
     """Starts admitted requests on their cached pages.
 
     `slot` is the first slot of each request; -1 if it was not admitted.
@@ -154,7 +156,7 @@ def make_room(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
     return state._replace(prefixes=cache, pool=pool)
 
 
-def drop(
+def release_slots(
     state: EngineState, gone: Bool[Array, " slots"], rule: Eviction | None
 ) -> EngineState:
     """Empties the page tables of slots; their cached pages stay in the cache."""
@@ -167,7 +169,7 @@ def drop(
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
-def keep(
+def insert_filled_pages(
     state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
 ) -> EngineState:
     """Adds the pages filled in this step to the cache.
@@ -194,7 +196,7 @@ def keep(
     with jax.named_scope("enter"):
         return arrays.when(
             jnp.any(num_filled > 0),
-            functools.partial(_enter, config=config),
+            functools.partial(_insert, config=config),
             state,
             first,
             num_filled,
@@ -202,7 +204,7 @@ def keep(
         )
 
 
-def _enter(
+def _insert(
     state: EngineState,
     first: Int32[Array, " slots"],
     num_filled: Int32[Array, " slots"],

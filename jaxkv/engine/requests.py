@@ -105,7 +105,7 @@ def submit(
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _is_alive(books)) & leads
     places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    is_empty = ledger.columns(Progress, books.progress).num_tokens == 0
+    is_empty = ledger.unpack_columns(Progress, books.progress).num_tokens == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
     lacks = arrays.over_groups(taken & ~room, first, "max")
@@ -194,7 +194,7 @@ def cancel(
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.unpack_columns(Progress, books.progress)
     num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
         # Beams of a search end together; there is no answer before the search is done.
@@ -205,7 +205,7 @@ def cancel(
     gone = arrays.take(ended, slots.sequence, fill=False)
     again = ledger.num_recomputed(slots, state.table.length)
     at = jnp.where(gone, slots.sequence, NO_SEQUENCE)
-    events = ledger.columns(Events, books.events)
+    events = ledger.unpack_columns(Events, books.events)
     now = books.clock
     events = events._replace(
         finish_s=jnp.where(ended, now[0] + 1, events.finish_s),
@@ -225,8 +225,10 @@ def cancel(
             events=jnp.stack(events, axis=1),
         ),
     )
-    state = swapping.cancel(state, ended)
-    state = prefix_caching.drop(groups.leave(state, gone), gone, eviction)
+    state = swapping.discard_ended(state, ended)
+    state = prefix_caching.release_slots(
+        groups.promote_fork_waiter(state, gone), gone, eviction
+    )
     sequence = jnp.where(gone, NO_SEQUENCE, state.slots.sequence)
     return state.with_slots(state.slots._replace(sequence=sequence))
 
@@ -254,18 +256,22 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     """
     state = arrays.on_device(state)
     s, books = state.sequences, state.ledger
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.unpack_columns(Progress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
-    found = DrainedSequences(final, s, progress, ledger.columns(Events, books.events))
+    found = DrainedSequences(
+        final, s, progress, ledger.unpack_columns(Events, books.events)
+    )
     left = jnp.where(final[:, None], 0, books.progress)
     return state._replace(ledger=books._replace(progress=left)), found
 
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
     """Returns a mask of the waiting and running sequences."""
-    num_tokens = ledger.columns(Progress, books.progress).num_tokens
-    return (num_tokens > 0) & (ledger.columns(Events, books.events).finish_s == 0)
+    num_tokens = ledger.unpack_columns(Progress, books.progress).num_tokens
+    return (num_tokens > 0) & (
+        ledger.unpack_columns(Events, books.events).finish_s == 0
+    )
 
 
 def _any_in_group(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, ledger
 from jaxkv.engine import (
     apply_plan,
+    counts,
     drafting,
     emitting,
     groups,
@@ -23,7 +24,6 @@ from jaxkv.engine import (
     prefix_caching,
     swapping,
 )
-from jaxkv.engine import counts as engine_counts
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
@@ -130,7 +130,7 @@ def step(
             params, state, applied.granted, drafter, config
         )
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
-    forks = groups.due(state, applied.num_rows)
+    forks = groups.find_forks(state, applied.num_rows)
     num_rows = applied.num_rows
     result = model_runner.feed(
         params,
@@ -143,7 +143,7 @@ def step(
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
-        state = groups.advance(state, num_rows, forks, config)
+        state = groups.advance_and_fork(state, num_rows, forks, config)
     has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
@@ -164,8 +164,8 @@ def step(
 @jax.named_scope("accept")
 def _accept(
     state: EngineState,
-    emitted: emitting.Emitted,
-    applied: apply_plan.Applied,
+    emitted: emitting.SamplerOutput,
+    applied: apply_plan.AppliedPlan,
     drafts: Drafts | None,
     drafter: Drafter,
     config: EngineConfig,
@@ -192,7 +192,7 @@ def _accept(
     assert applied.granted is not None
     state = arrays.when(
         jnp.any(applied.granted > 0),
-        functools.partial(groups.accept, config=config),
+        functools.partial(groups.accept_drafts, config=config),
         state,
         jnp.maximum(num, 0),
         applied.kept,
@@ -204,8 +204,8 @@ def _accept(
 @jax.named_scope("info")
 def _info(
     planned: EngineState,
-    applied: apply_plan.Applied,
-    emitted: emitting.Emitted,
+    applied: apply_plan.AppliedPlan,
+    emitted: emitting.SamplerOutput,
     state: EngineState,
     config: EngineConfig,
 ) -> StepInfo:
@@ -230,10 +230,10 @@ def _info(
         num_rows=num_rows,
         held=held,
         num_waiting=state.ledger.num_waiting,
-        **applied.turned._asdict(),
+        **applied.scheduling._asdict(),
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
-        used_places=engine_counts.used_places(after, config),
+        used_places=counts.used_places(after, config),
         asks_host=swapping.asks_host(state),
         enough=applied.enough,
         violations=None,
@@ -248,16 +248,16 @@ def plan_step(
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
     drafter: Drafter | None = None,
-) -> tuple[EngineState, apply_plan.Applied]:
+) -> tuple[EngineState, apply_plan.AppliedPlan]:
     """Plans one step and applies the plan: all of a step before the model runs.
 
     Returns:
       The new state, with all pages reserved that the step writes; and the applied plan.
     """
     with jax.named_scope("counts"):
-        counts, found = engine_counts.counts(state, config, drafter)
+        observed, found = counts.observe_engine(state, config, drafter)
     with jax.named_scope("schedule"):
-        plan = scheduling_interface.schedule(counts, policy)
+        plan = scheduling_interface.schedule(observed, policy)
     with jax.named_scope("apply_plan"):
         state, applied = apply_plan.apply_plan(state, plan, found, config, eviction)
     return state, applied
@@ -310,11 +310,11 @@ def run_steps(
             return state, arrays.side_by_side(info)
 
     state, infos = lax.scan(body, state, None, length=length)
-    return _rested(state, infos(), drafter, may_draft, config)
+    return _finish_call(state, infos(), drafter, may_draft, config)
 
 
 @jax.named_scope("rest")
-def _rested(
+def _finish_call(
     state: EngineState,
     infos: StepInfo,
     drafter: Drafter | None,
@@ -347,14 +347,14 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         state.table,
         live,
         page_size=config.page_size,
-        pins=prefix_caching.pins(state),
+        pins=prefix_caching.pinned_pages(state),
     )
     if state.prefixes is not None:
         found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
     if state.staging is None:
         return found
-    progress = ledger.columns(ledger.Progress, state.ledger.progress)
-    events = ledger.columns(ledger.Events, state.ledger.events)
+    progress = ledger.unpack_columns(ledger.Progress, state.ledger.progress)
+    events = ledger.unpack_columns(ledger.Events, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
     waits = arrays.put(waits, state.slots.sequence, False)
     faults = swap_buffer.unsound(
@@ -366,7 +366,7 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
 @jax.named_scope("retire")
 def _retire(
     state: EngineState,
-    emitted: emitting.Emitted,
+    emitted: emitting.SamplerOutput,
     holds_finished: bool,
     eviction: Eviction | None,
 ) -> EngineState:
@@ -391,7 +391,7 @@ def _retire(
             ledger=books._replace(progress=progress),
             sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
         )
-        return prefix_caching.drop(state, gone, eviction)
+        return prefix_caching.release_slots(state, gone, eviction)
 
     state = arrays.when(
         jnp.any(emitted.begins | ended | gone),

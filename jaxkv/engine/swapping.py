@@ -20,14 +20,14 @@ from jaxkv.ledger import NO_SEQUENCE, Ledger, Progress
 from jaxkv.memory import page_sharing, swap_buffer
 
 
-def is_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
+def is_swapped_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Returns which requests, by rows of their first sequences, are swapped out."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
     return arrays.take(swap_buffer.is_out(state.staging), group, fill=False)
 
 
-def on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
+def is_on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Returns which requests have their swapped pages in host memory.
 
     They can be admitted only after the host has copied the pages back to the buffer.
@@ -46,13 +46,13 @@ def asks_host(state: EngineState) -> Bool[Array, ""]:
     if state.staging is None:
         return jnp.zeros((), bool)
     queue = state.ledger.queue
-    out = is_out(state, queue)
+    out = is_swapped_out(state, queue)
     first = jnp.cumsum(out, dtype=jnp.int32) == 1
-    host = on_host(state, queue)
+    host = is_on_host(state, queue)
     return jnp.any(out & jnp.where(first, host, ~host))
 
 
-def num_free(state: EngineState) -> Int32[Array, ""]:
+def num_free_swap_pages(state: EngineState) -> Int32[Array, ""]:
     """Counts the free pages of the staging buffer."""
     if state.staging is None:
         return jnp.zeros((), jnp.int32)
@@ -73,7 +73,7 @@ def num_to_move(
     return jnp.sum(written & (holder == slot), axis=1, dtype=jnp.int32)
 
 
-def move_out(
+def swap_out(
     state: EngineState, leaves: Bool[Array, " slots"], config: EngineConfig
 ) -> tuple[EngineState, Bool[Array, " slots"], Int32[Array, " slots"]]:
     """Copies the pages of slots to the buffer; the caller then releases them.
@@ -102,7 +102,7 @@ def move_out(
     return state._replace(staging=after), left, moved
 
 
-def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
+def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     """Swaps requests in: copies their pages from the buffer to free pages.
 
     The requests have slots, and the pool has enough free pages. `back` are the rows of
@@ -120,7 +120,7 @@ def move_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
 
-def cancel(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
+def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
     """Discards the swapped pages of requests with an ended sequence.
 
     The remaining sequences of such a request are recomputed.
@@ -136,7 +136,7 @@ def cancel(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
 
 def lose(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
     """Records that sequences have lost their swapped pages."""
-    progress = ledger.columns(Progress, books.progress)
+    progress = ledger.unpack_columns(Progress, books.progress)
     progress = progress._replace(
         swapped_tokens=jnp.where(lost, 0, progress.swapped_tokens),
         swapped_pages=jnp.where(lost, 0, progress.swapped_pages),

@@ -9,20 +9,20 @@ from jaxkv.ledger.state import (
     Ledger,
     Progress,
     Slots,
-    columns,
     init,
     is_occupied,
     is_running,
     num_to_feed,
+    unpack_columns,
 )
 from jaxkv.ledger.transitions import (
     Admission,
     SlotPlan,
     admit,
-    fork,
     note_events,
     num_recomputed,
     preempt,
+    record_forks,
     retire,
 )
 
@@ -40,9 +40,7 @@ __all__ = [
     "SlotPlan",
     "Slots",
     "admit",
-    "columns",
     "find_groups",
-    "fork",
     "init",
     "is_occupied",
     "is_running",
@@ -52,5 +50,7 @@ __all__ = [
     "num_to_feed",
     "observe",
     "preempt",
+    "record_forks",
     "retire",
+    "unpack_columns",
 ]

@@ -13,9 +13,9 @@ from jaxkv.ledger.state import (
     Ledger,
     Progress,
     Slots,
-    columns,
     is_running,
     num_to_feed,
+    unpack_columns,
 )
 from jaxkv.memory import Size, demand
 from jaxkv.scheduling import Counts, RequestAttributes, attributes
@@ -67,7 +67,7 @@ def look_up_head(
       swaps: False if no request is ever swapped out, which leaves it out of the
         program.
     """
-    was = columns(Progress, ledger.progress[jnp.maximum(sequence, 0)])
+    was = unpack_columns(Progress, ledger.progress[jnp.maximum(sequence, 0)])
     if not swaps:
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)
@@ -148,7 +148,9 @@ class RequestColumns(NamedTuple):
         """Returns attributes of some requests, times relative to the clock."""
         row = jnp.maximum(request, 0)
         found = jax.tree.map(lambda x: x[row] if jnp.ndim(x) else x, self.attributes)
-        return attributes.relative(found, self.arrival[row], self.limit[row], clock)
+        return attributes.relative_to_clock(
+            found, self.arrival[row], self.limit[row], clock
+        )
 
 
 def observe(

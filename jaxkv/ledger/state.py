@@ -148,7 +148,7 @@ def init(
     )
 
 
-def columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
+def unpack_columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
     """Returns the columns of a table as a `Progress` or `Events`."""
     return kind(*(table[..., i] for i in range(table.shape[-1])))
 

@@ -195,7 +195,7 @@ def admit(
     return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
 
 
-def fork(
+def record_forks(
     slots: Slots, forked: Bool[Array, " slots"], length: Int32[Array, " slots"]
 ) -> Slots:
     """Records which sequences were forked onto the pages of their group's first one.

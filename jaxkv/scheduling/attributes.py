@@ -82,12 +82,12 @@ def columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
     return RequestAttributes(*table.T)
 
 
-def blank(num: int) -> RequestAttributes:
+def default_columns(num: int) -> RequestAttributes:
     """Returns NumPy columns of `num` requests with default attributes."""
     return columns([RequestAttributes()] * num)
 
 
-def relative(
+def relative_to_clock(
     attributes: RequestAttributes,
     arrival: Int32[Array, "*n 2"],
     limit: Int32[Array, "*n"],

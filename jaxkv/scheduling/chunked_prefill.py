@@ -6,8 +6,8 @@
     chunked, mixed      chunks of prompts, in steps with decoding: Sarathi-Serve
 
 Both switches are arrays, so that the four variants share one program. Chunks in steps
-of their own differ from mixed steps only in their cost: `simulation.Apart` prices each
-mixed step as a prefill step and a decode step in sequence.
+of their own differ from mixed steps only in their cost: `simulation.SerializedPhases`
+prices each mixed step as a prefill step and a decode step in sequence.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from jaxkv.scheduling import fcfs, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
-class Reading(NamedTuple):
+class ChunkedPrefill(NamedTuple):
     """First come, first served, with a rule for prefill.
 
     With whole prompts, the token budget must be at least the longest prompt.
@@ -61,10 +61,10 @@ class Reading(NamedTuple):
         )
 
 
-def reading(
+def chunked_prefill(
     *, whole: bool = False, first: bool = False, max_running: int | None = None
-) -> Reading:
-    """Makes a `Reading` policy; the default is chunked prefill in mixed steps.
+) -> ChunkedPrefill:
+    """Makes a `ChunkedPrefill` policy; the default is chunked prefill in mixed steps.
 
     Args:
       whole: True to prefill whole prompts, not chunks.
@@ -76,7 +76,7 @@ def reading(
     """
     if max_running is not None and max_running < 1:
         raise ValueError(f"{max_running=} must be at least 1, or None")
-    return Reading(
+    return ChunkedPrefill(
         inner=fcfs.fcfs(),
         whole=jnp.asarray(whole),
         first=jnp.asarray(first),

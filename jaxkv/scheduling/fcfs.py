@@ -57,7 +57,7 @@ class FCFS(NamedTuple):
     def _plan(self, c: Counts) -> Plan:
         """Plans one step, with the waiting requests in order of admission."""
         owned = jnp.where(c.running, c.owned_pages, 0)
-        wanted = owned + interface.growth(c)
+        wanted = owned + interface.pages_to_grow(c)
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(wanted, dtype=jnp.int32)
         if self.victim is not None:
@@ -66,7 +66,7 @@ class FCFS(NamedTuple):
             cost = c.owned_tokens
             if self.swap is not None:
                 cost = jnp.where(self.swap, c.swap_pages, cost)
-            rank = victims.ranks(c, self.victim, shortage, wanted, cost)
+            rank = victims.rank_victims(c, self.victim, shortage, wanted, cost)
             sooner = rank[:, None] <= rank[None, :]
             needed = jnp.where(sooner, wanted[:, None], 0)
             needed = jnp.sum(needed, axis=0, dtype=jnp.int32)
@@ -125,7 +125,7 @@ def fcfs(
       chunk_size: largest number of rows of one prompt in a step; None means no bound
         except the token budget.
       watermark: pages kept free at admission while any sequence runs.
-      victim: preemption rule when pages run out, see `victims.ranks`.
+      victim: preemption rule when pages run out, see `victims.rank_victims`.
       preemption: "recompute" feeds the tokens of preempted requests again; "swap" swaps
         their pages out, as far as `EngineConfig.max_swap_pages` allows.
       hold_new: True if, after a preemption, new requests wait until all preempted ones

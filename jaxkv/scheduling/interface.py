@@ -280,19 +280,21 @@ def _grant_drafts(
     """
     c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
     decodes = (plan.num_rows == 1) & (c.num_tokens - c.length == 1)
-    rows = _fill(
+    rows = _grant_in_order(
         jnp.where(decodes, wanted, 0),
         c.token_budget - total(plan.num_rows) - total(plan.head_rows),
     )
     have = jnp.maximum(c.num_pages * c.page_size, plan.places)
     need = demand.growth(have, plan.places + rows, page_size=c.page_size)
-    taken = jnp.where(plan.places > 0, growth(c._replace(num_tokens=plan.places)), 0)
+    taken = jnp.where(
+        plan.places > 0, pages_to_grow(c._replace(num_tokens=plan.places)), 0
+    )
     taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
     short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
     return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
-def growth(counts: Counts) -> Int32[Array, " order"]:
+def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
     """Returns the new pages that each running sequence needs for all of its tokens.
 
     Pages for copy-on-write are included.
@@ -333,14 +335,14 @@ def share_budget(
     )
     prompts = jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))
     scored = jnp.concatenate([c.scored_prompt, c.waiting_scored_prompt])
-    in_spare = _fill(jnp.where(scored, prompts, 0), c.spare_logit_rows)
+    in_spare = _grant_in_order(jnp.where(scored, prompts, 0), c.spare_logit_rows)
     prompts = jnp.where(scored, in_spare, prompts)
     left = c.token_budget - jnp.sum(decodes, dtype=jnp.int32)
-    rows = _fill(prompts, left)
+    rows = _grant_in_order(prompts, left)
     return rows[:num_line] + decodes.astype(jnp.int32), rows[num_line:]
 
 
-def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
+def _grant_in_order(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
     """Grants requested amounts in order until the total is used up."""
     if isinstance(amount, int) and amount == 0:
         return jnp.zeros_like(want)

@@ -36,7 +36,7 @@ class Static(NamedTuple):
         admit = c.waiting & ~busy & (fits | first)
         # Forked sequences, and sequences admitted by another policy, have no reserved
         # pages: those that find none are preempted.
-        growth = jnp.cumsum(interface.growth(c), dtype=jnp.int32)
+        growth = jnp.cumsum(interface.pages_to_grow(c), dtype=jnp.int32)
         runs = c.running & (growth <= c.free_pages)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         num_rows, head_rows = interface.share_budget(c, runs, admit, interface.NO_LIMIT)

@@ -17,7 +17,7 @@ type Victim = Literal[
     "least_urgent",
     "longest_remaining",
 ]
-"""Name of a preemption rule, see `ranks`."""
+"""Name of a preemption rule, see `rank_victims`."""
 
 NAMES: tuple[str, ...] = get_args(Victim.__value__)
 
@@ -25,7 +25,7 @@ _LAST = 2**31 - 1
 """Sort key of a request that is never preempted."""
 
 
-def ranks(
+def rank_victims(
     counts: Counts,
     victim: Int32[Array, ""],
     shortage: Int32[Array, ""],

@@ -127,7 +127,7 @@ def num_accepted(
     return jnp.sum(run, axis=1, dtype=jnp.int32)
 
 
-def accept(
+def emit_tokens(
     slots: Slots,
     length: Int32[Array, " slots"],
     emits: Bool[Array, " slots"],

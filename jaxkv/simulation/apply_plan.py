@@ -25,7 +25,7 @@ from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import Workload
 
 
-def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
+def enqueue_arrivals(state: Simulation, workload: Workload, head: int) -> Simulation:
     """Moves requests that have arrived into the head of the queue."""
     books = state.ledger
     place = jnp.arange(head, dtype=jnp.int32)
@@ -59,14 +59,14 @@ def num_arrived(
     return come
 
 
-def groups(slots: Slots, max_samples: int) -> Groups | None:
+def groups_by_request(slots: Slots, max_samples: int) -> Groups | None:
     """Finds the groups of the slots; None if every request has one sequence."""
     if slots.fork is None:
         return None
     return ledger.find_groups(slots.sequence // max_samples)
 
 
-def observe(
+def observe_simulation(
     state: Simulation,
     workload: Workload,
     capacity: Capacity,
@@ -90,7 +90,7 @@ def observe(
     waiting = ledger.look_up_head(
         books, request, jnp.where(exists, sequence, NO_SEQUENCE)
     )
-    group = groups(slots, max_samples)
+    group = groups_by_request(slots, max_samples)
     owned, theirs = counted_pages.num_owned(slots, length, group, places, size)
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
@@ -127,11 +127,11 @@ def observe(
         leaves = demand.pages_for(places, page_size=size)
         free = contiguous.free_leaves(reservation.idle, blocks, leaves)
         row = jnp.maximum(request, 0)
-        asked = contiguous.asked(
+        asked = contiguous.reserved_places(
             reservation.rule, w.prompt[row], w.output[row], capacity.max_length
         )
-        order = contiguous.order_of(asked, size)
-        start = contiguous.place_in_order(free, order, request >= 0)
+        order = contiguous.block_order(asked, size)
+        start = contiguous.find_blocks(free, order, request >= 0)
         own = jnp.left_shift(size, order)
         pages = CountedPages(waiting.swapped_tokens, own[:, None], start[:, None])
         counts = counts._replace(
@@ -143,7 +143,7 @@ def observe(
     return waiting, counts, pages
 
 
-def apply_plan(
+def preempt_and_admit(
     state: Simulation,
     plan: Plan,
     head: Head,
@@ -160,7 +160,7 @@ def apply_plan(
       number of pages swapped out and in.
     """
     slots, length = state.ledger.slots, state.pages.length
-    group = groups(slots, max_samples)
+    group = groups_by_request(slots, max_samples)
     request = slots.sequence // max_samples
     # All pages that the plan swaps out fit into the buffer, or none is moved.
     leaves = plan.swap & plan.preempt
@@ -206,7 +206,7 @@ def apply_plan(
     return state, new.plan, num_admitted, pages_out + new.pages_in
 
 
-class Granted(NamedTuple):
+class GrantedPlan(NamedTuple):
     """The granted part of a plan: all of it or none."""
 
     num_rows: Int32[Array, " slots"]
@@ -226,7 +226,7 @@ def grant(
     group: Groups | None,
     wish: SlotPlan,
     capacity: Capacity,
-) -> tuple[CountedPages, Granted]:
+) -> tuple[CountedPages, GrantedPlan]:
     """Grants the pages of the whole plan or none, as `page_table.reserve`."""
     size = capacity.page_size
     copies = counted_pages.num_copies(slots, pages.length, group, wish.num_rows, size)
@@ -241,7 +241,7 @@ def grant(
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)
     enough = used <= capacity.num_pages
-    return pages._replace(places=jnp.where(enough, places, pages.places)), Granted(
+    return pages._replace(places=jnp.where(enough, places, pages.places)), GrantedPlan(
         num_rows=jnp.where(enough, wish.num_rows, 0),
         num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
         kept=kept,
@@ -251,7 +251,7 @@ def grant(
     )
 
 
-def release_drafts(pages: CountedPages, granted: Granted) -> CountedPages:
+def release_drafts(pages: CountedPages, granted: GrantedPlan) -> CountedPages:
     """Releases the places that were reserved for rejected drafts."""
     if granted.num_drafts is None:
         return pages

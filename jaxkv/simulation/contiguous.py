@@ -24,7 +24,7 @@ from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import pages_for
 
 type Rule = Literal["max", "pow2", "oracle"]
-"""Rule for the size of a reservation, see `asked`."""
+"""Rule for the size of a reservation, see `reserved_places`."""
 
 RULES: tuple[str, ...] = get_args(Rule.__value__)
 
@@ -65,7 +65,7 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     )
 
 
-def asked(
+def reserved_places(
     rule: Int32[Array, ""],
     prompt: Int32[Array, " n"],
     output: Int32[Array, " n"],
@@ -88,7 +88,7 @@ def asked(
     return jnp.where(rule == RULES.index("max"), max_length, places)
 
 
-def order_of(
+def block_order(
     places: Int32[Array, " n"], leaf_places: Int32[Array, ""]
 ) -> Int32[Array, " n"]:
     """Returns the order of the smallest block with so many places: 2^order leaves."""
@@ -116,7 +116,7 @@ def free_leaves(
     return idle & (depth == 0).reshape(idle.shape)
 
 
-def place(
+def find_block(
     free: Bool[Array, "regions leaves"], order: Int32[Array, ""]
 ) -> Int32[Array, ""]:
     """Finds a block in the smallest free block that fits, at the lowest address.
@@ -130,12 +130,12 @@ def place(
     return jnp.where(found[start] >= order, start, NO_SEQUENCE)
 
 
-def largest(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:
+def largest_order(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:
     """Returns the order of the largest block of an idle pool."""
     return jnp.max(_orders(idle))
 
 
-def place_in_order(
+def find_blocks(
     free: Bool[Array, "regions leaves"],
     order: Int32[Array, " head"],
     waits: Bool[Array, " head"],
@@ -159,7 +159,7 @@ def place_in_order(
 
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         k, free, starts = carry
-        start, size = place(free, order[k]), _two_to(order[k])
+        start, size = find_block(free, order[k]), _two_to(order[k])
         taken = (start >= 0) & (leaf >= start) & (leaf < start + size)
         starts = jnp.where(head == k, start, starts)
         return jnp.where(start >= 0, k + 1, num), free & ~taken, starts

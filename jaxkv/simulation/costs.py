@@ -11,7 +11,7 @@ from jaxkv import validation
 from jaxkv.simulation.work import Cost, Work
 
 
-def work(**counts: int | float | np.generic) -> Work:
+def make_work(**counts: int | float | np.generic) -> Work:
     """Makes a `Work` value; missing counts are 0.
 
     Counts of drafts are None if no count of drafts is passed.
@@ -30,12 +30,12 @@ def work(**counts: int | float | np.generic) -> Work:
     )
 
 
-class Apart(NamedTuple):
+class SerializedPhases(NamedTuple):
     """Prices a step with prefill and decoding as two steps in sequence."""
 
     cost: Cost
     """Cost of a step of one phase."""
-    apart: Bool[Array, ""]
+    is_serialized: Bool[Array, ""]
     """True if the phases are serialized; else the cost is that of the mixed step."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
@@ -60,10 +60,10 @@ class Apart(NamedTuple):
             num_swapped=none,
         )
         split = self.cost(reads) + self.cost(decodes)
-        return jnp.where(self.apart & both, split, together)
+        return jnp.where(self.is_serialized & both, split, together)
 
 
-class Drafted(NamedTuple):
+class DrafterCost(NamedTuple):
     """Adds the time of a drafter to the cost of a step.
 
     The drafter's prefill of prompts is not included.
@@ -92,8 +92,8 @@ class Drafted(NamedTuple):
 
 def with_drafter(
     cost: Cost, *, step_s: int | float | Array, row_s: int | float | Array = 0.0
-) -> Drafted:
-    """Makes a `Drafted` cost of numbers, in s, or of arrays that are mapped.
+) -> DrafterCost:
+    """Makes a `DrafterCost` of numbers, in s, or of arrays that are mapped.
 
     Raises:
       ValueError: a number is below 0 or not finite. JAX arrays are not checked.
@@ -104,10 +104,10 @@ def with_drafter(
             hint = "at least 0, and finite"
             validation.number(name, value, low=0, high=most, hint=hint)
     seconds = (jnp.asarray(x, jnp.float32) for x in (step_s, row_s))
-    return Drafted(cost, *seconds)
+    return DrafterCost(cost, *seconds)
 
 
-class Received(NamedTuple):
+class KVTransferred(NamedTuple):
     """Cost of a decode worker that receives the K and V of prompts by transfer.
 
     Prompt rows are priced as decodes, since their K and V need no prefill. The cost of

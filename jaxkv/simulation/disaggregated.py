@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import chunked_prefill, interface
 from jaxkv.simulation import driver
-from jaxkv.simulation.costs import Received
+from jaxkv.simulation.costs import KVTransferred
 from jaxkv.simulation.state import Capacity
-from jaxkv.simulation.step import Cost, Members
+from jaxkv.simulation.step import Cost, SimulationMember
 from jaxkv.workloads import arrivals, lengths, metrics
 
 HEAD = 16
@@ -45,7 +45,7 @@ class Replica(NamedTuple):
     kv_bytes: float
 
 
-class Requests(NamedTuple):
+class RequestLoad(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
@@ -57,7 +57,7 @@ class Requests(NamedTuple):
     tokens: lengths.Lengths
 
 
-class Answers(NamedTuple):
+class RequestTiming(NamedTuple):
     """Results of requests. Times are in s; NaN for events that did not happen.
 
     Attributes:
@@ -77,7 +77,7 @@ class Answers(NamedTuple):
     preempted: int
 
 
-class Split(NamedTuple):
+class PhasePlacement(NamedTuple):
     """Placement of prefill and decode on replicas.
 
     Attributes:
@@ -101,9 +101,9 @@ class Split(NamedTuple):
         return reads + self.num_decode * self.decode.num_gpus
 
 
-def ask(
+def sample_requests(
     law: lengths.Pair, rate: int | float, seconds: int | float, seed: int
-) -> Requests:
+) -> RequestLoad:
     """Samples requests with Poisson arrivals.
 
     Args:
@@ -115,10 +115,12 @@ def ask(
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
     times, sizes = rng.spawn(2)
-    return Requests(arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num))
+    return RequestLoad(
+        arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num)
+    )
 
 
-type Role = Literal["both", "prefill", "decode"]
+type ReplicaRole = Literal["both", "prefill", "decode"]
 """Phases that a replica serves."""
 
 
@@ -133,17 +135,17 @@ class Job(NamedTuple):
     """
 
     replica: Replica
-    role: Role
-    requests: Requests
+    role: ReplicaRole
+    requests: RequestLoad
 
 
-def serve(
+def simulate_jobs(
     jobs: Sequence[Job],
     seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
-) -> list[Answers]:
+) -> list[RequestTiming]:
     """Simulates jobs together in one program.
 
     Args:
@@ -167,7 +169,7 @@ def serve(
         )
         # Requests arrive at decode replicas with their first token, and leave prefill
         # replicas with it.
-        answers = Answers(
+        answers = RequestTiming(
             arrival_s=arrival_s,
             first_s=arrival_s if job.role == "decode" else first_s,
             finish_s=first_s if job.role == "prefill" else finish_s,
@@ -179,68 +181,70 @@ def serve(
     return found
 
 
-def split(
-    asked: Sequence[tuple[Split, Requests]],
+def simulate_placements(
+    asked: Sequence[tuple[PhasePlacement, RequestLoad]],
     seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
-) -> list[Answers]:
-    """Simulates disaggregated placements; arguments as for `serve`.
+) -> list[RequestTiming]:
+    """Simulates disaggregated placements; arguments as for `simulate_jobs`.
 
     Requests are assigned to replicas round robin: to prefill replicas in order of
     arrival, to decode replicas in order of the end of KV transfer.
     """
     reads = [
-        Job(p.prefill, "prefill", take(x, slice(k, None, p.num_prefill)))
+        Job(p.prefill, "prefill", select_requests(x, slice(k, None, p.num_prefill)))
         for p, x in asked
         for k in range(p.num_prefill)
     ]
-    read = iter(serve(reads, seconds, max_slots=max_slots, progress=progress))
+    read = iter(simulate_jobs(reads, seconds, max_slots=max_slots, progress=progress))
     found, parts, jobs = [], [], []
     for p, x in asked:
         first_s = np.full(x.arrival_s.shape, np.nan)
         for k in range(p.num_prefill):
             first_s[k :: p.num_prefill] = next(read).first_s
-        sent_s = transfers(p, x, first_s)
+        sent_s = transfer_times(p, x, first_s)
         ready_s, several = first_s + sent_s, x.tokens.output > 1
         finish_s = np.where(several, np.nan, first_s)
         found.append(
-            Answers(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
+            RequestTiming(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
         )
         order = np.argsort(ready_s, kind="stable")
         order = order[np.isfinite(ready_s[order]) & several[order]]
         for k in range(p.num_decode):
             mine = order[k :: p.num_decode]
             parts.append((len(found) - 1, mine))
-            jobs.append(Job(p.decode, "decode", take(x, mine, ready_s)))
-    answers = serve(jobs, seconds, max_slots=max_slots, progress=progress)
+            jobs.append(Job(p.decode, "decode", select_requests(x, mine, ready_s)))
+    answers = simulate_jobs(jobs, seconds, max_slots=max_slots, progress=progress)
     for (i, mine), done in zip(parts, answers, strict=True):
         found[i].finish_s[mine] = done.finish_s[: mine.size]
         found[i] = found[i]._replace(preempted=found[i].preempted + done.preempted)
-    return [counted(x, seconds) for x in found]
+    return [drop_late_arrivals(x, seconds) for x in found]
 
 
-def counted(answers: Answers, seconds: int | float) -> Answers:
+def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
     """Excludes requests that arrive after `COUNTED` of the time from measurement."""
     late = answers.arrival_s > COUNTED * seconds
     return answers._replace(arrival_s=np.where(late, np.nan, answers.arrival_s))
 
 
-def take(
-    requests: Requests, which: slice | np.ndarray, arrival_s: np.ndarray | None = None
-) -> Requests:
+def select_requests(
+    requests: RequestLoad,
+    which: slice | np.ndarray,
+    arrival_s: np.ndarray | None = None,
+) -> RequestLoad:
     """Selects requests, optionally with new arrival times."""
     came = requests.arrival_s if arrival_s is None else arrival_s
     tokens = requests.tokens
-    return Requests(
+    return RequestLoad(
         came[which], lengths.Lengths(tokens.prompt[which], tokens.output[which])
     )
 
 
-def transfers(
-    placement: Split,
-    requests: Requests,
+def transfer_times(
+    placement: PhasePlacement,
+    requests: RequestLoad,
     first_s: Float[np.ndarray, " requests"],
 ) -> Float[np.ndarray, " requests"]:
     """Returns the duration of each KV transfer in s, queueing included.
@@ -262,7 +266,7 @@ def transfers(
     return found
 
 
-def _member(job: Job) -> Members:
+def _member(job: Job) -> SimulationMember:
     x, receives = job.requests, job.role == "decode"
     columns = x.arrival_s, x.tokens.prompt, x.tokens.output
     if receives:
@@ -275,9 +279,9 @@ def _member(job: Job) -> Members:
     capacity = job.replica.capacity
     if receives:
         capacity = capacity._replace(token_budget=jnp.int32(interface.NO_LIMIT))
-    return Members(
+    return SimulationMember(
         workload=arrivals.make(*columns),
         capacity=capacity,
-        policy=chunked_prefill.reading(whole=True, first=not receives),
-        cost=Received(job.replica.cost, jnp.asarray(receives)),
+        policy=chunked_prefill.chunked_prefill(whole=True, first=not receives),
+        cost=KVTransferred(job.replica.cost, jnp.asarray(receives)),
     )

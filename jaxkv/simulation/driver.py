@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxkv.progress import QUIET, Progress
 from jaxkv.simulation import served
-from jaxkv.simulation.members import Bounds, Part
-from jaxkv.simulation.served import Served
-from jaxkv.simulation.step import Members
+from jaxkv.simulation.members import MemberBatch, ProgramSizes
+from jaxkv.simulation.served import SimulationResult
+from jaxkv.simulation.step import SimulationMember
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
@@ -28,7 +28,7 @@ _PLACES_TOGETHER = 1024
 over threads, and the hand-over takes longer than the work: see `experiments/LOG.md`."""
 
 
-def stack(members: Sequence[tuple[Any, ...]]) -> Members:
+def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     """Stacks members, or tuples of their fields.
 
     Workloads with fewer requests are padded with empty requests.
@@ -39,7 +39,7 @@ def stack(members: Sequence[tuple[Any, ...]]) -> Members:
     """
     if not members:
         raise ValueError("members=[] must have at least one member")
-    singles = [Members(*member) for member in members]
+    singles = [SimulationMember(*member) for member in members]
     kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
@@ -53,11 +53,11 @@ def stack(members: Sequence[tuple[Any, ...]]) -> Members:
     if len(sizes) > 1:
         raise ValueError(f"max_drafts must be equal in all members, not {sizes}")
     most = max(member.workload.prompt.shape[0] for member in singles)
-    filled = [x._replace(workload=fill(x.workload, most)) for x in singles]
+    filled = [x._replace(workload=pad_workload(x.workload, most)) for x in singles]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
 
 
-def fill(workload: Workload, num: int) -> Workload:
+def pad_workload(workload: Workload, num: int) -> Workload:
     """Pads a workload to `num` requests with requests of 0 sequences."""
     short = num - workload.prompt.shape[0]
 
@@ -78,7 +78,7 @@ def fill(workload: Workload, num: int) -> Workload:
 
 
 def simulate(
-    members: Members,
+    members: SimulationMember,
     *,
     max_slots: int,
     max_samples: int = 1,
@@ -88,7 +88,7 @@ def simulate(
     keep_trace: bool = False,
     steps_per_call: int = STEPS_PER_CALL,
     progress: Progress = QUIET,
-) -> Served:
+) -> SimulationResult:
     """Simulates every member to the end of its workload.
 
     Args:
@@ -100,7 +100,7 @@ def simulate(
         means and totals.
       until_s: simulated time at which to stop, in s; None serves all requests. Later
         events are not reported, except that preemptions of the last steps may count.
-      keep_trace: True to keep the `StepInfo` of every step.
+      keep_trace: True to keep the `SimulatedStep` of every step.
       steps_per_call: steps per call of the compiled program.
       progress: progress bar; if it is stopped, the results so far are returned.
 
@@ -118,9 +118,9 @@ def simulate(
     places = np.minimum(
         np.arange(num_parts)[:, None] + num_parts * np.arange(size), num - 1
     )
-    bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
+    bounds = ProgramSizes(max_slots, max_samples, head, steps_per_call, keep_trace)
     runners = [
-        Part(
+        MemberBatch(
             jax.tree.map(lambda x, at=at: x[at], members),
             bounds,
             since_s,
@@ -134,7 +134,7 @@ def simulate(
     total = sum(float(runner.num_served.sum()) for runner in runners)
     bar, lock = progress.bar("simulated", total, "requests"), threading.Lock()
 
-    def finish(runner: Part) -> Served:
+    def finish(runner: MemberBatch) -> SimulationResult:
         while not runner.done.all() and not progress.stopped:
             runner.advance()
             with lock:
@@ -145,7 +145,7 @@ def simulate(
         results = list(pool.map(finish, runners))
     every = np.arange(num)
     keep = every % num_parts * size + every // num_parts
-    return served.join(results, keep)
+    return served.select_members(results, keep)
 
 
 def part_size(num: int, max_slots: int) -> int:

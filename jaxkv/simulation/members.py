@@ -13,12 +13,12 @@ from jaxkv import clock
 from jaxkv.ledger import Events
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
-from jaxkv.simulation.served import Means, Served, Totals, Trace
+from jaxkv.simulation.served import Means, SimulationResult, StepTrace, Totals
 from jaxkv.simulation.state import Simulation, init
-from jaxkv.simulation.step import Members
+from jaxkv.simulation.step import SimulationMember
 
 
-class Bounds(NamedTuple):
+class ProgramSizes(NamedTuple):
     """Static arguments of a compiled program."""
 
     max_slots: int
@@ -29,8 +29,8 @@ class Bounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="bounds")
-def _init(members: Members, bounds: Bounds) -> Simulation:
-    def one(member: Members) -> Simulation:
+def _init(members: SimulationMember, bounds: ProgramSizes) -> Simulation:
+    def one(member: SimulationMember) -> Simulation:
         return init(
             member.workload,
             member.capacity,
@@ -46,9 +46,11 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
 
 @functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
 def _advance(
-    state: Simulation, members: Members, bounds: Bounds
-) -> tuple[Simulation, step.StepInfo]:
-    def one(state: Simulation, member: Members) -> tuple[Simulation, step.StepInfo]:
+    state: Simulation, members: SimulationMember, bounds: ProgramSizes
+) -> tuple[Simulation, step.SimulatedStep]:
+    def one(
+        state: Simulation, member: SimulationMember
+    ) -> tuple[Simulation, step.SimulatedStep]:
         state, info = step.run_steps(
             state,
             **member._asdict(),
@@ -64,13 +66,13 @@ def _advance(
     return jax.vmap(one)(state, members)
 
 
-class Part:
+class MemberBatch:
     """Members that advance together."""
 
     def __init__(
         self,
-        members: Members,
-        bounds: Bounds,
+        members: SimulationMember,
+        bounds: ProgramSizes,
         since_s: float,
         until_s: float | None,
         names: Sequence[int] | None = None,
@@ -117,7 +119,7 @@ class Part:
             self._state: Any = _init(self._members, self._bounds)
         self._weighted: dict[str, np.ndarray] = {}
         self._sums: dict[str, np.ndarray] = {}
-        self._infos: list[tuple[np.ndarray, step.StepInfo]] = []
+        self._infos: list[tuple[np.ndarray, step.SimulatedStep]] = []
         self.num_served = np.asarray(self._state.num_served)
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
@@ -223,9 +225,9 @@ class Part:
         if self._bounds.keep_trace:
             self._infos.append((start_s, info))
 
-    def served(self) -> Served:
+    def served(self) -> SimulationResult:
         """Returns the results so far."""
-        found = outcomes.read(
+        found = outcomes.read_outcomes(
             self._state, self._members.workload, until_s=self._until_s, warns=False
         )
         busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
@@ -240,8 +242,8 @@ class Part:
         if self._bounds.keep_trace:
             start_s, infos = zip(*self._infos, strict=True)
             joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
-            trace = Trace(np.concatenate(start_s, axis=1), joined)
-        return Served(
+            trace = StepTrace(np.concatenate(start_s, axis=1), joined)
+        return SimulationResult(
             **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),

@@ -50,7 +50,7 @@ class Outcome:
         return dataframes.make(dataframes.per_row(values, axes))
 
 
-def read(
+def read_outcomes(
     state: Simulation,
     workload: Workload,
     *,

@@ -56,14 +56,14 @@ class Totals(NamedTuple):
     """Preemptions of sequences."""
 
 
-class Trace(NamedTuple):
+class StepTrace(NamedTuple):
     """Information about every step, with axes of members and of steps."""
 
     start_s: Float[np.ndarray, "members steps"]
     """Start of each step in s."""
-    info: step.StepInfo
+    info: step.SimulatedStep
 
-    def member(self, index: int) -> "Trace":
+    def member(self, index: int) -> "StepTrace":
         """Returns the trace of one member."""
         return jax.tree.map(lambda x: x[index], self)
 
@@ -84,14 +84,14 @@ class Trace(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served(Outcome):
+class SimulationResult(Outcome):
     """Results of a simulation: outcomes of requests, means and totals of members."""
 
     end_s: Float[np.ndarray, " members"]
     """Simulated time at the end in s, at most `until_s`."""
     means: Means
     totals: Totals
-    trace: Trace | None
+    trace: StepTrace | None
 
     def numbers(self, member: int) -> dict[str, float]:
         """Returns the measurements of one member by name.
@@ -117,7 +117,9 @@ class Served(Outcome):
         return {name: x[member].item() for name, x in found.items()}
 
 
-def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
+def select_members(
+    parts: list[SimulationResult], keep: Int[np.ndarray, " members"]
+) -> SimulationResult:
     """Concatenates parts of a simulation, and selects members in the order of `keep`.
 
     Traces are padded to the same number of steps.

@@ -124,9 +124,9 @@ def init(
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
     if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
-        order = contiguous.order_of(asked, c.page_size)
-        fits &= order <= contiguous.largest(r.idle)
+        asked = contiguous.reserved_places(r.rule, w.prompt, w.output, c.max_length)
+        order = contiguous.block_order(asked, c.page_size)
+        fits &= order <= contiguous.largest_order(r.idle)
 
     # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int) -> Array:

@@ -22,15 +22,14 @@ from jaxkv.clock import advance, later
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import interface
 from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
-from jaxkv.simulation import work as step_work
 from jaxkv.simulation.accepting import Acceptance
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init
-from jaxkv.simulation.work import Cost, Work
+from jaxkv.simulation.work import Cost, Work, work_of_rows
 from jaxkv.workloads import Workload
 
 
-class StepInfo(NamedTuple):
+class SimulatedStep(NamedTuple):
     """Information about a step. A step that feeds and moves no tokens takes no time."""
 
     start: Int32[Array, " 2"]
@@ -64,7 +63,7 @@ class StepInfo(NamedTuple):
     where each sequence in `drew` emits one."""
 
 
-class Members(NamedTuple):
+class SimulationMember(NamedTuple):
     """Arguments of one simulation, or of several with a leading axis, see `stack`."""
 
     workload: Workload
@@ -75,7 +74,7 @@ class Members(NamedTuple):
     acceptance: Acceptance | None = None
 
 
-type _Counters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
+type _QueueCounters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
 """Requests that have entered the queue; requests that the clients of a closed loop
 have sent, if they have arrived."""
 
@@ -91,7 +90,7 @@ def step(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, StepInfo]:
+) -> tuple[Simulation, SimulatedStep]:
     """Runs one step, or advances the clock to the next arrival.
 
     Args:
@@ -111,14 +110,14 @@ def step(
       The new state, and the information about the step.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     state, (info, counters) = _step(state, it, max_samples, head)
-    return state, _all_waiting(state, workload, info, counters)
+    return state, _count_waiting(state, workload, info, counters)
 
 
-def _all_waiting(
-    state: Simulation, workload: Workload, info: StepInfo, counters: _Counters
-) -> StepInfo:
+def _count_waiting(
+    state: Simulation, workload: Workload, info: SimulatedStep, counters: _QueueCounters
+) -> SimulatedStep:
     """Adds requests that have arrived, but are not in the queue, to `num_waiting`.
 
     Done for many steps at a time: a search in each step would take 10 % of its time.
@@ -130,14 +129,14 @@ def _all_waiting(
 
 
 def _step(
-    state: Simulation, it: Members, max_samples: int, head: int | None
-) -> tuple[Simulation, tuple[StepInfo, _Counters]]:
+    state: Simulation, it: SimulationMember, max_samples: int, head: int | None
+) -> tuple[Simulation, tuple[SimulatedStep, _QueueCounters]]:
     """Runs one step; `num_waiting` counts only requests in the queue."""
     w, capacity, _, _, reservation, acceptance = it
     start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
-    state = apply_plan.arrive(state, w, head)
-    waiting, counts, head_pages = apply_plan.observe(
+    state = apply_plan.enqueue_arrivals(state, w, head)
+    waiting, counts, head_pages = apply_plan.observe_simulation(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
     if acceptance is not None:
@@ -146,17 +145,18 @@ def _step(
         )
         counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, it.policy)
-    state, wish, num_admitted, num_moved = apply_plan.apply_plan(
+    state, wish, num_admitted, num_moved = apply_plan.preempt_and_admit(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
     # Sequences whose known tokens are all fed emit a token.
     books, slots = state.ledger, state.ledger.slots
-    runs, group = ledger.is_running(slots), apply_plan.groups(slots, max_samples)
+    runs = ledger.is_running(slots)
+    group = apply_plan.groups_by_request(slots, max_samples)
     pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
     limit, num_rows = prompt + output, granted.num_rows
-    work = step_work.of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
+    work = work_of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
     length, forked = pages.length + num_rows, jnp.zeros_like(runs)
     if group is not None:
         fork = slots.fork
@@ -165,12 +165,12 @@ def _step(
         length = jnp.where(forked, fork.num_common, length)
         places = jnp.where(forked, fork.num_common, pages.places)
         pages = pages._replace(places=places)
-    slots = ledger.fork(slots, forked, length)
+    slots = ledger.record_forks(slots, forked, length)
     emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        length, drawn = accepting.accept(
+        length, drawn = accepting.emit_tokens(
             slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
@@ -193,11 +193,11 @@ def _step(
     clock = jnp.where(idle, later(clock, w.arrival[upcoming]), clock)
     asked = None
     if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+        asked = contiguous.reserved_places(r.rule, prompt, output, capacity.max_length)
     memory, saved_pages = counted_pages.break_down(
         slots, pages, group, limit, capacity.page_size, asked
     )
-    info = StepInfo(
+    info = SimulatedStep(
         start=start,
         micros=micros,
         work=work,
@@ -245,24 +245,24 @@ def run_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, StepInfo]:
+) -> tuple[Simulation, SimulatedStep]:
     """Runs `num_steps` steps as one program; `num_steps` is static.
 
     The remaining arguments are those of `step`. The simulation is complete when
     `num_done` equals `num_served`; later steps do not change it.
 
     Returns:
-      The new state, and the `StepInfo` of all steps, stacked.
+      The new state, and the `SimulatedStep` of all steps, stacked.
     """
     state, workload, capacity = arrays.on_device((state, workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     state, (infos, counters) = lax.scan(
         lambda state, _: _step(state, it, max_samples, head),
         state,
         None,
         length=num_steps,
     )
-    return state, _all_waiting(state, workload, infos, counters)
+    return state, _count_waiting(state, workload, infos, counters)
 
 
 def run(
@@ -281,9 +281,9 @@ def run(
     """Simulates a workload to its end; can be called under `jit` and `vmap`.
 
     The simulation also ends if the policy makes no progress, see `scheduling.stalls`.
-    Then `num_done` is below `num_served`, and `outcomes.read` warns about unfinished
-    requests. Arguments are those of `init` and `step`. The simulation ends soon after
-    `max_steps` steps; `max_steps` is static.
+    Then `num_done` is below `num_served`, and `outcomes.read_outcomes` warns about
+    unfinished requests. Arguments are those of `init` and `step`. The simulation ends
+    soon after `max_steps` steps; `max_steps` is static.
 
     Returns:
       The final state.
@@ -301,7 +301,7 @@ def run(
         reservation=reservation,
     )
     workload, capacity = arrays.on_device((workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
     # In float32, since the sum may exceed an int32.

@@ -70,7 +70,7 @@ class Cost(Protocol):
         ...
 
 
-def of_rows(
+def work_of_rows(
     slots: Slots,
     length: Int32[Array, " slots"],
     num_rows: Int32[Array, " slots"],

@@ -25,8 +25,8 @@ from experiments.plotting import style
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Bounds, Cost, Members, driver, state
-from jaxkv.simulation import Part as Runner
+from jaxkv.simulation import Cost, ProgramSizes, SimulationMember, driver, state
+from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
@@ -121,7 +121,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-def members(config: Config) -> list[Members]:
+def members(config: Config) -> list[SimulationMember]:
     """One machine for each rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
         num_pages=NUM_PAGES,
@@ -134,7 +134,7 @@ def members(config: Config) -> list[Members]:
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
     policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
     loads = [load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
-    return [Members(x, capacity, policy, cost) for x in loads]
+    return [SimulationMember(x, capacity, policy, cost) for x in loads]
 
 
 def load(rate: float, num: int, seed: int) -> Workload:
@@ -146,9 +146,9 @@ def load(rate: float, num: int, seed: int) -> Workload:
     return arrivals.make(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
-def _runner(group: list[Members], config: Config) -> Runner:
+def _runner(group: list[SimulationMember], config: Config) -> Runner:
     """Machines that advance together, compiled."""
-    bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
+    bounds = ProgramSizes(config.max_slots, 1, config.head, config.num_steps, False)
     runner = Runner(driver.stack(group), bounds, 0.0, None)
     runner.start()
     return runner
@@ -169,7 +169,7 @@ def _advance(runners: list[Runner]) -> float:
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
-def _plain(everyone: list[Members], config: Config) -> Callable[[bool], int]:
+def _plain(everyone: list[SimulationMember], config: Config) -> Callable[[bool], int]:
     """Makes runs of plain Python ready, one after the other; they give their steps."""
     asked = [(requests(x.workload), price(x.cost)) for x in everyone]
     bounds = plain_scheduler.Bounds(

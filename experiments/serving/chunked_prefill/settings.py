@@ -16,8 +16,8 @@ import numpy as np
 from experiments.harness import cost_models
 from experiments.harness.cost_models import PAGE_SIZE
 from jaxkv import validation
-from jaxkv.scheduling.chunked_prefill import reading
-from jaxkv.simulation import Apart, Capacity, Members, costs
+from jaxkv.scheduling.chunked_prefill import chunked_prefill
+from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, costs
 from jaxkv.workloads import arrivals, lengths
 from scaling.costs import devices, parameters
 from scaling.shapes import huggingface, published
@@ -124,7 +124,7 @@ class System(NamedTuple):
 
     Attributes:
       name: what it is called.
-      whole: as for `scheduling.chunked_prefill.reading`, like the next.
+      whole: as for `scheduling.chunked_prefill`, like the next.
       first: see there.
       apart: whether chunks are read in steps of their own.
       budget: tokens that a step feeds; None where prompts are whole, see `budget_of`.
@@ -148,20 +148,20 @@ class System(NamedTuple):
 
     def member(
         self, model: Model, law: lengths.Pair, workload: arrivals.Workload
-    ) -> Members:
+    ) -> SimulationMember:
         """The machine that serves a workload this way."""
         most = None
         if self.reserves:
             most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
-        policy = reading(whole=self.whole, first=self.first, max_running=most)
+        policy = chunked_prefill(whole=self.whole, first=self.first, max_running=most)
         capacity = Capacity.of(
             num_pages=model.num_pages,
             page_size=PAGE_SIZE,
             max_length=law.max_length,
             token_budget=self.budget_of(law),
         )
-        cost = Apart(model.cost, jnp.asarray(self.apart))
-        return Members(workload, capacity, policy, cost)
+        cost = SerializedPhases(model.cost, jnp.asarray(self.apart))
+        return SimulationMember(workload, capacity, policy, cost)
 
 
 def both(budget: int) -> System:
@@ -187,7 +187,7 @@ def prompt_s(model: Model, tokens: float, budget: float | None = None) -> float:
     size = tokens if budget is None else budget
     edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
-        costs.work(
+        costs.make_work(
             num_prompt_rows=after - before,
             prompt_context=after,
             prompt_squares=after**2 - before**2,

@@ -9,7 +9,12 @@ from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import Progress
 from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
+from jaxkv.simulation.disaggregated import (
+    Job,
+    PhasePlacement,
+    ReplicaRole,
+    RequestTiming,
+)
 from jaxkv.workloads import metrics
 
 SHARE = 0.9
@@ -63,7 +68,7 @@ class Phases(Table):
 
 def row(
     name: str,
-    answers: Answers,
+    answers: RequestTiming,
     objectives: metrics.Objectives,
     placement: Placement,
     rate: float,
@@ -91,7 +96,7 @@ def row(
 
 
 def alone(
-    asked: Sequence[tuple[str, Role, Instance, float]],
+    asked: Sequence[tuple[str, ReplicaRole, Instance, float]],
     config: Config,
     progress: Progress,
 ) -> Loads:
@@ -104,14 +109,18 @@ def alone(
     """
     jobs, seconds = [], config.seconds
     for name, role, instance, rate in asked:
-        requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
+        requests = disaggregated.sample_requests(
+            KNOWN[name].law, rate, seconds, config.seed
+        )
         if role == "decode":  # who draws one token alone never comes here
-            requests = disaggregated.take(requests, requests.tokens.output > 1)
+            requests = disaggregated.select_requests(
+                requests, requests.tokens.output > 1
+            )
         jobs.append(Job(instance.replica, role, requests))
-    served = disaggregated.serve(
+    served = disaggregated.simulate_jobs(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
     )
-    counted = [disaggregated.counted(answers, seconds) for answers in served]
+    counted = [disaggregated.drop_late_arrivals(answers, seconds) for answers in served]
     placed: list[Placement] = [
         ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
         for _, role, (_, num), _ in asked
@@ -120,12 +129,19 @@ def alone(
 
 
 def split(
-    asked: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
+    asked: Sequence[tuple[str, PhasePlacement, float]],
+    config: Config,
+    progress: Progress,
 ) -> Loads:
     """Serves loads by replicas for either phase; arguments as those of `alone`."""
-    served = disaggregated.split(
+    served = disaggregated.simulate_placements(
         [
-            (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
+            (
+                p,
+                disaggregated.sample_requests(
+                    KNOWN[name].law, rate, config.seconds, config.seed
+                ),
+            )
             for name, p, rate in asked
         ],
         config.seconds,
@@ -142,7 +158,7 @@ def split(
 def _loads(
     asked: list[tuple[str, float]],
     placed: list[Placement],
-    served: Iterable[Answers],
+    served: Iterable[RequestTiming],
 ) -> Loads:
     rows = zip(asked, placed, served, strict=True)
     return Loads.of(
@@ -151,7 +167,9 @@ def _loads(
     )
 
 
-def bounds(application: settings.Application, instance: Instance) -> dict[Role, float]:
+def bounds(
+    application: settings.Application, instance: Instance
+) -> dict[ReplicaRole, float]:
     """Rates that a replica hardly sustains, by role: where to look for what it does."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
@@ -213,7 +231,7 @@ def phases(found: Loads) -> Phases:
     )
 
 
-def best(name: str, found: Phases) -> tuple[Split, float]:
+def best(name: str, found: Phases) -> tuple[PhasePlacement, float]:
     """The placement that should sustain most a GPU, and what it should in all.
 
     Each phase takes the replica that alone sustains most a GPU, then as many of either
@@ -233,9 +251,11 @@ def best(name: str, found: Phases) -> tuple[Split, float]:
         chosen.append(Instance(KNOWN[name].model, ways).replica)
         rates.append(float(here.rate_per_s[most]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
-    placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
+    placements = [
+        PhasePlacement(*chosen, n, m, settings.LINK) for n in nums for m in nums
+    ]
 
-    def sustains(p: Split) -> float:
+    def sustains(p: PhasePlacement) -> float:
         return min(p.num_prefill * rates[0], p.num_decode * rates[1])
 
     placed = max(placements, key=lambda p: (sustains(p) / p.num_gpus, -p.num_gpus))

@@ -14,7 +14,14 @@ from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
+from jaxkv.simulation import (
+    Capacity,
+    Cost,
+    SimulationMember,
+    SimulationResult,
+    contiguous,
+    driver,
+)
 from jaxkv.workloads import Curve, Load, arrivals, lengths, load_curves
 from jaxkv.workloads.load_curves import load as load
 
@@ -111,7 +118,7 @@ def member(
     rate: float,
     cost: Cost,
     groups: int,
-) -> Members:
+) -> SimulationMember:
     """What a system serves, in what memory, by which policy.
 
     Args:
@@ -123,7 +130,7 @@ def member(
       groups: sequences that a request may have; with 1 each is one of its own.
     """
     pages = setting.server.num_places // settings.PAGE_SIZE
-    plain = Members(
+    plain = SimulationMember(
         workload=requests.at(rate, groups),
         capacity=capacity(pages),
         policy=fcfs.fcfs(),
@@ -160,7 +167,7 @@ def capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capacity:
 
 
 def _row(
-    served: Served,
+    served: SimulationResult,
     index: int,
     workload: arrivals.Workload,
     samples: int,

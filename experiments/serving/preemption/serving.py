@@ -48,7 +48,7 @@ class Servings(Table):
     hold_new: Bool[np.ndarray, " rows"] = column(
         "whether new requests then wait until all preempted ones have completed"
     )
-    victim: Texts = column("who is preempted, a name of `victims.ranks`")
+    victim: Texts = column("who is preempted, a name of `victims.NAMES`")
     watermark: Ints = column("pages kept free at admission", heading="pages kept free")
     swap_pages: Ints = column(
         "that the buffer for swapped requests has room for", heading="buffer, pages"

@@ -20,7 +20,7 @@ from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, victims
-from jaxkv.simulation import Members, driver
+from jaxkv.simulation import SimulationMember, driver
 from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
@@ -186,7 +186,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(Simulated.of(rows))
 
 
-def _member(load: arrivals.Workload, way: Way) -> Members:
+def _member(load: arrivals.Workload, way: Way) -> SimulationMember:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
@@ -201,7 +201,7 @@ def _member(load: arrivals.Workload, way: Way) -> Members:
         max_swap_pages=jnp.int32(pages if swaps else 0)
     )
     cost = settings.cost(server)._replace(swap_s=jnp.float32(swap_s(way.page_size)))
-    return Members(load, capacity, policy, cost)
+    return SimulationMember(load, capacity, policy, cost)
 
 
 @BOOK.judges

@@ -30,7 +30,7 @@ from experiments.serving.sharing.served import BOOK, DATA, figure_claim, lengths
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Cost, Members, Work, contiguous, driver
+from jaxkv.simulation import Capacity, Cost, SimulationMember, Work, contiguous, driver
 from jaxkv.workloads import arrivals, lengths
 
 PANELS = (2, 2)
@@ -209,7 +209,9 @@ def count(config: Config, progress: Progress) -> Counted:
                 samples=n,
             )
             pool = _capacity(SERVER.num_places)
-            members.append(Members(load, pool, fcfs.fcfs(), settings.cost(SERVER)))
+            members.append(
+                SimulationMember(load, pool, fcfs.fcfs(), settings.cost(SERVER))
+            )
         served = driver.simulate(
             driver.stack(members),
             max_slots=128,
@@ -258,7 +260,7 @@ def translate(config: Config, progress: Progress) -> Translated:
 
 def _translations(
     system: str, prefix: int, rate: float, seconds: float, seed: int
-) -> Members:
+) -> SimulationMember:
     page, places = settings.PAGE_SIZE, SERVER.num_places
     shared = prefix // page * page if system == "paged" else 0
     rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
@@ -268,7 +270,7 @@ def _translations(
         num_leaves=places // page,
         leaves_per_region=settings.MAX_LENGTH // page,
     )
-    return Members(
+    return SimulationMember(
         load._replace(prompt=load.prompt + prefix - shared),
         _capacity(places - shared),
         fcfs.fcfs(),

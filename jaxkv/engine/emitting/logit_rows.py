@@ -34,7 +34,7 @@ type LogitsFn = Callable[
 apply to beam search; an `Engine` with a `logits_fn` refuses beam search requests."""
 
 
-def change(
+def apply_logits_fn(
     logits_fn: LogitsFn | None, answer: Answer, raw: Float[Array, "rows vocab"]
 ) -> Float[Array, "rows vocab"]:
     """Applies a `logits_fn` to logits; None returns them unchanged.
@@ -66,7 +66,7 @@ class LogitRows(NamedTuple):
     scored: Bool[Array, " rows"]
 
 
-def look_up(
+def gather_rows(
     state: EngineState,
     logits: Float[Array, "rows vocab"],
     emits: Bool[Array, " slots"],
@@ -75,8 +75,8 @@ def look_up(
     """Gathers the inputs of sampling for `width` places of each slot."""
     s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
     # Drafts follow the known tokens: each place has one more token as known.
-    known = places(state.slots.num_tokens, width)
-    row, emits = by_place(row, width), by_place(emits, width)
+    known = place_positions(state.slots.num_tokens, width)
+    row, emits = repeat_places(row, width), repeat_places(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
     # Idle rows are greedy and without log-probabilities: they must not select a slower
     # program for the batch.
@@ -94,12 +94,12 @@ def look_up(
     )
 
 
-def by_place(of_slots: Array, width: int) -> Array:
+def repeat_places(of_slots: Array, width: int) -> Array:
     """Repeats values of slots for each of their places."""
     return of_slots if width == 1 else jnp.repeat(of_slots, width)
 
 
-def places(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
+def place_positions(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
     """Returns the positions of the `width` tokens after the known ones of each slot."""
     if width == 1:
         return known
@@ -107,7 +107,7 @@ def places(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
     return (known[:, None] + index).reshape(-1)
 
 
-def of_all[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
+def map_rows[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
     """Applies a function to rows, in tiles of `TILE` under reproducible numerics."""
     if config.numerics == "fast":
         return function(*rows)

@@ -18,7 +18,12 @@ from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.drafting import Drafts, Speculation, Verified
 from jaxkv.engine.emitting import logit_rows, verification
-from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
+from jaxkv.engine.emitting.logit_rows import (
+    LogitRows,
+    LogitsFn,
+    place_positions,
+    repeat_places,
+)
 from jaxkv.engine.state import (
     FULL,
     NOT_A_NUMBER,
@@ -34,7 +39,7 @@ from jaxkv.sampling import beam_search as sampling_beam_search
 from jaxkv.sampling import sampler, top_k
 
 
-class Emitted(NamedTuple):
+class SamplerOutput(NamedTuple):
     """Tokens emitted by the slots."""
 
     tokens: Int32[Array, "slots emit_width"]
@@ -51,7 +56,7 @@ class Emitted(NamedTuple):
     """Results of verification; None without speculation."""
 
 
-class _Drawn(NamedTuple):
+class _Candidates(NamedTuple):
     """Candidate tokens of the slots, before stop conditions are applied."""
 
     tokens: Int32[Array, " rows"]
@@ -72,12 +77,12 @@ class _Drawn(NamedTuple):
 def emit(
     state: EngineState,
     fed: Bool[Array, " slots"],
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
     speculation: Speculation | None = None,
     drafts: Drafts | None = None,
-) -> tuple[EngineState, Emitted]:
+) -> tuple[EngineState, SamplerOutput]:
     """Samples for each slot that has logits and no known token left to feed.
 
     Args:
@@ -97,9 +102,9 @@ def emit(
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:
-        rows = logit_rows.look_up(state, logits, emits)
-        draw = _draw(rows, emits, logits_fn, config)
-        drawn = _Drawn(
+        rows = logit_rows.gather_rows(state, logits, emits)
+        draw = _sample(rows, emits, logits_fn, config)
+        drawn = _Candidates(
             draw.token,
             draw.logprob,
             None,
@@ -112,18 +117,19 @@ def emit(
             state, result, emits, drafts, speculation, logits_fn, config
         )
         is_tree = drafts.tree is not None
-        drawn = _as_drawn(state, judged, emits, is_tree, result, config)
-    state, emitted = _note(state, drawn, emits)
+        drawn = _from_verification(state, judged, emits, is_tree, result, config)
+    state, emitted = _append_tokens(state, drawn, emits)
     # Log-probabilities of the emitted tokens, of prompts, and of alternatives.
     s, width = state.sequences, config.emit_width
-    sequence, place = by_place(state.slots.sequence, width), places(known, width)
-    counts = place < by_place(known + emitted.num_emitted, width)
+    sequence = repeat_places(state.slots.sequence, width)
+    place = place_positions(known, width)
+    counts = place < repeat_places(known + emitted.num_emitted, width)
     place = jnp.where(counts, place, NO_SEQUENCE)
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
     at = jnp.where(drawn.scored, sequence, NO_SEQUENCE), place
-    s = _with_alternatives(s, drawn, at, result, config)
+    s = _store_alternatives(s, drawn, at, result, config)
     state = state._replace(sequences=s)
 
     def choices(logits: Array) -> tuple[Array, Array]:
@@ -134,29 +140,29 @@ def emit(
         return ids, jnp.where(finite, logprobs, jnp.nan)
 
     def choose(logits: Array) -> tuple[Array, Array]:
-        return logit_rows.of_all(choices, (logits,), config)
+        return logit_rows.map_rows(choices, (logits,), config)
 
-    state, found = engine_beam_search.advance(state, logits, ready, choose, config)
+    state, found = engine_beam_search.step_beams(state, logits, ready, choose, config)
     ended = found != NOT_ENDED
     reason = jnp.where(ended, found, emitted.reason)
     # The answers of a beam search are available only at its end.
     return state, emitted._replace(reason=reason, begins=emitted.begins | ended)
 
 
-def _as_drawn(
+def _from_verification(
     state: EngineState,
-    judged: verification.Judged,
+    judged: verification.Continuation,
     emits: Bool[Array, " slots"],
     is_tree: bool,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
-) -> _Drawn:
+) -> _Candidates:
     """Returns the tokens of verified drafts, with requested log-probabilities."""
     path = judged.verified.path if is_tree else None
-    logits = functools.partial(verification.in_order, result, path, config)
+    logits = functools.partial(verification.token_logits, result, path, config)
     tokens = judged.tokens.reshape(-1)
     scored = state.sequences.scored[jnp.maximum(state.slots.sequence, 0)] & emits
-    scored = by_place(scored, config.emit_width)
+    scored = repeat_places(scored, config.emit_width)
     zeros = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
     found = lax.cond(
         jnp.any(scored),
@@ -165,10 +171,10 @@ def _as_drawn(
     )
     logprobs = jnp.where(scored, found, zeros)
     drawn = tokens, logprobs, judged.num, judged.invalid, scored
-    return _Drawn(*drawn, logits, judged.verified)
+    return _Candidates(*drawn, logits, judged.verified)
 
 
-def _draw(
+def _sample(
     rows: LogitRows,
     emits: Bool[Array, " slots"],
     logits_fn: LogitsFn | None,
@@ -180,7 +186,7 @@ def _draw(
 
     def of_rows(*leaves: Any) -> sampler.Draw:
         answer, raw, params, scored = leaves
-        logits = logit_rows.change(logits_fn, answer, raw)
+        logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 
         def asked() -> sampler.Draw:
             known = answer.num_tokens
@@ -193,7 +199,7 @@ def _draw(
             return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
 
     def of_all() -> sampler.Draw:
-        return logit_rows.of_all(of_rows, rows, config)
+        return logit_rows.map_rows(of_rows, rows, config)
 
     with jax.named_scope("draw"):
         shapes = jax.eval_shape(of_all)
@@ -201,14 +207,14 @@ def _draw(
         return lax.cond(any_emits, of_all, lambda: blank)
 
 
-def _note(
-    state: EngineState, drawn: _Drawn, emits: Bool[Array, " slots"]
-) -> tuple[EngineState, Emitted]:
+def _append_tokens(
+    state: EngineState, drawn: _Candidates, emits: Bool[Array, " slots"]
+) -> tuple[EngineState, SamplerOutput]:
     """Appends tokens up to the first stop condition, and sets finish reasons."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     known, width = state.slots.num_tokens, drawn.tokens.shape[0] // row.shape[0]
-    place, owner = places(known, width), by_place(row, width)
+    place, owner = place_positions(known, width), repeat_places(row, width)
     stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
     if drawn.num is None:
         counts = emits & ~drawn.invalid
@@ -231,20 +237,20 @@ def _note(
         reason = first % len(REASONS)
         broken = emits & drawn.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
-        counts = place < by_place(known + num, width)
-    at = (by_place(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
+        counts = place < repeat_places(known + num, width)
+    at = (repeat_places(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
     begins = (num > 0) & (known == s.prompt_length[row])
     s = s._replace(tokens=arrays.put(s.tokens, at, drawn.tokens))
     slots = state.slots._replace(num_tokens=known + num)
     state = state._replace(sequences=s).with_slots(slots)
     tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
-    return state, Emitted(tokens, logprobs, num, begins, reason, drawn.verified)
+    return state, SamplerOutput(tokens, logprobs, num, begins, reason, drawn.verified)
 
 
 def _score_prompts(
     logprobs: Float[Array, "sequences max_length"],
     s: Sequences,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
 ) -> Float[Array, "sequences max_length"]:
     """Stores the log-probabilities of prompt tokens, from the spare logit rows."""
@@ -267,11 +273,11 @@ def _score_prompts(
     return arrays.put(logprobs, at, values)
 
 
-def _with_alternatives(
+def _store_alternatives(
     s: Sequences,
-    drawn: _Drawn,
+    drawn: _Candidates,
     at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
 ) -> Sequences:
     """Stores the most likely tokens where requested, also at prompt positions."""

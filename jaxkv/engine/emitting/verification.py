@@ -22,7 +22,7 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.sampling import Params, random_keys, sampler
 
 
-class Judged(NamedTuple):
+class Continuation(NamedTuple):
     """Tokens that follow the known tokens of each slot."""
 
     tokens: Int32[Array, "slots places"]
@@ -36,19 +36,19 @@ class Judged(NamedTuple):
 
 def verify(
     state: EngineState,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> Judged:
+) -> Continuation:
     """Judges the drafts of each slot, and samples the token after the accepted ones.
 
     The arguments are those of `sampling_step.emit`; `emits` marks slots that emit.
     """
 
-    def judge(length: int) -> Judged:
+    def judge(length: int) -> Continuation:
         law, parents, tree = drafts.law, drafts.parents, drafts.tree
         if tree is not None:
             ancestors = tree.ancestors[:, :length, :length]
@@ -87,18 +87,20 @@ def _wide(x: Int32[Array, "slots places"], config: EngineConfig) -> Array:
 
 def _judge(
     state: EngineState,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> Judged:
+) -> Continuation:
     """Judges `1 + length` places of each slot, where `drafts` has `length` columns."""
     num_slots, length = drafts.tokens.shape
-    logits = of_places(result, length, config)
-    rows = logit_rows.look_up(state, logits, emits, 1 + length)
-    answer = rows.answer if drafts.tree is None else by_branch(rows.answer, drafts)
+    logits = place_logits(result, length, config)
+    rows = logit_rows.gather_rows(state, logits, emits, 1 + length)
+    answer = rows.answer
+    if drafts.tree is not None:
+        answer = known_tokens_by_branch(answer, drafts)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.children(drafts, speculation.drafter.width)
     # By place; the root is not a draft.
@@ -111,7 +113,7 @@ def _judge(
         answer: Answer, raw: Array, params: Params, children: Array, law: Array | None
     ) -> tuple[Ruling, Array]:
         known = answer.num_tokens
-        logits = logit_rows.change(logits_fn, answer, raw)
+        logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )
@@ -129,19 +131,19 @@ def _judge(
         return ruling, lax.cond(unsure, flip, lambda: accept > 0)
 
     judged = answer, logits, rows.params, token, law
-    ruling, accepts = logit_rows.of_all(of_rows, judged, config)
-    accepted, path = walk(child, accepts.reshape(child.shape), drafts)
-    return _along(path, accepted, ruling, known, drafts, emits)
+    ruling, accepts = logit_rows.map_rows(of_rows, judged, config)
+    accepted, path = accept_path(child, accepts.reshape(child.shape), drafts)
+    return _follow_path(path, accepted, ruling, known, drafts, emits)
 
 
-def _along(
+def _follow_path(
     path: Int32[Array, "slots drafts"],
     accepted: Int32[Array, " slots"],
     ruling: Ruling,
     known: Int32[Array, "slots places"],
     drafts: Drafts,
     emits: Bool[Array, " slots"],
-) -> Judged:
+) -> Continuation:
     """Returns the drafts along a path, and the token that follows the last of them.
 
     `known` are the drafts by place.
@@ -157,7 +159,7 @@ def _along(
     tokens = jnp.where(last, jnp.take_along_axis(follows, place, axis=1), tokens)
     ends = last & jnp.take_along_axis(invalid, place, axis=1)
     invalid = jnp.any(ends, axis=1)
-    return Judged(
+    return Continuation(
         tokens=tokens,
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
@@ -165,8 +167,8 @@ def _along(
     )
 
 
-def of_places(
-    result: model_runner.Fed, length: int, config: EngineConfig
+def place_logits(
+    result: model_runner.ModelOutput, length: int, config: EngineConfig
 ) -> Float[Array, "rows vocab"]:
     """Returns the logits of `1 + length` places of each slot, in order of slots."""
     assert result.drafted is not None
@@ -175,20 +177,20 @@ def of_places(
     return logits.reshape(-1, logits.shape[2])
 
 
-def in_order(
-    result: model_runner.Fed,
+def token_logits(
+    result: model_runner.ModelOutput,
     path: Int32[Array, "slots drafts"] | None,
     config: EngineConfig,
 ) -> Float[Array, "rows vocab"]:
-    """Returns the logits of each token of `Judged`; `path` None means a chain."""
-    logits = of_places(result, config.max_drafts, config)
+    """Returns the logits of each token of a step; `path` None means a chain."""
+    logits = place_logits(result, config.max_drafts, config)
     if path is None:
         return logits
     first = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None] * config.emit_width
     return logits[(first + jnp.pad(path, ((0, 0), (1, 0)))).reshape(-1)]
 
 
-def by_branch(answer: Answer, drafts: Drafts) -> Answer:
+def known_tokens_by_branch(answer: Answer, drafts: Drafts) -> Answer:
     """Sets the known tokens of each place in a tree to those on its path."""
     tree = drafts.tree
     assert tree is not None
@@ -207,7 +209,7 @@ def by_branch(answer: Answer, drafts: Drafts) -> Answer:
     )
 
 
-def walk(
+def accept_path(
     child: Int32[Array, "slots places width"],
     accepts: Bool[Array, "slots places width"],
     drafts: Drafts,

@@ -71,9 +71,9 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
     np.testing.assert_array_equal(one, drafting.children(as_tree, 1))
     accepts = jnp.asarray(np.random.default_rng(1).random((SLOTS, NUM + 1, 1)) < 0.8)
     plain = drafts._replace(parents=None)
-    num, path = verification.walk(one, accepts, plain)
+    num, path = verification.accept_path(one, accepts, plain)
     as_tree = as_tree._replace(tree=drafting.tree(chain))
-    other_num, other = verification.walk(one, accepts, as_tree)
+    other_num, other = verification.accept_path(one, accepts, as_tree)
     np.testing.assert_array_equal(num, other_num)
     for slot, length in enumerate(num.tolist()):
         np.testing.assert_array_equal(path[slot, :length], other[slot, :length])
@@ -86,7 +86,7 @@ def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
     child = drafting.children(drafts, 3)
     accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
-    num, path = verification.walk(child, jnp.asarray(accepts), drafts)
+    num, path = verification.accept_path(child, jnp.asarray(accepts), drafts)
     lengths = []
     for slot in range(SLOTS):
         place, way = 0, []
@@ -121,7 +121,7 @@ def test_every_place_knows_the_tokens_on_the_way_to_it() -> None:
         request_id=jnp.zeros(SLOTS * width, "int32"),
     )
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
-    found = verification.by_branch(rows, drafts)
+    found = verification.known_tokens_by_branch(rows, drafts)
     for slot, place in np.ndindex(SLOTS, width):
         way = way_to(np.asarray(drafts.parents)[slot], place)
         wanted = [*tokens[slot, : known[slot]]]

@@ -27,7 +27,7 @@ from tests.support.plans import LINE, counts, plan_of
 
 def columns(**given: list[int]) -> Any:
     """Columns of four requests; what is not given has the default."""
-    blank = attributes.blank(LINE)
+    blank = attributes.default_columns(LINE)
     return blank._replace(**{name: np.array(x, np.int32) for name, x in given.items()})
 
 
@@ -69,7 +69,9 @@ def test_times_become_relative_to_the_clock() -> None:
     arrival = np.array([[3, 250_000], [3, 999_000], [2**31 - 1, 0], [0, 0]], np.int32)
     limit = np.array([30, 30, 30, 30], np.int32)
     clock = jnp.asarray([3, 500_000], jnp.int32)
-    seen = attributes.relative(given, jnp.asarray(arrival), jnp.asarray(limit), clock)
+    seen = attributes.relative_to_clock(
+        given, jnp.asarray(arrival), jnp.asarray(limit), clock
+    )
     assert seen.arrival_ms.tolist() == [-250, 499, 999_999_500, -3500]
     assert seen.deadline_ms.tolist()[:2] == [250, 499]
     assert seen.deadline_ms.tolist()[3] == attributes.NO_DEADLINE

@@ -160,7 +160,7 @@ def test_static_batching_takes_back_what_was_swapped_out() -> None:
 BUGS = {
     "the first may be a victim": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "jnp.where(is_first, _LAST, keys[victim])",
         "keys[victim]",
         test_the_first_is_never_preempted_and_groups_go_as_one,
@@ -168,7 +168,7 @@ BUGS = {
     ),
     "the earliest of equals": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "place[:, None] < place[None, :]",
         "place[:, None] > place[None, :]",
         test_of_equals_the_later_is_preempted,
@@ -176,7 +176,7 @@ BUGS = {
     ),
     "just enough is too little": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "frees >= shortage",
         "frees > shortage",
         test_three_pages_are_missing,
@@ -184,14 +184,14 @@ BUGS = {
     ),
     "the smallest of those that do not suffice": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "_LAST // 2 - frees",
         "_LAST // 2 + frees",
         test_where_nobody_frees_enough_the_largest_is_preempted_first,
     ),
     "tokens for pages": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "by_group(c.owned_pages)",
         "by_group(c.owned_tokens)",
         test_one_is_preempted,

@@ -76,8 +76,8 @@ def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
 MASKABLE = {
     "fcfs": fcfs(),
     "every rule": fcfs(stackable=True, preemption="swap", cached_first=True),
-    "chunked": chunked_prefill.reading(max_running=2),
-    "whole prompts": chunked_prefill.reading(whole=True, first=True),
+    "chunked": chunked_prefill.chunked_prefill(max_running=2),
+    "whole prompts": chunked_prefill.chunked_prefill(whole=True, first=True),
     "static": static_batching.static(),
 }
 
@@ -275,20 +275,20 @@ BUGS = {
     "logits for all": Bug(
         interface,
         "share_budget",
-        "_fill(jnp.where(scored, prompts, 0), c.spare_logit_rows)",
+        "_grant_in_order(jnp.where(scored, prompts, 0), c.spare_logit_rows)",
         "prompts",
         test_scored_prompts_feed_no_more_rows_than_have_logits,
     ),
     "the budget is used up too soon": Bug(
         interface,
-        "_fill",
+        "_grant_in_order",
         "jnp.cumsum(want, dtype=jnp.int32) - want",
         "jnp.cumsum(want, dtype=jnp.int32)",
         test_an_idle_engine_admits_until_the_budget_is_used_up,
     ),
     "copies need no page": Bug(
         interface,
-        "growth",
+        "pages_to_grow",
         " + c.copies",
         "",
         test_copies_are_granted_with_growth,

@@ -17,9 +17,9 @@ from jaxkv.sampling import random_keys
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import (
     Acceptance,
-    Apart,
-    Members,
-    Received,
+    KVTransferred,
+    SerializedPhases,
+    SimulationMember,
     accepting,
     apply_plan,
     contiguous,
@@ -30,7 +30,7 @@ from jaxkv.simulation import (
 )
 from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.simulation.state import Capacity, Simulation, init
-from jaxkv.simulation.step import StepInfo
+from jaxkv.simulation.step import SimulatedStep
 from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
 from scaling.shapes import published
@@ -147,7 +147,7 @@ RULE = fcfs.fcfs(chunk_size=7, stackable=True)
 
 class Ran(NamedTuple):
     state: Simulation
-    infos: StepInfo
+    infos: SimulatedStep
     slots: Slots
     """After every step."""
     pages: CountedPages
@@ -345,7 +345,7 @@ def test_places_in_a_row_have_room_for_drafts() -> None:
     taken = contiguous.reservation("oracle", num_leaves=64, leaves_per_region=16)
     bounds = ROOMY._replace(num_pages=jnp.int32(64))
     cost = costs.with_drafter(COST, step_s=0.001)
-    member = Members(w, bounds, RULE, cost, taken, law(0.7))
+    member = SimulationMember(w, bounds, RULE, cost, taken, law(0.7))
     found = driver.simulate(driver.stack([member]), max_slots=6, keep_trace=True)
     assert np.isfinite(found.finish_s).all()
     assert found.totals.drawn == np.asarray(w.output).sum()
@@ -362,7 +362,7 @@ def test_everything_is_added_up() -> None:
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
     members = driver.stack(
         [
-            Members(load, TIGHT, RULE, COST, None, each)
+            SimulationMember(load, TIGHT, RULE, COST, None, each)
             for load, each in zip(loads, laws, strict=True)
         ]
     )
@@ -394,12 +394,12 @@ def test_everything_is_added_up() -> None:
     state = jax.jit(
         lambda w, x: step.run(w, TIGHT, RULE, COST, max_slots=6, acceptance=x)
     )(last, laws[2])
-    alone = outcomes.read(state, last)
+    alone = outcomes.read_outcomes(state, last)
     np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
 
 
 def test_laws_of_several_sizes_are_not_mapped_together() -> None:
-    member = Members(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
+    member = SimulationMember(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
     other = member._replace(acceptance=Acceptance.of(0.5, num_drafts=2))
     with pytest.raises(ValueError, match="max_drafts must be equal in all members"):
         driver.stack([member, other])
@@ -409,7 +409,7 @@ def test_laws_of_several_sizes_are_not_mapped_together() -> None:
 
 # What it costs
 
-SPECULATES = costs.work(
+SPECULATES = costs.make_work(
     num_decodes=2,
     num_prompt_rows=70,
     decode_context=401 + 10,
@@ -448,7 +448,7 @@ def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
     both = costs.with_drafter(plain, step_s=0.002, row_s=1e-5)
     added = float(both(SPECULATES)) - float(plain(SPECULATES))
     assert added == pytest.approx(3 * 0.002 + 4 * 1e-5)
-    alone = costs.work(num_decodes=3)
+    alone = costs.make_work(num_decodes=3)
     assert alone.num_drafts is None
     assert float(both(alone)) == float(plain(alone))
     for value in (-1.0, float("nan"), True, float("inf")):
@@ -466,12 +466,12 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
 
     reads = 1e6 + 1e3
     decodes = 4e6 + 6e3 + 6 + 1e-3 * (411 + 1220)
-    found = Apart(count, jnp.asarray(True))(SPECULATES)
+    found = SerializedPhases(count, jnp.asarray(True))(SPECULATES)
     assert float(found) == pytest.approx(reads + decodes)
-    assert float(Apart(count, jnp.asarray(False))(SPECULATES)) == pytest.approx(
-        reads + decodes
-    )
-    received = Received(count, jnp.asarray(True))(SPECULATES)
+    assert float(
+        SerializedPhases(count, jnp.asarray(False))(SPECULATES)
+    ) == pytest.approx(reads + decodes)
+    received = KVTransferred(count, jnp.asarray(True))(SPECULATES)
     expected = 5e6 + 7e3 + 7 + 1e-3 * (411 + 120 + 1220)
     assert float(received) == pytest.approx(expected)
 
@@ -552,7 +552,7 @@ BUGS = {
         accepting,
         "num_accepted",
         "position = slots.num_tokens[:, None] + place",
-        "position = jnp.arange(slots.num_tokens.size, dtype=jnp.int32)[:, None] + place",
+        "position = jnp.arange(sequence.size, dtype=jnp.int32)[:, None] + place",
         test_verdicts_depend_on_nobody_else,
     ),
 }

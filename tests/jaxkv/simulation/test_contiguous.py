@@ -18,7 +18,7 @@ from tests.support.buddies import Buddies
 from tests.support.simulations import COST
 
 find = jax.jit(
-    lambda idle, start, num, order: contiguous.place(
+    lambda idle, start, num, order: contiguous.find_block(
         contiguous.free_leaves(idle, start, num), order
     )
 )
@@ -52,7 +52,9 @@ def test_what_is_reserved() -> None:
     """As the paper has it: an answer of 25 tokens becomes 32."""
     prompt, output = jnp.array([100, 100, 1, 900]), jnp.array([25, 32, 1, 1100])
     found = {
-        rule: contiguous.asked(jnp.int32(i), prompt, output, jnp.int32(2048)).tolist()
+        rule: contiguous.reserved_places(
+            jnp.int32(i), prompt, output, jnp.int32(2048)
+        ).tolist()
         for i, rule in enumerate(contiguous.RULES)
     }
     assert found == {
@@ -61,7 +63,7 @@ def test_what_is_reserved() -> None:
         "oracle": [125, 132, 2, 2000],
     }
     places = jnp.array([1, 16, 17, 2000, 2048])
-    orders = contiguous.order_of(places, jnp.int32(16))
+    orders = contiguous.block_order(places, jnp.int32(16))
     assert orders.tolist() == [0, 0, 1, 7, 7]
 
 

@@ -12,7 +12,7 @@ from experiments.harness import cost_models
 from jaxkv import clock
 from jaxkv.progress import Quiet
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import Members, Served, driver, outcomes, step
+from jaxkv.simulation import SimulationMember, SimulationResult, driver, outcomes, step
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals, metrics
 from tests.support import simulations
@@ -39,8 +39,8 @@ LOADS = [
 
 
 @functools.cache
-def served(**options: Any) -> Served:
-    members = [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
+def served(**options: Any) -> SimulationResult:
+    members = [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
     return driver.simulate(
         driver.stack(members),
         max_slots=6,
@@ -119,7 +119,7 @@ def test_who_stops_it_gets_what_there_is() -> None:
 
 
 def test_what_cannot_be_stacked_is_refused() -> None:
-    member = Members(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
+    member = SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="policy must have the same type in all"):
         driver.stack([member, other])
@@ -164,7 +164,9 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
 
 @pytest.mark.thorough
 def test_a_run_to_the_end_is_that_of_the_driver() -> None:
-    members = driver.stack([Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS])
+    members = driver.stack(
+        [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
+    )
 
     @jax.jit
     def run(loads: arrivals.Workload) -> Simulation:
@@ -179,12 +181,12 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read(state, members.workload)
+        found = outcomes.read_outcomes(state, members.workload)
     for name, values in vars(found).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(
-        outcomes.read(*one, warns=False).arrival_s, expected.arrival_s[2]
+        outcomes.read_outcomes(*one, warns=False).arrival_s, expected.arrival_s[2]
     )
 
 
@@ -214,7 +216,7 @@ def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
     state = run(jnp.arange(2, dtype=jnp.int32))
     line = r"3 of 6 requests were not served to their end; the first is request 0 of"
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read(state, load)
+        found = outcomes.read_outcomes(state, load)
     np.testing.assert_array_equal(np.isfinite(found.finish_s).sum(1), [0, 3])
     assert not found.rejected.any()
 

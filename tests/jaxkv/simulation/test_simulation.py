@@ -103,7 +103,7 @@ def simulate(
     policy: interface.Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[simulation_state.Simulation, simulation_step.StepInfo]:
+) -> tuple[simulation_state.Simulation, simulation_step.SimulatedStep]:
     state = simulation_step.init(w, bounds, policy, max_slots=6)
     return simulation_step.run_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
@@ -269,7 +269,7 @@ BUGS = {
     ),
     "clients ask as soon as they like": Bug(
         apply_plan,
-        "arrive",
+        "enqueue_arrivals",
         "comes &= index < state.num_done + workload.clients",
         "",
         test_a_closed_loop_holds_as_many_requests_as_it_has_clients,
@@ -283,7 +283,7 @@ BUGS = {
     ),
     "those behind the queue are not waiting": Bug(
         simulation_step,
-        "_all_waiting",
+        "_count_waiting",
         "info.num_waiting + num_outside",
         "info.num_waiting",
         test_everybody_who_has_come_is_counted_as_waiting,
@@ -291,7 +291,7 @@ BUGS = {
     ),
     "requests come before their time": Bug(
         apply_plan,
-        "arrive",
+        "enqueue_arrivals",
         "comes &= is_past(workload.arrival[request], books.clock)",
         "",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,

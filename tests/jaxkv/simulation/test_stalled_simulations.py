@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.simulation import Capacity, Members, Served, driver, outcomes, step
+from jaxkv.simulation import (
+    Capacity,
+    SimulationMember,
+    SimulationResult,
+    driver,
+    outcomes,
+    step,
+)
 from jaxkv.workloads import arrivals, metrics
 from tests.support import moods, simulations
 from tests.support.moods import Moody
@@ -19,10 +26,10 @@ LOAD = arrivals.make(
 )
 
 
-def simulate(*played: int) -> Served:
+def simulate(*played: int) -> SimulationResult:
     """Serves the load under several moods, mapped together."""
     members = [
-        Members(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
+        SimulationMember(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
         for mood in (*played, *[moods.PLAIN] * (3 - len(played)))
     ]
     return driver.simulate(driver.stack(members), max_slots=6, steps_per_call=96)
@@ -56,7 +63,7 @@ def test_a_run_inside_a_program_ends_and_its_latency_is_not_a_number() -> None:
         with pytest.warns(
             UserWarning, match="5 of 5 requests were not served to their"
         ):
-            found = outcomes.read(state, LOAD)
+            found = outcomes.read_outcomes(state, LOAD)
         with pytest.warns(UserWarning, match="5 of 5 requests have no value"):
             latency = metrics.normalised_latency_s(
                 found.arrival_s, found.finish_s, np.asarray(LOAD.output)

@@ -12,7 +12,7 @@ from experiments.serving.sharing.simulated import (
     Result,
     Translated,
 )
-from jaxkv.simulation import Members
+from jaxkv.simulation import SimulationMember
 from jaxkv.simulation.step import Work
 from tests.support.commands import Command, document
 
@@ -27,7 +27,7 @@ def test_a_common_beginning_is_attended_to_by_all_who_decode() -> None:
 
 
 def test_full_pages_of_the_beginning_are_there_once_or_in_every_reservation() -> None:
-    def member(system: str) -> Members:
+    def member(system: str) -> SimulationMember:
         return simulated._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")
