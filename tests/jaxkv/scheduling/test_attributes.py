@@ -26,7 +26,7 @@ from tests.support.plans import LINE, counts, plan_of
 
 
 def columns(**given: list[int]) -> Any:
-    """Columns of four requests; what is not given has the default."""
+    """Columns of four requests; missing attributes have the default."""
     blank = attributes.default_columns(LINE)
     return blank._replace(**{name: np.array(x, np.int32) for name, x in given.items()})
 
@@ -87,7 +87,7 @@ def test_the_shortest_comes_first_less_what_is_cached() -> None:
     # Each takes two pages: there is room for one, then for two.
     assert admitted(policy, [8, 8, 8], 2, **fields) == [2]
     assert admitted(policy, [8, 8, 8], 4, **fields) == [1, 2]
-    # A preempted request comes first, however much it has left.
+    # A preempted request comes first for any remaining length.
     fields["waiting_preempted"] = np.array([True, False, False, False])
     assert admitted(policy, [8, 8, 8], 2, **fields) == [0]
 
@@ -118,7 +118,7 @@ def test_sessions_take_turns() -> None:
     asked = columns(session=[4, 4, 6, -1])
     c = counts(line, [8, 8, 8, 8], free_pages=5)
     c = c._replace(attributes=running, waiting_attributes=asked)
-    # The running ones take none; of the others two are admitted: the two without slots.
+    # Two requests fit; those of sessions without slots are admitted: the last two.
     assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [2, 3]
 
 
@@ -126,7 +126,7 @@ def test_victims_are_chosen_by_attributes() -> None:
     line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2), (9, 8, 2)]
     running = columns(priority=[0, -3, 1, -2], predicted_length=[10, 12, 20, 30])
     c = counts(line, free_pages=0)._replace(attributes=running)
-    # Each needs a page, and the two that go leave four.
+    # Each needs a page, and the two preempted ones release four.
     for victim, gone in (("least_urgent", [2, 3]), ("longest_remaining", [2, 3])):
         plan = plan_of(c, fcfs.fcfs(victim=victim))
         assert np.flatnonzero(plan.preempt).tolist() == gone

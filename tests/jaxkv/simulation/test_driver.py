@@ -1,4 +1,4 @@
-"""Simulations run to their end: what is added up on the host, and who is told of it."""
+"""The driver of simulations: sums on the host, warnings and errors."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from tests.support import simulations
 BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
-"""Requests of each member; the last one's can come only when others have gone."""
+"""Requests of each member; the last member is a closed loop."""
 
 
 def load(seed: int, num: int, clients: int) -> arrivals.Workload:
-    """Requests of which the middle one can never fit."""
+    """Requests, of which the middle one can never fit."""
     made = simulations.workload(seed, num, rate=20.0, longest=29)
     prompt = made.prompt.at[num // 2].set(70)
     return made._replace(prompt=prompt, clients=jnp.int32(clients))
@@ -50,7 +50,7 @@ def served(**options: Any) -> SimulationResult:
     )
 
 
-def test_all_are_served_and_everything_is_added_up() -> None:
+def test_all_are_served_and_all_steps_are_summed() -> None:
     found = served()
     for i, load in enumerate(LOADS):
         num = TOTAL[i]
@@ -63,7 +63,7 @@ def test_all_are_served_and_everything_is_added_up() -> None:
         info: Any = trace.info
         assert found.totals.drawn[i] == np.asarray(load.output)[there[:num]].sum()
         assert found.totals.preempted[i] == found.preempted[i].sum()
-        # What was fed: every prompt, all but the last token drawn, what was lost.
+        # Fed: every prompt, all emitted tokens but the last one, and recomputed tokens.
         fed = found.totals.decoded[i] + found.totals.read[i]
         tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
         assert fed == tokens.sum() + found.recomputed[i].sum()
@@ -111,14 +111,14 @@ def test_a_simulation_ends_at_a_time() -> None:
     assert cut.totals.busy_s.max() < 0.55
 
 
-def test_who_stops_it_gets_what_there_is() -> None:
+def test_a_stopped_run_returns_partial_results() -> None:
     stopped = Quiet()
     stopped.stopped = True
     found = served(progress=stopped)
     assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
 
 
-def test_what_cannot_be_stacked_is_refused() -> None:
+def test_members_of_different_types_are_refused() -> None:
     member = SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="policy must have the same type in all"):
@@ -129,7 +129,7 @@ def test_what_cannot_be_stacked_is_refused() -> None:
 
 @pytest.mark.slow
 def test_one_server_of_constant_service_waits_as_queues_do() -> None:
-    """M/D/1: each path by Lindley's recursion, their mean by the closed formula."""
+    """M/D/1: each path by Lindley's recursion, and the mean by the closed formula."""
     service_s, num, rates = 0.2, 4000, np.repeat([1.0, 2.5, 4.0], 8)
     rng = np.random.default_rng(0)
     arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
@@ -191,7 +191,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 
 
 class Nobody(NamedTuple):
-    """Lets the first requests in, and then nobody."""
+    """A policy that admits the first requests, and then none."""
 
     most: jax.Array
     holds_finished = False
@@ -203,7 +203,7 @@ class Nobody(NamedTuple):
 
 
 @pytest.mark.thorough
-def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
+def test_a_run_without_admissions_ends_with_a_warning() -> None:
     load = arrivals.make(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Policies that make no progress in simulations, and what metrics make of them."""
+"""Policies that make no progress in simulations, and the metrics of such runs."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ LOAD = arrivals.make(
 
 
 def simulate(*played: int) -> SimulationResult:
-    """Serves the load under several moods, mapped together."""
+    """Simulates the load under several faulty policies, mapped together."""
     members = [
         SimulationMember(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
         for mood in (*played, *[moods.PLAIN] * (3 - len(played)))
@@ -45,7 +45,7 @@ def test_a_policy_without_progress_is_an_error(mood: int) -> None:
 def test_policies_that_mask_or_wait_serve_every_request() -> None:
     found = simulate(moods.PLAIN, moods.SHORTEST, moods.FILLS)
     assert np.isfinite(found.finish_s).all()
-    # The longest goes first or last; the fourth waits for the fifth.
+    # The longest request is served first or last; the fourth waits for the fifth.
     assert found.first_s[1, 0] > found.first_s[1, 1:3].max()
     assert found.first_s[0, 3] < 9.2
     assert found.first_s[2, 3] > 9.5
