@@ -39,8 +39,8 @@ from tests.support.mutation import Bug
 from tests.support.simulations import (
     CASES,
     COST,
-    assert_alike,
-    beside_engine,
+    assert_equal_steps,
+    compare_with_engine,
     workload,
 )
 
@@ -107,7 +107,7 @@ class Chance:
         )
 
 
-def beside_cases() -> list[Any]:
+def comparison_cases() -> list[Any]:
     quick = {("plain", 0.6), ("groups, swap", 1.0)}
     return [
         pytest.param(
@@ -121,19 +121,19 @@ def beside_cases() -> list[Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "chance"), beside_cases())
+@pytest.mark.parametrize(("name", "chance"), comparison_cases())
 def test_it_schedules_as_the_engine(name: str, chance: float) -> None:
     """Step for step, with the same random bits for each draft."""
     case = CASES[name]
     w = workload(10, 30, max_samples=case.max_samples)
-    run = beside_engine(
+    run = compare_with_engine(
         w,
         case,
         10,
         acceptance=law(chance),
         speculation=Speculation(Guess(MAX_DRAFTS), Chance(chance)),
     )
-    assert_alike(run)
+    assert_equal_steps(run)
     assert run.infos.work.num_drafts.sum() > 100
     assert (run.infos.num_preempted.sum() > 0) == ("static" not in name)
 

@@ -24,8 +24,8 @@ from tests.support.simulations import (
     CASES,
     COST,
     Cost,
-    assert_alike,
-    beside_engine,
+    assert_equal_steps,
+    compare_with_engine,
     with_attributes,
     workload,
 )
@@ -63,10 +63,12 @@ def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) ->
     """With queue heads above and below the number of slots, and preemption rules."""
     case = BY_ATTRIBUTES[name]
     w = with_attributes(workload(seed, 40, max_samples=case.max_samples), seed)
-    run = beside_engine(w, case, seed)
-    assert_alike(run)
+    run = compare_with_engine(w, case, seed)
+    assert_equal_steps(run)
     # Without the attributes, at least one step would differ.
-    plain = beside_engine(w._replace(attributes=None, limit=None), case, seed).infos
+    plain = compare_with_engine(
+        w._replace(attributes=None, limit=None), case, seed
+    ).infos
     ours = run.infos.num_admitted, run.infos.num_preempted
     theirs = plain.num_admitted, plain.num_preempted
     assert any(not np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
@@ -78,19 +80,19 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     case, num = CASES[name], 30
     w = workload(seed, num, max_samples=case.max_samples)
     samples = np.asarray(w.samples)
-    run = beside_engine(w, case, seed)
-    assert_alike(run)
+    run = compare_with_engine(w, case, seed)
+    assert_equal_steps(run)
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
-    assert int(run.mine.num_served) == num
+    assert int(run.simulation.num_served) == num
     noted, theirs = (
-        Events(*np.asarray(x.ledger.events).T) for x in (run.mine, run.real)
+        Events(*np.asarray(x.ledger.events).T) for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(
         noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
     )
     column = Progress._fields.index("num_preempted")
     times, their_times = (
-        np.asarray(x.ledger.progress)[:, column] for x in (run.mine, run.real)
+        np.asarray(x.ledger.progress)[:, column] for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(times[at], their_times[: len(at)])
     assert (times.sum() > 0) == (name not in ("static", "groups, static"))
