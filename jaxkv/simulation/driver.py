@@ -16,9 +16,8 @@ import jax
 import numpy as np
 
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation import served
-from jaxkv.simulation.members import MemberBatch, ProgramSizes
-from jaxkv.simulation.served import SimulationResult
+from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
+from jaxkv.simulation.results import SimulationResult, select_members
 from jaxkv.simulation.step import SimulationMember
 from jaxkv.workloads import Workload
 
@@ -139,13 +138,13 @@ def simulate(
             runner.advance()
             with lock:
                 bar(sum(runner.num_behind() for runner in runners))
-        return runner.served()
+        return runner.result()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         results = list(pool.map(finish, runners))
     every = np.arange(num)
     keep = every % num_parts * size + every // num_parts
-    return served.select_members(results, keep)
+    return select_members(results, keep)
 
 
 def part_size(num: int, max_slots: int) -> int:

@@ -21,8 +21,8 @@ from jaxkv import arrays, ledger
 from jaxkv.clock import advance, later
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import interface
-from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
-from jaxkv.simulation.accepting import Acceptance
+from jaxkv.simulation import apply_plan, contiguous, counted_pages
+from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wishes
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init
 from jaxkv.simulation.work import Cost, Work, work_of_rows
@@ -140,7 +140,7 @@ def _step(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
     if acceptance is not None:
-        drafts = accepting.wishes(
+        drafts = wishes(
             state.ledger.slots, state.pages.length, w, acceptance, max_samples
         )
         counts = counts._replace(drafts=drafts)
@@ -170,7 +170,7 @@ def _step(
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        length, drawn = accepting.emit_tokens(
+        length, drawn = emit_tokens(
             slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)

@@ -69,7 +69,7 @@ class StepTrace(NamedTuple):
 
     def __repr__(self) -> str:
         """One line."""
-        return f"Trace({' x '.join(map(str, self.start_s.shape))} steps)"
+        return f"StepTrace({' x '.join(map(str, self.start_s.shape))} steps)"
 
     def to_dataframe(self) -> Any:
         """Returns a data frame with a row per step, counts summed over slots.

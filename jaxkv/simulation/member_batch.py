@@ -13,7 +13,7 @@ from jaxkv import clock
 from jaxkv.ledger import Events
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
-from jaxkv.simulation.served import Means, SimulationResult, StepTrace, Totals
+from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
 from jaxkv.simulation.state import Simulation, init
 from jaxkv.simulation.step import SimulationMember
 
@@ -225,7 +225,7 @@ class MemberBatch:
         if self._bounds.keep_trace:
             self._infos.append((start_s, info))
 
-    def served(self) -> SimulationResult:
+    def result(self) -> SimulationResult:
         """Returns the results so far."""
         found = outcomes.read_outcomes(
             self._state, self._members.workload, until_s=self._until_s, warns=False
