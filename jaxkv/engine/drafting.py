@@ -111,7 +111,7 @@ class Verifier(Protocol):
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> Ruling:
-        """Judges the children of each row, and samples the token that follows them.
+        """Judges the children of each row, and samples a token if all are rejected.
 
         Args:
           logits: next-token logits after penalties and other changes.

@@ -21,7 +21,7 @@ from jaxkv.memory import page_sharing, page_table
 
 
 def fork_of(state: EngineState) -> Fork:
-    """Returns the shared prefill of the slots."""
+    """Returns `Slots.fork` of the running batch, which an engine always has."""
     fork = state.slots.fork
     assert fork is not None  # `state.init` makes one
     return fork

@@ -52,7 +52,7 @@ class _PackedRows(NamedTuple):
 
     rows: kv_pages.Rows
     target: Int32[Array, " rows"]
-    """Index of each row in the logits, or -1."""
+    """Logit row of each packed row, or -1 for none."""
 
 
 def feed(

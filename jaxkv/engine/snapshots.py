@@ -86,11 +86,11 @@ def save_state(
     check_replaceable(folder, HEADER, "snapshot", overwrite)
     shapes = _described(_like(config, state.pages, state.memory))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
-        raise ValueError(f"the state is not one of the configuration: {different}")
+        raise ValueError(f"the state must match the configuration: {different}")
     if state.staging is not None and np.any(np.asarray(state.staging.on_host)):
         raise ValueError(
-            "pages of swapped requests are in the memory of the host, which a snapshot "
-            "does not hold; save a state without a host, or with them back"
+            "pages of swapped requests are in host memory, which a snapshot does not "
+            "include; save the state after these requests are swapped in"
         )
     with aside(folder, ValueError) as new:
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
@@ -182,14 +182,12 @@ def _described(state: EngineState) -> dict[str, str]:
 
 
 def _differences(
-    ours: Mapping[str, Any],
-    theirs: Mapping[str, Any],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     here: str = "in the snapshot",
     there: str = "asked",
 ) -> str:
     """Describes entries that differ, with both values; empty if all are equal."""
-    return "; ".join(
-        f"{name} is {ours.get(name, ABSENT)} {here}, {theirs.get(name, ABSENT)} {there}"
-        for name in [*ours, *(name for name in theirs if name not in ours)]
-        if ours.get(name, ABSENT) != theirs.get(name, ABSENT)
-    )
+    names = [*first, *(name for name in second if name not in first)]
+    rows = [(n, first.get(n, ABSENT), second.get(n, ABSENT)) for n in names]
+    return "; ".join(f"{n} is {x} {here}, {y} {there}" for n, x, y in rows if x != y)

@@ -24,7 +24,7 @@ from jaxkv.engine import (
     prefix_caching,
     swapping,
 )
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation, Verified
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
@@ -174,18 +174,7 @@ def _accept(
     verified = emitted.verified
     assert verified is not None
     if drafts is not None and drafts.tree is not None:
-        # K and V of accepted drafts move to the places of their tokens.
-        index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
-        accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
-        stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
-        length = state.table.length[:, None]
-        pages = kv_pages.move(
-            state.pages,
-            state.table.page_ids,
-            length - 1 + verified.path,
-            jnp.where(stays, length + index, -1),
-        )
-        state = state._replace(pages=pages)
+        state = _compact_accepted_path(state, verified)
     # The last emitted token is not fed yet; an answer may end before its last draft.
     num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
     # Without granted drafts there are no reserved places to release.
@@ -199,6 +188,21 @@ def _accept(
     )
     memory = drafter.learn(state.memory, state, verified)
     return state._replace(memory=memory)
+
+
+def _compact_accepted_path(state: EngineState, verified: Verified) -> EngineState:
+    """Moves K and V of the accepted drafts of a tree to the places of their tokens."""
+    index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
+    accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
+    stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
+    length = state.table.length[:, None]
+    pages = kv_pages.move(
+        state.pages,
+        state.table.page_ids,
+        length - 1 + verified.path,
+        jnp.where(stays, length + index, -1),
+    )
+    return state._replace(pages=pages)
 
 
 @jax.named_scope("info")

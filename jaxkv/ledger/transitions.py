@@ -23,15 +23,15 @@ from jaxkv.memory import Size
 from jaxkv.scheduling import Plan
 
 
-class Preempted(NamedTuple):
-    """Preempted sequences, to be put back by `admit`."""
+class Preemption(NamedTuple):
+    """Preempted sequences, which `admit` returns to the queue."""
 
     sequence: Int32[Array, " slots"]
-    """The sequences, or `NO_SEQUENCE`."""
+    """Preempted sequence of each slot, or `NO_SEQUENCE`."""
     progress: Int32[Array, "slots fields"]
     """Rows of `Progress`."""
     request: Int32[Array, " slots"]
-    """Their requests, each once, in order, or `NO_SEQUENCE`."""
+    """Preempted requests, each once, in order of slots, or `NO_SEQUENCE`."""
 
 
 def preempt(
@@ -44,7 +44,7 @@ def preempt(
     num_common: Int32[Array, " slots"],
     swapped_pages: Int32[Array, " slots"],
     is_swapped: Bool[Array, " slots"],
-) -> tuple[Ledger, Preempted]:
+) -> tuple[Ledger, Preemption]:
     """Preempts whole requests: frees their slots and records their progress.
 
     Args:
@@ -76,7 +76,7 @@ def preempt(
     return ledger._replace(
         slots=slots._replace(sequence=jnp.where(gone, NO_SEQUENCE, slots.sequence)),
         events=arrays.put(ledger.events, (index, column), again, "add"),
-    ), Preempted(
+    ), Preemption(
         index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
     )
 
@@ -93,11 +93,11 @@ class SlotPlan(NamedTuple):
     """A plan by slot, see `scheduling.Plan`."""
 
     places: Int32[Array, "*n"]
-    """Token places to hold; 0 leaves them as they are."""
+    """Token places to reserve in all; 0 leaves the reservation unchanged."""
     num_rows: Int32[Array, "*n"]
     """Tokens to feed, drafts excluded."""
     drafts: Int32[Array, "*n"] | None
-    """Drafts to feed after them, beyond these places; None without speculation."""
+    """Drafts to feed after these tokens and places; None without speculation."""
 
 
 class Admission(NamedTuple):
@@ -114,14 +114,14 @@ class Admission(NamedTuple):
     swapped_in: Bool[Array, " head"]
     """Requests among them that were swapped out."""
     pages_in: Int32[Array, ""]
-    """Pages that these take."""
+    """Pages of these requests."""
 
 
 def admit(
     ledger: Ledger,
     head: Head,
     plan: Plan,
-    preempted: Preempted,
+    preempted: Preemption,
     *,
     ready: Bool[Array, " head"],
     free_pages: Size,
