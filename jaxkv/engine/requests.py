@@ -21,7 +21,7 @@ from jaxkv.engine.state import (
     Sequences,
     no_sequences,
 )
-from jaxkv.ledger import NO_SEQUENCE, Events, Ledger, Progress
+from jaxkv.ledger import NO_SEQUENCE, Events, Ledger, SequenceProgress
 from jaxkv.memory import Eviction, demand
 from jaxkv.sampling import Params, beam_search
 from jaxkv.scheduling.attributes import RequestAttributes
@@ -105,7 +105,7 @@ def submit(
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _is_alive(books)) & leads
     places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    is_empty = ledger.unpack_columns(Progress, books.progress).num_tokens == 0
+    is_empty = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
     lacks = arrays.over_groups(taken & ~room, first, "max")
@@ -123,9 +123,9 @@ def submit(
     new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
     members = arrays.put(sequences.members, (lead, index - first), row)
-    progress = Progress(*(jnp.zeros_like(row) for _ in Progress._fields))._replace(
-        num_tokens=r.prompt_length, num_common=r.prompt_length
-    )
+    progress = SequenceProgress(
+        *(jnp.zeros_like(row) for _ in SequenceProgress._fields)
+    )._replace(num_tokens=r.prompt_length, num_common=r.prompt_length)
     return state._replace(
         search=_begin_search(state, requests, row, config),
         sequences=sequences._replace(members=members),
@@ -194,7 +194,7 @@ def cancel(
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
-    progress = ledger.unpack_columns(Progress, books.progress)
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
         # Beams of a search end together; there is no answer before the search is done.
@@ -239,7 +239,7 @@ class DrainedSequences(NamedTuple):
     is_final: Bool[Array, " sequences"]
     """True for sequences of completed requests, whose rows are now free."""
     sequences: Sequences
-    progress: Progress
+    progress: SequenceProgress
     events: Events
 
 
@@ -256,7 +256,7 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     """
     state = arrays.on_device(state)
     s, books = state.sequences, state.ledger
-    progress = ledger.unpack_columns(Progress, books.progress)
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
     found = DrainedSequences(
@@ -268,7 +268,7 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
     """Returns a mask of the waiting and running sequences."""
-    num_tokens = ledger.unpack_columns(Progress, books.progress).num_tokens
+    num_tokens = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens
     return (num_tokens > 0) & (
         ledger.unpack_columns(Events, books.events).finish_s == 0
     )

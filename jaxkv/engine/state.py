@@ -320,7 +320,7 @@ def init(
         pages=pages,
         pool=page_pool.make_pool(config.num_pages),
         table=page_table.make_table(slots, config.max_pages_per_slot),
-        ledger=ledger.init(
+        ledger=ledger.make_ledger(
             num_slots=slots,
             # `slots` more places, so that preempted requests always fit.
             num_places=config.queue_capacity + slots,

@@ -357,7 +357,7 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         found = found._replace(i7=prefix_cache.unsound(state.prefixes, state.pool))
     if state.staging is None:
         return found
-    progress = ledger.unpack_columns(ledger.Progress, state.ledger.progress)
+    progress = ledger.unpack_columns(ledger.SequenceProgress, state.ledger.progress)
     events = ledger.unpack_columns(ledger.Events, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
     waits = arrays.put(waits, state.slots.sequence, False)
@@ -387,7 +387,7 @@ def _retire(
         ended = reason != NOT_ENDED
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
-        column = ledger.Progress._fields.index("num_tokens")
+        column = ledger.SequenceProgress._fields.index("num_tokens")
         num_tokens = books.slots.num_tokens
         progress = arrays.put(books.progress, (row, column), num_tokens)
         s = state.sequences

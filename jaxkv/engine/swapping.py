@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, ledger
 from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE, Ledger, Progress
+from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceProgress
 from jaxkv.memory import page_sharing, swap_buffer
 
 
@@ -136,7 +136,7 @@ def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
 
 def lose(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
     """Records that sequences have lost their swapped pages."""
-    progress = ledger.unpack_columns(Progress, books.progress)
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     progress = progress._replace(
         swapped_tokens=jnp.where(lost, 0, progress.swapped_tokens),
         swapped_pages=jnp.where(lost, 0, progress.swapped_pages),

@@ -11,7 +11,7 @@ from jaxkv.ledger.state import (
     Events,
     Fork,
     Ledger,
-    Progress,
+    SequenceProgress,
     Slots,
     is_running,
     num_to_feed,
@@ -67,7 +67,7 @@ def look_up_head(
       swaps: False if no request is ever swapped out, which leaves it out of the
         program.
     """
-    was = unpack_columns(Progress, ledger.progress[jnp.maximum(sequence, 0)])
+    was = unpack_columns(SequenceProgress, ledger.progress[jnp.maximum(sequence, 0)])
     if not swaps:
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)

@@ -57,7 +57,7 @@ class Slots(NamedTuple):
     """None if every request has one sequence."""
 
 
-class Progress(NamedTuple):
+class SequenceProgress(NamedTuple):
     """Progress of sequences that do not run: the columns of `Ledger.progress`."""
 
     num_tokens: Int32[Array, "*n"]
@@ -100,12 +100,12 @@ class Ledger(NamedTuple):
     num_waiting: Int32[Array, ""]
     """Requests in the queue."""
     progress: Int32[Array, "sequences fields"]
-    """A row of `Progress` for each sequence."""
+    """A row of `SequenceProgress` for each sequence."""
     events: Int32[Array, "sequences fields"]
     """A row of `Events` for each sequence."""
 
 
-def init(
+def make_ledger(
     *,
     num_slots: int,
     num_places: int,
@@ -143,13 +143,13 @@ def init(
         ),
         queue=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
         num_waiting=zeros(),
-        progress=zeros(num_sequences, len(Progress._fields)),
+        progress=zeros(num_sequences, len(SequenceProgress._fields)),
         events=zeros(num_sequences, len(Events._fields)),
     )
 
 
 def unpack_columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
-    """Returns the columns of a table as a `Progress` or `Events`."""
+    """Returns the columns of a table as a `SequenceProgress` or `Events`."""
     return kind(*(table[..., i] for i in range(table.shape[-1])))
 
 

@@ -14,7 +14,7 @@ from jaxkv.ledger.state import (
     NO_SEQUENCE,
     Events,
     Ledger,
-    Progress,
+    SequenceProgress,
     Slots,
     is_occupied,
     is_running,
@@ -29,7 +29,7 @@ class Preemption(NamedTuple):
     sequence: Int32[Array, " slots"]
     """Preempted sequence of each slot, or `NO_SEQUENCE`."""
     progress: Int32[Array, "slots fields"]
-    """Rows of `Progress`."""
+    """Rows of `SequenceProgress`."""
     request: Int32[Array, " slots"]
     """Preempted requests, each once, in order of slots, or `NO_SEQUENCE`."""
 
@@ -62,7 +62,7 @@ def preempt(
     """
     slots = ledger.slots
     index = jnp.where(gone, slots.sequence, NO_SEQUENCE)
-    progress = Progress(
+    progress = SequenceProgress(
         num_tokens=slots.num_tokens,
         num_fed=jnp.maximum(slots.num_fed, length),
         num_preempted=slots.num_preempted + 1,

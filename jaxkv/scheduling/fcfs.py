@@ -1,4 +1,4 @@
-"""First come, first served (FCFS): the policy of continuous batching, with variants."""
+"""First come first served (FCFS): the policy of continuous batching, with variants."""
 
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
 
 
 class FCFS(NamedTuple):
-    """First come, first served: continuous batching with chunked prefill.
+    """First come first served: continuous batching with chunked prefill.
 
     Sequences that decode feed one token each; prompts share the remaining token budget
     in order. A request is admitted with all of its sequences if there are pages for its

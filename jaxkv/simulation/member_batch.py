@@ -14,7 +14,7 @@ from jaxkv.ledger import Events
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
-from jaxkv.simulation.state import Simulation, init
+from jaxkv.simulation.state import Simulation, init_simulation
 from jaxkv.simulation.step import SimulationMember
 
 
@@ -31,7 +31,7 @@ class ProgramSizes(NamedTuple):
 @functools.partial(jax.jit, static_argnames="bounds")
 def _init(members: SimulationMember, bounds: ProgramSizes) -> Simulation:
     def one(member: SimulationMember) -> Simulation:
-        return init(
+        return init_simulation(
             member.workload,
             member.capacity,
             member.policy,

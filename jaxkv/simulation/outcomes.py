@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import Events, SequenceProgress
 from jaxkv.simulation.state import Simulation
 from jaxkv.workloads import Workload, dataframes
 
@@ -82,7 +82,7 @@ def read_outcomes(
         *members, num, -1, len(Events._fields)
     )
     noted: Any = Events(*np.moveaxis(table, -1, 0))
-    column = Progress._fields.index("num_preempted")
+    column = SequenceProgress._fields.index("num_preempted")
     num_preempted = np.asarray(state.ledger.progress)[..., column]
     num_preempted = num_preempted.reshape(*members, num, -1)
     is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]

@@ -82,7 +82,7 @@ class Simulation(NamedTuple):
     """Number of servable requests."""
 
 
-def init(
+def init_simulation(
     workload: Workload,
     capacity: Capacity,
     policy: interface.Policy,
@@ -132,7 +132,7 @@ def init(
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
-    books = ledger.init(
+    books = ledger.make_ledger(
         num_slots=max_slots,
         num_places=max_slots + (head or max_slots),
         num_sequences=w.prompt.shape[0] * max_samples,
@@ -140,7 +140,7 @@ def init(
         holds=policy.holds_finished,
     )
     prompt = jnp.repeat(w.prompt, max_samples)
-    progress = ledger.Progress(*jnp.moveaxis(books.progress, -1, 0))
+    progress = ledger.SequenceProgress(*jnp.moveaxis(books.progress, -1, 0))
     progress = progress._replace(num_tokens=prompt, num_common=prompt)
     return Simulation(
         ledger=books._replace(progress=jnp.stack(progress, axis=-1)),

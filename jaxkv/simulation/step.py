@@ -24,7 +24,7 @@ from jaxkv.scheduling import interface
 from jaxkv.simulation import apply_plan, contiguous, counted_pages
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wishes
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.work import Cost, Work, work_of_rows
 from jaxkv.workloads import Workload
 
@@ -99,10 +99,10 @@ def step(
       capacity: bounds.
       policy: the scheduling policy, as for the engine.
       cost: the cost model.
-      max_samples: as for `init`.
+      max_samples: as for `init_simulation`.
       head: waiting requests visible to the policy, at most 511, static; None means
         `max_slots`, as in the engine.
-      reservation: as for `init`.
+      reservation: as for `init_simulation`.
       acceptance: draft length and acceptance rates; None compiles the step without
         speculation.
 
@@ -282,16 +282,16 @@ def run(
 
     The simulation also ends if the policy makes no progress, see `scheduling.stalls`.
     Then `num_done` is below `num_served`, and `outcomes.read_outcomes` warns about
-    unfinished requests. Arguments are those of `init` and `step`. The simulation ends
-    soon after `max_steps` steps; `max_steps` is static.
+    unfinished requests. Arguments are those of `init_simulation` and `step`. The
+    simulation ends soon after `max_steps` steps; `max_steps` is static.
 
     Returns:
       The final state.
 
     Raises:
-      ValueError: as for `init`.
+      ValueError: as for `init_simulation`.
     """
-    state = init(
+    state = init_simulation(
         workload,
         capacity,
         policy,

@@ -17,7 +17,7 @@ from jaxkv.sampling import Sampling, beam_search
 from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import request_batch
 from jaxkv.simulation import contiguous, step
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.workloads import arrivals
 from tests.support import engines
 from tests.support.engines import MODEL
@@ -60,7 +60,7 @@ def requests() -> Requests:
 
 def simulated(**fields: Any) -> Simulation:
     policy = fields.pop("policy", fcfs.fcfs())
-    return init(LOAD, BOUNDS, policy, max_slots=3, **fields)
+    return init_simulation(LOAD, BOUNDS, policy, max_slots=3, **fields)
 
 
 def cost(work: step.Work) -> jax.Array:
@@ -105,7 +105,7 @@ def calls() -> dict[str, Any]:
             params, empty, three, forward=FORWARD, active=three > 0
         ),
         "logits": lambda: transformer.logits(params, three[None], config=MODEL),
-        "simulation.init": lambda: init(
+        "simulation.init": lambda: init_simulation(
             load, on_host(BOUNDS), fcfs.fcfs(), max_slots=3
         ),
         "simulation.step": lambda: step.step(machine, load, **bounds),

@@ -27,7 +27,7 @@ from jaxkv.engine.state import (
     init,
 )
 from jaxkv.engine.step import StepInfo
-from jaxkv.ledger import NO_SEQUENCE, Events, Progress
+from jaxkv.ledger import NO_SEQUENCE, Events, SequenceProgress
 from jaxkv.memory import Eviction, prefix_cache
 from jaxkv.models import Forward, checkpoints, paged, transformer
 from jaxkv.models.config import ModelConfig
@@ -411,7 +411,7 @@ def unfinished(state: EngineState) -> np.ndarray:
     progress, events = (
         np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
     )
-    known = progress[:, Progress._fields.index("num_tokens")]
+    known = progress[:, SequenceProgress._fields.index("num_tokens")]
     return (known > 0) & (events[:, Events._fields.index("finish_s")] == 0)
 
 

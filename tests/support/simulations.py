@@ -194,7 +194,7 @@ def compare_with_engine(
         debug=True,
     )
     real = fed_engine(w, config, seed)
-    mine = state.init(
+    mine = state.init_simulation(
         w,
         capacity(config),
         case.policy,

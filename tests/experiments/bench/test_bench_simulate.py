@@ -11,7 +11,7 @@ from jaxkv import clock
 from jaxkv.ledger import Events
 from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import init, run_steps
+from jaxkv.simulation.step import init_simulation, run_steps
 from jaxkv.workloads.arrivals import Workload
 from tests.support import smoke
 
@@ -34,7 +34,7 @@ def test_plain_python_takes_the_same_decisions_and_keeps_the_same_accounts() -> 
 
     @jax.jit
     def start() -> Simulation:
-        return init(w, capacity, policy, max_slots=8)
+        return init_simulation(w, capacity, policy, max_slots=8)
 
     run = jax.jit(
         run_steps,

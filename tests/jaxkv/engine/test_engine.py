@@ -15,7 +15,7 @@ from jaxkv.engine.state import (
     EngineState,
 )
 from jaxkv.engine.step import run_steps
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import Events, SequenceProgress
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs, interface, static_batching
@@ -239,7 +239,9 @@ def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
     progress, running = np.asarray(books.progress), np.asarray(state.slots.sequence)
     finish_s = np.asarray(books.events)[:, Events._fields.index("finish_s")]
     found = {}
-    for row in np.flatnonzero(progress[:, Progress._fields.index("num_tokens")]):
+    for row in np.flatnonzero(
+        progress[:, SequenceProgress._fields.index("num_tokens")]
+    ):
         status = RUNNING if row in running else WAITING
         status = FINISHED if finish_s[row] else status
         found[int(s.request_id[row])] = status, int(s.reason[row])

@@ -13,7 +13,7 @@ import pytest
 from jaxkv import clock
 from jaxkv.engine import step
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import Progress
+from jaxkv.ledger import SequenceProgress
 from jaxkv.models import paged
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs as scheduling_fcfs
@@ -137,7 +137,7 @@ def test_new_requests_wait_until_preempted_ones_complete(hold_new: bool) -> None
         s = state.sequences
         overtaken += bool(owed and running - seen)
         seen |= running
-        column = Progress._fields.index("num_preempted")
+        column = SequenceProgress._fields.index("num_preempted")
         alive = engines.unfinished(state)
         alive &= np.asarray(state.ledger.progress)[:, column] > 0
         owed = set(np.asarray(s.request_id)[alive].tolist())

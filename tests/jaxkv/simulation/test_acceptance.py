@@ -29,7 +29,7 @@ from jaxkv.simulation import (
     step,
 )
 from jaxkv.simulation.counted_pages import CountedPages
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.step import SimulatedStep
 from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
@@ -161,7 +161,7 @@ def simulate(
     max_samples: int = 1,
     num_steps: int = 200,
 ) -> Ran:
-    state = init(w, bounds, RULE, max_slots=6, max_samples=max_samples)
+    state = init_simulation(w, bounds, RULE, max_slots=6, max_samples=max_samples)
 
     def body(state: Simulation, _: None) -> Any:
         state, info = step.step(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
-from jaxkv.ledger import Progress
+from jaxkv.ledger import SequenceProgress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
-from jaxkv.simulation.state import Capacity, Simulation, init
+from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.workloads.arrivals import Workload
 from tests.support.buddies import Buddies
 from tests.support.simulations import COST
@@ -92,7 +92,9 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     ]
 
     def run(reservation: contiguous.Reservation) -> Any:
-        state = init(w, bounds, policy, max_slots=12, reservation=reservation)
+        state = init_simulation(
+            w, bounds, policy, max_slots=12, reservation=reservation
+        )
 
         def step(state: Simulation, _: None) -> Any:
             state, info = simulation_step.step(
@@ -133,7 +135,7 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
     assert not states.ledger.progress[
-        ..., Progress._fields.index("num_preempted")
+        ..., SequenceProgress._fields.index("num_preempted")
     ].any()
     # 203 leaves of 2 have three blocks of 128 places; smaller reservations admit more.
     assert max(batches[0]) == 3

@@ -11,7 +11,7 @@ import pytest
 from jaxkv import clock as jaxkv_clock
 from jaxkv import ledger
 from jaxkv.clock import from_seconds, to_seconds
-from jaxkv.ledger import Events, Progress
+from jaxkv.ledger import Events, SequenceProgress
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import apply_plan, counted_pages
 from jaxkv.simulation import state as simulation_state
@@ -90,7 +90,7 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     np.testing.assert_array_equal(
         noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
     )
-    column = Progress._fields.index("num_preempted")
+    column = SequenceProgress._fields.index("num_preempted")
     times, their_times = (
         np.asarray(x.ledger.progress)[:, column] for x in (run.simulation, run.engine)
     )
@@ -106,7 +106,7 @@ def simulate(
     cost: Cost = COST,
     num_steps: int = 400,
 ) -> tuple[simulation_state.Simulation, simulation_step.SimulatedStep]:
-    state = simulation_step.init(w, bounds, policy, max_slots=6)
+    state = simulation_step.init_simulation(w, bounds, policy, max_slots=6)
     return simulation_step.run_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
     )
