@@ -123,7 +123,7 @@ def make_ledger(
       holds: True if a policy may hold finished sequences.
     """
 
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 

@@ -98,7 +98,7 @@ def read_outcomes(
         at = (*member, all_order[member][: num_served[member]])
         served[at] = True
         if (clients := int(w.clients[member])) < len(at[-1]):
-            # The k-th can come when k - clients other requests have been answered.
+            # Request k is sent when k - clients earlier requests are answered.
             done_s = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s[at])])
             done_s = done_s[: len(at[-1])]
             asked_s = np.maximum(arrival_s[at], done_s)
