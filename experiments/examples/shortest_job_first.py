@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxkv
 from experiments.examples.simulate_a_policy import machine, step_seconds
-from jaxkv.simulation import Members, driver
+from jaxkv.simulation import SimulationMember, driver
 from jaxkv.workloads import arrivals, metrics
 
 
@@ -56,7 +56,7 @@ def main() -> dict[str, float]:
         ("first come", jaxkv.fcfs()),
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),
     ):
-        members = driver.stack([Members(load, machine, policy, cost)])
+        members = driver.stack([SimulationMember(load, machine, policy, cost)])
         found = driver.simulate(members, max_slots=8)
         output = np.asarray(load.output)
         each = metrics.normalised_latency_s(found.arrival_s, found.finish_s, output)

@@ -57,7 +57,8 @@ def main() -> np.ndarray:
     loads = jax.tree.map(lambda *each: jnp.stack(each), *loads)
     each_rate = jax.vmap(run, in_axes=(0, None))
     ends = jax.jit(jax.vmap(each_rate, in_axes=(None, 0)))(loads, most)
-    found = outcomes.read(ends, loads)  # warns about requests that can never run
+    # Warns about requests that can serve.
+    found = outcomes.read_outcomes(ends, loads)
     output = np.asarray(loads.output)
     latency = metrics.normalised_latency_s(found.arrival_s, found.finish_s, output)
     print(latency.round(3))

@@ -1,4 +1,4 @@
-"""The engine as a value: state in, state out, one step at a time."""
+"""The serving engine as a pure function: `step(params, state) -> (state, info)`."""
 
 from jaxkv.engine.emitting import Answer
 from jaxkv.engine.requests import (

@@ -1,4 +1,4 @@
-"""Carrying out a plan: preempts, admits, reserves pages and copies shared ones."""
+"""Applies a plan: preemption, admission, page reservation and copy-on-write."""
 
 import functools
 from typing import NamedTuple
@@ -15,88 +15,92 @@ from jaxkv.memory import Eviction, kv_pages, page_table
 from jaxkv.scheduling import interface
 
 
-class Turned(NamedTuple):
-    """How many came and went in a step."""
+class SchedulingCounts(NamedTuple):
+    """Numbers of preemptions and admissions in a step."""
 
     num_preempted: Int32[Array, ""]
-    """Sequences that lost their slots."""
+    """Preempted sequences."""
     num_swapped_out: Int32[Array, ""]
-    """How many of these had pages that left the pool."""
+    """Preempted sequences that were swapped out."""
     num_swapped_in: Int32[Array, ""]
-    """Sequences whose pages came back."""
+    """Sequences that were swapped in."""
     num_admitted: Int32[Array, ""]
-    """Requests whose sequences got slots."""
+    """Admitted requests."""
 
 
-class Applied(NamedTuple):
-    """What carrying out a plan came to."""
+class AppliedPlan(NamedTuple):
+    """A plan after its application."""
 
-    turned: Turned
+    scheduling: SchedulingCounts
     num_rows: Int32[Array, " slots"]
-    """Rows of each slot, drafts apart; none if there were not enough pages."""
+    """Tokens to feed, drafts excluded; 0 if there were not enough pages."""
     granted: Int32[Array, " slots"] | None
-    """Drafts that each slot may feed behind them; None if there is no drafter."""
+    """Granted draft length of each slot; None if there is no drafter."""
     kept: Int32[Array, " slots"]
-    """Token places that each slot holds, those for drafts apart."""
+    """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
-    """Pages copied because they are about to be written."""
+    """Pages copied before a write because they are shared."""
     enough: Bool[Array, ""]
-    """Whether there were pages for all places asked for."""
+    """True if there were pages for the whole plan."""
 
 
 class _Batch(NamedTuple):
-    """What the slots do in this step."""
+    """The slots after preemption and admission."""
 
     plan: SlotPlan
-    turned: Int32[Array, " counts"]
-    """The fields of `Turned`."""
+    scheduling: Int32[Array, " counts"]
+    """Fields of `SchedulingCounts`."""
     back: Int32[Array, " head"] | None
-    """If there is a staging buffer: requests that are swapped in, by the rows of their
-    first sequences; `NO_SEQUENCE` for all other ones."""
+    """Requests that are swapped in, by the rows of their first sequences, or
+    `NO_SEQUENCE`; None without swapping."""
     num_back: Int32[Array, ""] | None
-    """Pages that these take."""
+    """Pages that they need; None without swapping."""
 
 
 def apply_plan(
     state: EngineState,
     plan: interface.Plan,
-    found: prefix_caching.Found,
+    found: prefix_caching.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
-) -> tuple[EngineState, Applied]:
-    """Preempts, admits, reserves, and copies pages that are about to be written.
+) -> tuple[EngineState, AppliedPlan]:
+    """Preempts and admits, reserves pages, and copies shared pages before a write.
 
-    `found` are the cached pages of the requests at the head of the queue.
+    Args:
+      state: the engine.
+      plan: the plan.
+      found: the cached pages of the requests at the head of the queue.
+      config: the engine's configuration.
+      eviction: the eviction rule of the prefix cache.
 
     Returns:
-      The new state, in which all pages that the step writes are reserved, and what
-      happened.
+      The new state, with all pages reserved that the step writes; and the applied plan.
     """
-    # Padded to one length: a reduction of each, or of both joined, is another launch.
+    # Padded to one length, since two reductions would be two kernel launches.
     size = max(plan.preempt.shape[0], plan.admit.shape[0])
     preempt, admit = (
         jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
     )
-    with jax.named_scope("turn_over"):
+    with jax.named_scope("preempt_and_admit"):
         staged = state.staging is not None
-        # The batch if no sequence is preempted or admitted.
+        # Used as it is if no sequence is preempted or admitted.
         batch = _Batch(
             plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
-            turned=jnp.zeros((len(Turned._fields),), jnp.int32),
+            scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
             back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
             num_back=jnp.zeros((), jnp.int32) if staged else None,
         )
         state, batch = arrays.update_if(
             jnp.any(preempt | admit),
-            functools.partial(_turn_over, config=config, eviction=eviction),
+            functools.partial(_preempt_and_admit, config=config, eviction=eviction),
             (state, batch),
             plan,
             found,
         )
     granted, table = batch.plan.drafts, state.table
     state, num_copied, enough = _reserve(state, batch, config)
-    return state, Applied(
-        turned=Turned(*batch.turned),
+    return state, AppliedPlan(
+        scheduling=SchedulingCounts(*batch.scheduling),
         num_rows=jnp.where(enough, batch.plan.num_rows, 0),
         granted=None if granted is None else jnp.where(enough, granted, 0),
         kept=jnp.maximum(table.length + table.ahead, batch.plan.places),
@@ -105,24 +109,24 @@ def apply_plan(
     )
 
 
-def _turn_over(
+def _preempt_and_admit(
     carry: tuple[EngineState, _Batch],
     plan: interface.Plan,
-    found: prefix_caching.Found,
+    found: prefix_caching.PrefixMatch,
     *,
     config: EngineConfig,
     eviction: Eviction | None,
 ) -> tuple[EngineState, _Batch]:
-    """Preempts and admits; most steps do neither."""
+    """Preempts and admits. Skipped in steps that do neither."""
     state, batch = carry
     # The carried plan: a second copy of its arrays would be two launches.
     plan = plan._replace(**batch.plan._asdict())
-    head, gone = counts.look_up_queue_head(state, config), plan.preempt
-    # Preemption: pages leave before slots, as the page table is by slot.
+    head, gone = counts.head_of_queue(state, config), plan.preempt
+    # Pages are released before the slots move: the page table is indexed by slot.
     group = groups.find_slot_groups(state)
-    state = beam_search.note_paths(state, gone, config)
+    state = beam_search.store_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
-    state, leaves, moved = swapping.move_pages_out(state, plan.swap & gone, config)
+    state, leaves, moved = swapping.swap_out(state, plan.swap & gone, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
@@ -136,13 +140,13 @@ def _turn_over(
         is_swapped=leaves & (state.table.length > 0),
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
-    state = prefix_caching.drop_slots_to_cache(state, gone, eviction)
+    state = prefix_caching.release_slots(state, gone, eviction)
     books, new = ledger.admit(
         books,
         head,
         plan,
         preempted,
-        ready=~swapping.on_host(state, head.request),
+        ready=~swapping.is_on_host(state, head.request),
         free_pages=state.pool.num_free + prefix_caching.num_idle(state),
     )
     source, num_slots = new.source, new.source.shape[0]
@@ -150,17 +154,17 @@ def _turn_over(
     state = state._replace(
         ledger=books, table=page_table.move_slots(state.table, stays)
     )
-    # Slots of the first sequences of the admitted requests, by request.
+    # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
     request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
     first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
-    state = prefix_caching.start_on_prefixes(
+    state = prefix_caching.start_on_cached_pages(
         state, found, arrays.put(first, request, slot)
     )
     back = new.swapped_in
-    turned = Turned(
+    scheduling = SchedulingCounts(
         num_preempted=jnp.sum(gone, dtype=jnp.int32),
         num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
         num_swapped_in=jnp.sum(jnp.where(back, head.num_slots, 0), dtype=jnp.int32),
@@ -169,7 +173,7 @@ def _turn_over(
     staged = state.staging is not None
     return state, _Batch(
         plan=new.plan,
-        turned=jnp.stack(turned),
+        scheduling=jnp.stack(scheduling),
         back=jnp.where(back, head.request, NO_SEQUENCE) if staged else None,
         num_back=new.pages_in if staged else None,
     )
@@ -180,10 +184,10 @@ def _reserve(
     batch: _Batch,
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, ""], Bool[Array, ""]]:
-    """Makes room for the places asked for, and copies shared pages before a write.
+    """Reserves the planned token places, and copies shared pages before a write.
 
     Returns:
-      The new state, the number of pages copied, and whether there was room.
+      The new state, the number of pages copied, and True if there were enough pages.
     """
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:
@@ -195,7 +199,7 @@ def _reserve(
         wanted += batch.num_back
     state = prefix_caching.evict_until_free(state, wanted)
     if batch.back is not None:
-        state = swapping.bring_pages_in(state, batch.back)
+        state = swapping.swap_in(state, batch.back)
     pool, table, copies, enough = page_table.reserve(
         state.pool,
         state.table,

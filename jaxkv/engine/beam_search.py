@@ -1,10 +1,10 @@
 """Beam search inside the step: beams are the sequences of a request.
 
-All beams of a request get their logits in the same step. `beams.step` names a parent
-and a token for each; the slots then go on with their parents' pages, and nothing else
-moves: tokens stay where they were written, with back-pointers beside them, and the
-answers are read out when the search is done. Requests of other kinds run in the same
-batch, and none of this is run in steps without beams.
+All beams of a request get their logits in the same step. `sampling.beam_search.step`
+then chooses a parent and a token for each beam, and each slot takes over the pages of
+its parent. Tokens are not moved: each beam stores its tokens with back-pointers, and
+the answers are reconstructed when the search is done. A batch can mix beam search with
+other requests; steps without beams skip this code.
 """
 
 from typing import Any, NamedTuple
@@ -31,46 +31,51 @@ from jaxkv.sampling import beam_search
 
 
 class BeamGroups(NamedTuple):
-    """The beams in the slots, by request: row g is the request that slot g is first of.
+    """Beams of the slots by request: row g is the request whose first slot is g.
 
-    Rows of slots that begin no search have nobody in them.
+    Other rows are `NO_SEQUENCE`.
     """
 
     lead: Int32[Array, " slots"]
-    """Row of each request's first sequence, or NO_SEQUENCE."""
+    """Row of each request's first sequence, or `NO_SEQUENCE`."""
     slot: Int32[Array, "slots beams"]
-    """Slot of each beam, or NO_SEQUENCE."""
+    """Slot of each beam, or `NO_SEQUENCE`."""
 
 
 def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
-    """Finds the beams of every request in the slots."""
+    """Finds the beams of each request in the slots."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     here, first = is_beam(state), find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
     at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
-    nobody = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
+    no_slots = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
     begins = here & (first == every)
     return BeamGroups(
         lead=jnp.where(begins, s.group[row], NO_SEQUENCE),
-        slot=arrays.put(nobody, at, every),
+        slot=arrays.put(no_slots, at, every),
     )
 
 
-def advance_searches(
+def step_beams(
     state: EngineState,
     logits: Float[Array, "slots vocab"],
     emits: Bool[Array, " slots"],
     choose: Any,
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
-    """Takes a step of every search whose beams have their logits.
+    """Advances every search whose beams all have new logits.
 
-    All rows of this step are written; `emits` marks slots that have new logits, and
-    `choose` makes (tokens, log-probabilities) of logits, see `beam_search.choices`.
+    Args:
+      state: the engine, with the rows of this step counted as written.
+      logits: logits of the last token of each slot.
+      emits: slots with new logits.
+      choose: returns candidate tokens and log-probabilities of logits, see
+        `sampling.beam_search.choices`.
+      config: the engine's configuration.
 
     Returns:
-      The new state, and why each slot's sequence has ended, or NOT_ENDED.
+      The new state, and the finish reason of each slot's sequence, or `NOT_ENDED`.
     """
     blank = jnp.full((config.max_slots,), NOT_ENDED, jnp.int32)
     if state.search is None:
@@ -90,21 +95,17 @@ def _search(
     here: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
-    """Takes the step, and moves slots and histories along.
-
-    Returns:
-      As `advance_searches`.
-    """
+    """Advances the searches, then slots and histories; returns as `step_beams`."""
     s, sequence = state.sequences, state.slots.sequence
     found = find_beams(state, config.max_beams)
     first, sample = find_slot_groups(state).first, s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
     done = mine & after.done[first]
-    # By slot again: the slot it goes on from, and its history.
+    # By slot: the slot of its parent, and its history.
     beam = parents[first, sample]
     source = jnp.where(mine & ~done, found.slot[first, beam], NO_SEQUENCE)
-    # Slots go on from the pages of their parents, less what was reserved ahead.
+    # Pages reserved ahead are released before slots take over their parents' pages.
     every = jnp.arange(config.max_slots, dtype=jnp.int32)
     source = jnp.where(source == every, NO_SEQUENCE, source)
     length = state.table.length
@@ -133,7 +134,7 @@ def _search(
 def _step(
     state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
 ) -> tuple[beam_search.Beams, Array, Array, Array]:
-    """`beams.step` of all requests; the last result says which of them took it."""
+    """Applies `beam_search.step` to all requests; also returns which were active."""
     s, search = state.sequences, state.search
     assert search is not None
     lead = jnp.maximum(found.lead, 0)
@@ -161,7 +162,7 @@ def _finish(
     done: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
-    """Puts the answers of searches that are done where other sequences have theirs."""
+    """Writes the answers of finished searches into `Sequences.tokens`."""
     search, sequence = state.search, state.slots.sequence
     assert search is not None
     first, row = find_slot_groups(state).first, jnp.maximum(sequence, 0)
@@ -198,12 +199,12 @@ def _finish(
     return state._replace(sequences=s).with_slots(slots), reason
 
 
-def note_paths(
+def store_paths(
     state: EngineState, preempted: Bool[Array, " slots"], config: EngineConfig
 ) -> EngineState:
-    """Writes out the tokens of each beam that is preempted, to be fed again.
+    """Stores the tokens of preempted beams in `Search.path`, to be fed again.
 
-    The history stays as it is, since answers may point into it.
+    The history is kept, since answers may point into it.
     """
     if state.search is None:
         return state

@@ -1,4 +1,4 @@
-"""What the policy of an engine sees: its ledger, and facts of its page tables."""
+"""The `Counts` that an engine passes to its policy, from ledger and page tables."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,33 +17,33 @@ from jaxkv.scheduling import interface
 
 
 class _Shares(NamedTuple):
-    """Pages that slots share."""
+    """Shared pages of the slots."""
 
     first: Int32[Array, " slots"]
-    """The first slot of the same request."""
+    """First slot of the same request."""
     others: Int32[Array, " slots"]
-    """Pages that a slot does not account for: one that a group shares counts once, a
-    cached one never."""
+    """Pages that the slot does not account for: pages owned by an earlier slot of its
+    group, and cached pages."""
     moved: Int32[Array, " slots"]
-    """Pages that would move if its group were swapped out, shared ones once."""
+    """Pages that would move if the group were swapped out; shared pages count once."""
     copies: Int32[Array, " slots"]
-    """Pages that it has to copy before it writes, 0 or 1."""
+    """Pages to copy before the next write (copy-on-write), 0 or 1."""
 
 
-def look_up_queue_head(state: EngineState, config: EngineConfig) -> Head:
-    """Looks up the first requests of the queue."""
+def head_of_queue(state: EngineState, config: EngineConfig) -> Head:
+    """Returns the requests at the head of the queue."""
     request = state.ledger.queue[: config.num_head]
     members = arrays.take(state.sequences.members, request, fill=NO_SEQUENCE)
     swaps = state.staging is not None
     return ledger.look_up_head(state.ledger, request, members, swaps=swaps)
 
 
-def counts(
+def observe_engine(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
-) -> tuple[interface.Counts, prefix_caching.Found]:
-    """Returns what the policy sees, and the cached pages of the head of the queue."""
+) -> tuple[interface.Counts, prefix_caching.PrefixMatch]:
+    """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
     s, slots, length = state.sequences, state.slots, state.table.length
-    head, size = look_up_queue_head(state, config), config.page_size
+    head, size = head_of_queue(state, config), config.page_size
     exists, is_out = head.request >= 0, head.swapped_pages > 0
     row = jnp.maximum(head.request, 0)
     has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
@@ -52,8 +52,8 @@ def counts(
     first = jnp.min(first, axis=1)
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
-    found = prefix_caching.find_prefixes(state, first, head.num_to_feed, looks, config)
-    goal = groups.num_tokens_to_feed(state)
+    found = prefix_caching.match_prefixes(state, first, head.num_to_feed, looks, config)
+    goal = groups.tokens_to_feed(state)
     pages = page_table.num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
@@ -80,8 +80,8 @@ def counts(
     )
     in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
     keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
-    # A policy skips unmarked rows; no request may overtake one of these.
-    ready = has_arrived & ~swapping.on_host(state, head.request)
+    # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
+    ready = has_arrived & ~swapping.is_on_host(state, head.request)
     wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
     return seen._replace(
         num_tokens=goal,
@@ -98,8 +98,8 @@ def counts(
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
-    """Token places that hold K and V; those of several sequences count once."""
-    # Sequences of a group are equal where they share pages, the last one included.
+    """Counts the token places with K and V; shared places count once."""
+    # Sequences that share a last page are equal on it, so counting it once is exact.
     size, length = config.page_size, state.table.length
 
     def own(shares: _Shares) -> Int32[Array, ""]:
@@ -116,9 +116,13 @@ def _if_shared[T](
     goal: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> T:
-    """Returns a function of the pages that slots share; searches only if any may.
+    """Returns `of(shares)`; skips the search for shared pages if there can be none.
 
-    `goal` are the tokens that each slot will have written.
+    Args:
+      of: a function of the shared pages.
+      state: the engine.
+      goal: tokens that each slot will have written.
+      config: the engine's configuration.
     """
     table, pool, size = state.table, state.pool, config.page_size
     group = groups.group_of_slots(state)
@@ -126,7 +130,7 @@ def _if_shared[T](
 
     def search() -> T:
         holder = page_sharing.holders(table, group)
-        pinned = prefix_caching.pinned(state, table.page_ids)
+        pinned = prefix_caching.is_pinned(state, table.page_ids)
         owned = page_sharing.owned_pages(table, holder, pinned=pinned)
         copies = page_table.needs_copy(pool, table, rows, page_size=size)
         return of(
@@ -138,18 +142,18 @@ def _if_shared[T](
             )
         )
 
-    def alone() -> T:
+    def no_shares() -> T:
         place = jnp.arange(group.shape[0], dtype=jnp.int32)
         others = moved = copies = jnp.zeros_like(group)
-        pinned = prefix_caching.pinned(state, table.page_ids)
+        pinned = prefix_caching.is_pinned(state, table.page_ids)
         if pinned is not None:
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
         if state.staging is not None:
             moved = demand.pages_for(table.length, page_size=size)
         return of(_Shares(place, others, moved, copies))
 
-    # The first of a group may share with slots that are held for the others.
+    # A group's first sequence may share pages with slots that are held.
     may = (group != state.slots.sequence) | page_table.is_shared(
         pool, table, rows, page_size=size
     )
-    return lax.cond(jnp.any(may), search, alone)
+    return lax.cond(jnp.any(may), search, no_shares)

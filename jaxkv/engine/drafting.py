@@ -1,15 +1,15 @@
-"""What the engine asks of speculation: drafted tokens, and a verdict on each.
+"""Interfaces of speculative decoding: drafters, drafts and verifiers.
 
-A step of plain decoding feeds one token of a sequence and draws one. With speculation a
-drafter guesses tokens that may follow, the step feeds those, too, and a verifier says
-which of them the model itself would have drawn; the sequence advances by as many, and
-one more. The words:
+A decode step without speculation feeds one token of a sequence and samples one. With
+speculation, a drafter proposes tokens that may follow, the step feeds them as well, and
+a verifier accepts or rejects each (speculative sampling, a form of rejection sampling).
+The sequence advances by the accepted drafts and one more token. Terms:
 
-  draft     a guessed token; rejected ones leave no trace
-  place     of a slot in one step: 0 is the sequence's last known token, k the k-th
-            draft; a place has logits of its own
-  children  of a place: the drafts that may follow it. In a chain each place has one;
-            several make a tree, of which one path from the root is accepted
+  draft     a proposed token; its K and V are discarded if it is rejected
+  place     a row of a slot in a step: 0 is the sequence's last known token, k the k-th
+            draft; each place has its own logits
+  children  the drafts that may follow a place. In a chain each place has one child;
+            in a token tree it has several, and one path from the root is accepted
 
 Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318;
 Miao et al. 2024, arXiv:2305.09781 (trees).
@@ -30,75 +30,76 @@ from jaxkv.sampling import Params
 from jaxkv.scheduling import interface
 
 REPRODUCIBLE_TREES = (
-    "numerics='reproducible' takes chains of drafts, no token trees: what moves to "
-    "another token place would not have the bits that are computed there"
+    "numerics='reproducible' takes chains of drafts, no token trees: K and V that move "
+    "to another token place differ in their bits from those computed there"
 )
 
 
 class Tree(NamedTuple):
-    """The drafts of each slot by descent."""
+    """Token trees of the slots."""
 
     depth: Int32[Array, "slots drafts"]
-    """Steps from the root to each."""
+    """Distance of each draft from the root."""
     ancestors: Bool[Array, "slots drafts drafts"]
-    """Which drafts lie on the way to each, itself among them."""
+    """Mask of the ancestors of each draft, itself included (tree attention mask)."""
 
 
 class Drafts(NamedTuple):
-    """What a drafter guesses for every slot."""
+    """Drafts of every slot."""
 
     num: Int32[Array, " slots"]
-    """Drafts of each slot, at most as many as it was granted."""
+    """Draft length of each slot, at most the granted length."""
     tokens: Int32[Array, "slots drafts"]
-    """The drafts; meaningless from `num` on."""
+    """The drafts; arbitrary from `num` on."""
     draft_probs: Float[Array, "slots places vocab"] | None = None
-    """Probabilities from which the children of each place were drawn; None where they
-    were chosen, which is a law that is certain of them."""
+    """Probabilities from which the children of each place were sampled; None if the
+    drafts are deterministic (probability 1)."""
     parents: Int32[Array, "slots drafts"] | None = None
-    """Place of each one's parent, which stands before it; None in a chain."""
+    """Place of the parent of each draft, which has a lower index; None in a chain."""
     tree: Tree | None = None
-    """Descent, which `propose` computes from `parents`."""
+    """The token trees, computed by `propose` from `parents`."""
 
 
 class VerifyOutput(NamedTuple):
-    """What became of the drafts, for the drafter to learn from."""
+    """Results of verification, for the drafter to learn from."""
 
     num_drafts: Int32[Array, " slots"]
-    """Drafts of each slot."""
+    """Draft length of each slot."""
     accepted: Int32[Array, " slots"]
-    """How many of them were accepted; without meaning where nothing was drawn."""
+    """Number of accepted drafts; arbitrary unless `emits`."""
     path: Int32[Array, "slots drafts"]
-    """Places of the accepted ones, in order; meaningless from `accepted` on."""
+    """Places of the accepted drafts in order; arbitrary from `accepted` on."""
     follows: Int32[Array, "slots places"]
-    """The token that the verifier drew behind each place, children apart; meaningless
-    beyond the drafts. A drafter that reads it sets `Drafter.reuses_draws`."""
+    """Token that the verifier sampled after each place in case its children are
+    rejected; arbitrary beyond the drafts. A drafter that reads it sets
+    `Drafter.reuses_draws`."""
     emits: Bool[Array, " slots"]
-    """Slots that drew anything."""
+    """Slots that emit tokens in this step."""
 
 
 class AcceptResult(NamedTuple):
-    """What follows each row, a place of some slot."""
+    """Verdict of a verifier on each row, a place of a slot."""
 
     accept: Float[Array, "rows width"]
-    """Probability with which each child is accepted, if those before it were not; 0
-    where there is no child."""
+    """Probability that each child is accepted, given that all children before it were
+    rejected; 0 where there is no child."""
     token: Int32[Array, " rows"]
-    """The token that follows if no child is accepted."""
+    """Token that follows if no child is accepted."""
     invalid: Bool[Array, " rows"]
-    """Rows from which nothing can be drawn, as `sampler.Draw` has it; no child of
-    theirs is accepted."""
+    """Rows without a valid token, as in `sampler.Draw`; their children are rejected."""
 
 
 @runtime_checkable
 class Verifier(Protocol):
-    """A rule of acceptance: hashable, and equal where it computes the same.
+    """A rule for the acceptance of drafts.
 
-    Every row is judged by itself, so a ruling depends on no batch.
+    Verifiers are hashable, and equal if they compute the same. Each row is judged on
+    its own, independent of the batch.
     """
 
     @property
     def is_lossless(self) -> bool:
-        """Whether tokens come out under the model's own law, whatever is drafted."""
+        """True if emitted tokens have the model's distribution for any drafts."""
         ...
 
     def __call__(
@@ -110,35 +111,38 @@ class Verifier(Protocol):
         positions: Int32[Array, " rows"],
         raw: Float[Array, "rows vocab"],
     ) -> AcceptResult:
-        """Judges the children of every row, and draws what follows without them.
+        """Judges the children of each row, and samples a token if all are rejected.
 
         Args:
           logits: next-token logits after penalties and other changes.
           children: drafts that may follow, in the order in which they are tried; -1
-            where there is none. Siblings are different tokens, unless they were drawn
-            with replacement; of equal ones that were chosen only the first counts.
-          draft_probs: probabilities of their draws; None if they were chosen.
-          params: how each row draws; penalties are already applied.
-          positions: where the token that follows will stand in its sequence.
-          raw: the model's own logits, as `sampler.sample` takes them.
+            where there is none. Siblings are distinct unless they were sampled with
+            replacement; of equal deterministic siblings only the first counts.
+          draft_probs: probabilities from which the children were sampled; None if they
+          are
+            deterministic.
+          params: sampling parameters of each row; penalties are already applied.
+          positions: position of the following token in its sequence.
+          raw: the model's logits, as for `sampler.sample`.
 
         Returns:
-          The ruling.
+          The verdict on each row.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A way to guess: hashable, and equal where it computes the same.
+    """A source of drafts.
 
-    What it remembers between steps is its memory, a pytree of arrays in the state. Who
-    inherits from this remembers nothing, and guesses as much as it may.
+    Drafters are hashable, and equal if they compute the same. A drafter keeps state
+    between steps in its memory, a pytree of arrays in `EngineState.memory`. The default
+    methods keep no memory and request the longest drafts.
     """
 
     @property
     def width(self) -> int:
-        """Children that a place has at most; more are never tried. Above 1: trees."""
+        """Largest number of children of a place; above 1 for token trees."""
         return 1
 
     @property
@@ -151,29 +155,30 @@ class Drafter(Protocol):
         return False
 
     def init(self, config: EngineConfig) -> Any:
-        """The memory of an idle engine of this configuration."""
+        """Returns the memory of an idle engine."""
         return ()
 
     def requested_draft_lengths(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
-        """How many drafts each slot would like, before anybody knows what is granted.
+        """Returns the requested draft length of each slot.
 
-        Only slots that decode get any, and never more than `EngineConfig.max_drafts`.
+        The engine grants drafts only to slots that decode, at most
+        `EngineConfig.max_drafts` of them.
         """
         return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def is_disabled(
         self, memory: Any, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""] | None:
-        """Whether nobody would be drafted for in the steps that follow.
+        """Returns True if the drafter is disabled for the next steps.
 
-        They can then be those of an engine that never drafts. None: never.
+        These steps then run a program without speculation. None means never disabled.
         """
         return None
 
     def on_skipped(self, memory: Any, num_steps: int) -> Any:
-        """Takes note of so many steps without drafts, whose verdicts were not told."""
+        """Updates the memory after `num_steps` steps without speculation."""
         return memory
 
     def propose(
@@ -184,25 +189,25 @@ class Drafter(Protocol):
         granted: Int32[Array, " slots"],
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
-        """Guesses up to `granted` tokens for every slot.
+        """Proposes up to `granted` tokens for each slot.
 
-        The pages of as many token places beyond the known tokens are reserved; what it
-        writes there is overwritten.
+        Pages are reserved for `granted` token places after the known tokens. The
+        drafter may write K and V there; the step overwrites them.
 
         Returns:
-          The memory; the pages of the state, whether it wrote to them or not; and the
-          drafts.
+          The new memory, the pages, changed or not, and the drafts.
         """
         ...
 
     def learn(self, memory: Any, state: EngineState, verified: VerifyOutput) -> Any:
-        """Takes note of a verdict; the tokens that it gave are in the state.
+        """Updates the memory after verification; the state has the emitted tokens.
 
-        Slots change hands, rows of `Sequences` do only when a request is drained: what
-        is remembered of a sequence belongs there. Whoever decodes has drawn before.
+        A slot can change its sequence in any step, but a row of `Sequences` is reused
+        only after its request is drained. Memory of a sequence should be indexed by
+        its row. A sequence that decodes has emitted at least one token.
 
         Returns:
-          The memory.
+          The new memory.
         """
         return memory
 
@@ -215,18 +220,18 @@ class _Pair(NamedTuple):
 
 
 class Speculation(_Pair):
-    """A way to speculate: who guesses, and who judges; static.
+    """A drafter and a verifier; static.
 
     Raises:
-      ValueError: the drafter reuses the verifier's draws, and the verifier would not
-        keep the model's distribution then.
+      ValueError: the drafter reuses the verifier's draws, and the verifier would then
+        not keep the model's distribution.
     """
 
     __slots__ = ()
 
     def __new__(cls, drafter: Drafter, verifier: Verifier) -> "Speculation":
-        """Checks that the two may be combined."""
-        # A `Verifier` need not have this one: False is the safe reading.
+        """Checks that drafter and verifier can be combined."""
+        # `Verifier` does not require the attribute; False is the safe default.
         shares_noise = getattr(verifier, "shares_noise", False)
         is_exact = getattr(verifier, "is_lossless", False) and not shares_noise
         if is_exact and getattr(drafter, "reuses_draws", False):
@@ -238,25 +243,24 @@ class Speculation(_Pair):
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> "Speculation":
-        """Makes one of its fields, checked; `_replace` calls it."""
+        """Makes a checked pair of its fields; `_replace` calls it."""
         return cls(*iterable)
 
 
 def requested_draft_lengths(
     state: EngineState, drafter: Drafter, config: EngineConfig
 ) -> Int32[Array, " slots"]:
-    """How many drafts each slot would feed behind its last known token.
+    """Returns the requested draft length of each slot, see `interface.wishes`.
 
-    None where it is not the last known token that is fed next, where a beam is, and
-    where the answer would end before them.
+    It is 0 in slots with a beam, and in slots that prefill for a whole group.
     """
     s, sequence = state.sequences, state.slots.sequence
     with jax.named_scope("draft_lengths"):
         wanted = drafter.requested_draft_lengths(state.memory, state, config)
-    alone = ~groups.fork_of(state).reads & ~groups.is_beam(state)
+    can_draft = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.limit_draft_lengths(
-        jnp.where(alone, jnp.minimum(wanted, config.max_drafts), 0),
-        num_tokens=groups.num_tokens_to_feed(state),
+        jnp.where(can_draft, jnp.minimum(wanted, config.max_drafts), 0),
+        num_tokens=groups.tokens_to_feed(state),
         length=state.table.length,
         known=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),
@@ -271,10 +275,13 @@ def propose(
     drafter: Drafter,
     config: EngineConfig,
 ) -> tuple[EngineState, Drafts]:
-    """Has the drafter guess, and writes the drafts behind the known tokens.
+    """Calls the drafter, and writes the drafts after the known tokens.
 
-    There they are read like known tokens, which they are not: `num_tokens` is as it
-    was.
+    `num_tokens` of the slots does not change, since drafts are not known tokens.
+
+    Raises:
+      ValueError: the drafts have another shape than (slots, max_drafts), or are token
+        trees under reproducible numerics.
     """
     memory, pages, drafts = drafter.propose(
         params, state.memory, state, granted, config
@@ -298,12 +305,12 @@ def propose(
 
 
 def tree(parents: Int32[Array, "slots drafts"]) -> Tree:
-    """Finds who descends from whom; parents stand before their children."""
+    """Returns depths and ancestors; a parent has a lower index than its children."""
     num = parents.shape[1]
     place = jnp.arange(1, num + 1, dtype=jnp.int32)
     steps = parents[:, :, None] == place[None, None, :]
     ancestors = steps | (place[:, None] == place[None, :])[None]
-    # Ways of up to 1, 2, 4, ... steps.
+    # Paths of up to 1, 2, 4, ... edges.
     for _ in range((num - 1).bit_length()):
         one = ancestors.astype(jnp.float32)
         ancestors = jnp.einsum("sij,sjk->sik", one, one) > 0
@@ -311,7 +318,7 @@ def tree(parents: Int32[Array, "slots drafts"]) -> Tree:
 
 
 def find_children(drafts: Drafts, width: int) -> Int32[Array, "slots places each"]:
-    """Places of the first children of every place, in order; -1 where there is none."""
+    """Returns the first `width` children of every place, in order; -1 for none."""
     num_slots, num = drafts.tokens.shape
     place = jnp.arange(num + 1, dtype=jnp.int32)
     if drafts.parents is None:

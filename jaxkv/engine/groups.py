@@ -1,10 +1,10 @@
-"""Sequences of one request that begin alike: fed once, then forked.
+"""Groups: sequences of one request, which share the prefill of their common tokens.
 
 All sequences of a request are admitted together, but only one of them feeds the tokens
 with which all begin, see `ledger.Fork`. In the step that writes the last of these
-tokens the other ones are forked onto its pages, and a sequence without another token to
-feed draws the next one from the same logits. After a preemption by recomputation the
-same happens with all tokens that the sequences have in common by then.
+tokens the remaining sequences are forked onto its pages, and sequences without further
+tokens to feed sample from the same logits. After a preemption by recomputation, all
+tokens that the sequences have in common at that time are fed in the same way.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.4.
 """
@@ -21,22 +21,26 @@ from jaxkv.memory import page_sharing, page_table
 
 
 def fork_of(state: EngineState) -> Fork:
-    """Returns how the sequences in the slots share their first tokens."""
+    """Returns `Slots.fork` of the running batch, which an engine always has."""
     fork = state.slots.fork
     assert fork is not None  # `state.init` makes one
     return fork
 
 
-def num_tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
-    """Tokens that each slot must have fed; 0 if it is empty or waits for a fork."""
+def tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
+    """Returns the tokens that each slot must have fed in all.
+
+    0 in a slot that is empty or waits for a fork.
+    """
     num = ledger.num_to_feed(state.slots)
     if state.search is None:
         return num
-    # Beams wait with their last token until all of their group have it left.
+    # All beams of a group feed their last token in the same step: beams that are ahead
+    # wait.
     slots, s, fork = state.slots, state.sequences, fork_of(state)
     group, beam, known = group_of_slots(state), is_beam(state), slots.num_tokens
     prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
-    # The common tokens of a first fork are all there is: no beam waits there.
+    # Before the first fork a group has no beam that is ahead.
     lags = beam & (state.table.length < known - 1) & (known > prompt)
     late = jnp.zeros(s.group.shape, bool)
     late = arrays.put(late, jnp.where(lags, group, NO_SEQUENCE), True)
@@ -45,7 +49,7 @@ def num_tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
 
 
 def is_beam(state: EngineState) -> Bool[Array, " slots"]:
-    """Returns the slots that run a beam."""
+    """Returns a mask of the slots that run a beam."""
     sequence = state.slots.sequence
     if state.search is None:
         return jnp.zeros(sequence.shape, bool)
@@ -53,7 +57,7 @@ def is_beam(state: EngineState) -> Bool[Array, " slots"]:
 
 
 def group_of_slots(state: EngineState) -> Int32[Array, " slots"]:
-    """Row of the first sequence of each slot's request, or `NO_SEQUENCE`."""
+    """Returns the row of the first sequence of each slot's request, or -1."""
     return arrays.take(state.sequences.group, state.slots.sequence, fill=NO_SEQUENCE)
 
 
@@ -65,10 +69,9 @@ def find_slot_groups(state: EngineState) -> Groups:
 def find_forks(
     state: EngineState, num_rows: Int32[Array, " slots"]
 ) -> Int32[Array, " slots"]:
-    """Finds the slots that are forked at the end of the step that feeds `num_rows`.
+    """Returns the slot that each slot is forked from in this step, or `NO_SEQUENCE`.
 
-    Returns:
-      The slot that each one is forked from, or `NO_SEQUENCE`.
+    Forks happen at the end of the step that feeds `num_rows` tokens of each slot.
     """
     fork, group = fork_of(state), group_of_slots(state)
     complete = fork.reads & (state.table.length + num_rows == fork.num_common)
@@ -78,40 +81,43 @@ def find_forks(
     return jnp.max(jnp.where(pairs, slot[:, None], NO_SEQUENCE), axis=0)
 
 
-def advance_groups(
+def advance_and_fork(
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> EngineState:
-    """Counts the rows fed as written, and forks the slots that are due."""
+    """Counts the fed rows as written, and forks the slots of `find_forks`."""
     length = state.table.length
     state = state._replace(table=page_table.advance_lengths(state.table, num_rows))
-    state = prefix_caching.cache_filled_pages(state, length, config)
+    state = prefix_caching.insert_filled_pages(state, length, config)
 
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
         pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=size)
-        slots = ledger.note_forks(state.slots, forks >= 0, table.length)
+        slots = ledger.record_forks(state.slots, forks >= 0, table.length)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
     return arrays.update_if(jnp.any(forks >= 0), fork, state, forks)
 
 
-def accept_drafted_tokens(
+def accept_drafts(
     state: EngineState,
     num: Int32[Array, " slots"],
     keep: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> EngineState:
-    """Counts `num` drafts of each slot as written, and releases the rejected ones.
+    """Counts accepted drafts as written, and releases pages of rejected drafts.
 
-    The tokens are known by now. `keep` are token places that each slot holds in any
-    case.
+    Args:
+      state: the engine, with the accepted tokens known.
+      num: accepted drafts of each slot.
+      keep: token places that each slot keeps reserved.
+      config: the engine's configuration.
     """
     before = state.table.length
     state = state._replace(table=page_table.advance_lengths(state.table, num))
-    state = prefix_caching.cache_filled_pages(state, before, config)
+    state = prefix_caching.insert_filled_pages(state, before, config)
     pool, table = page_table.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
@@ -119,10 +125,15 @@ def accept_drafted_tokens(
 
 
 def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
-    """Takes slots out of a shared prefill, before they are emptied.
+    """Removes slots from a shared prefill before they are emptied.
 
-    If the slot that reads is gone, the first one that waits for it goes on in its
-    place, from its pages. A slot for which no other one waits reads for itself.
+    If the sequence that feeds the common tokens is removed, the first waiting sequence
+    of its group takes over its pages and continues. A sequence without a waiting one
+    feeds its own tokens.
+
+    Args:
+      state: the engine.
+      gone: mask of the slots to remove.
     """
     fork, group, size = fork_of(state), group_of_slots(state), state.pages.page_size
     slot = jnp.arange(gone.shape[0], dtype=jnp.int32)
@@ -149,17 +160,16 @@ def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> Engi
 def num_common(
     state: EngineState, preempted: Bool[Array, " slots"], group: Groups
 ) -> Int32[Array, " slots"]:
-    """Counts the tokens that the sequences of each preempted group have in common.
+    """Returns the length of the common prefix of each preempted group.
 
-    `preempted` marks whole groups. Groups of one sequence keep the count that they
-    have.
+    `preempted` marks whole groups. A sequence without a group shares its prompt.
     """
     s, slots = state.sequences, state.slots
     slot = jnp.arange(preempted.shape[0], dtype=jnp.int32)
     follows = preempted & (group.first != slot)
 
     def tokens_of(row: Array, num_tokens: Array) -> Array:
-        """Tokens of running sequences; of beams those of their path."""
+        """Returns the tokens of sequences, for beams those of their path."""
         if (search := state.search) is None:
             return s.tokens[row]
         beam = (search.width[s.group[row]] > 0) & (num_tokens > s.prompt_length[row])
@@ -172,13 +182,12 @@ def num_common(
         index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
         differs = (mine != theirs) | (index >= known[:, None])
         same = jnp.min(jnp.where(differs, index, index.size), axis=1)
-        # The least of each group, in all of its slots.
+        # The minimum of each group, in all of its slots.
         least = jnp.full_like(same, mine.shape[1])
         least = arrays.put(least, jnp.where(follows, group.first, -1), same, "min")
         several = arrays.put(jnp.zeros_like(follows), group.first, follows, "max")
         return jnp.where(several[group.first], least[group.first], common)
 
     trips = jnp.any(follows).astype(jnp.int32)
-    # A sequence that is on its own shares its prompt, if with any.
-    alone = arrays.take(s.prompt_length, slots.sequence, fill=0)
-    return lax.fori_loop(0, trips, compare, alone)
+    prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
+    return lax.fori_loop(0, trips, compare, prompt)

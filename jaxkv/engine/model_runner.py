@@ -1,11 +1,11 @@
-"""The model runner: packs the rows of a step, picks the program, returns logits.
+"""The model runner: packs the rows of a step, selects a program, returns logits.
 
-Two programs under fast numerics: one row a slot where every slot feeds at most one
-token, packed rows of the whole token budget otherwise; with speculation a third, as
-many rows for each slot as it can verify. Which one runs is chosen on the device by
-loops of zero or one trip, because a `cond` would copy the pages. Under reproducible
-numerics there is one program of exactly `TILE` rows, run as often as the step's rows
-need it.
+Fast numerics have these programs: "decode", one row per slot, if every slot feeds at
+most one token; "verify", `1 + draft length` rows per slot, with speculation; and
+"mixed", `token_budget` packed rows, for steps with prefill. The device selects the
+program by loops of zero or one trip, because a `cond` would copy the pages.
+Reproducible numerics have one program of exactly `TILE` rows, which runs as often as
+the step's rows need.
 """
 
 import functools
@@ -25,34 +25,34 @@ from jaxkv.memory import kv_pages
 from jaxkv.models import interface
 
 type Logits = Float[Array, "logit_rows vocab"]
-type Drafted = Float[Array, "slots drafts vocab"] | None
+type DraftLogits = Float[Array, "slots drafts vocab"] | None
 type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
-"""The model with its parameters: results with `logits` and `pages`."""
+"""The model applied to its parameters; results have `logits` and `pages`."""
 
 
-class Fed(NamedTuple):
-    """Results of feeding one step's rows."""
+class ModelOutput(NamedTuple):
+    """Output of the model for the rows of a step."""
 
     logits: Logits
-    """Row i is the last known token of slot i for i < slots; spare rows follow."""
-    drafted: Drafted
-    """Those of the drafts of every slot."""
+    """Logits of the last known token of each slot, then of the spare rows."""
+    drafted: DraftLogits
+    """Logits of the drafts of each slot."""
     pages: kv_pages.Pages
     spare_sequence: Int32[Array, " spare"]
-    """Sequence of each spare logit row, or NO_SEQUENCE."""
+    """Sequence of each spare logit row, or `NO_SEQUENCE`."""
     spare_position: Int32[Array, " spare"]
-    """Position of the token that it fed."""
+    """Position of the token fed in each spare logit row."""
 
 
-type _Carry = tuple[Logits, Drafted, EngineState]
+type _Carry = tuple[Logits, DraftLogits, EngineState]
 
 
-class _Packed(NamedTuple):
-    """All rows of a step, whatever program feeds them."""
+class _PackedRows(NamedTuple):
+    """Rows of a step, packed for any of the programs."""
 
     rows: kv_pages.Rows
     target: Int32[Array, " rows"]
-    """Logit row that each row's logits go to, or -1."""
+    """Logit row of each packed row, or -1 for none."""
 
 
 def feed(
@@ -64,19 +64,23 @@ def feed(
     *,
     config: EngineConfig,
     forward: interface.Forward,
-) -> Fed:
-    """Feeds the next `num_rows` tokens of every slot, at most `token_budget` in all.
+) -> ModelOutput:
+    """Feeds the next `num_rows` tokens of each slot, at most `token_budget` in all.
 
-    Pages for all rows are reserved, `length` is not yet advanced. `forks` is the slot
-    whose logits each slot gets, too, or NO_SEQUENCE. The last rows of a slot are its
-    `drafts`, None if there is no drafter.
+    Args:
+      params: parameters of the model.
+      state: the engine, with pages reserved for all rows and `length` not yet advanced.
+      num_rows: rows of each slot; its drafts are the last of them.
+      forks: slot that each slot is forked from, whose logits it gets, or `NO_SEQUENCE`.
+      drafts: the drafts; None if there is no drafter.
+      config: the engine's configuration.
+      forward: the model.
 
     Returns:
-      The logits of every slot's last known row, or of the row it is forked at, and of
-      its drafts; and the pages.
+      The logits and the pages.
     """
 
-    def probe(params: Any, pages: kv_pages.Pages, packed: _Packed) -> Array:
+    def probe(params: Any, pages: kv_pages.Pages, packed: _PackedRows) -> Array:
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
@@ -86,7 +90,7 @@ def feed(
     shape = jax.eval_shape(probe, params, state.pages, packed)
     blank = jnp.zeros((packed.rows.logit_rows.shape[0], shape.shape[1]), shape.dtype)
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
-    wanted = _Wanted(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
+    wanted = _RowCounts(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
         logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
@@ -101,12 +105,12 @@ def feed(
         num_tiles = (jnp.sum(num_rows, dtype=jnp.int32) + TILE - 1) // TILE
         with jax.named_scope("tiles"):
             logits, pages = lax.fori_loop(0, num_tiles, one, (blank, state.pages))
-        logits, drafted = _parted(logits, config)
+        logits, drafted = _split_drafts(logits, config)
         logits = arrays.write_prefix(logits, logits[wanted.source])
     spare = packed.rows.logit_rows[config.max_slots : config.num_logit_rows]
     assert packed.rows.slot is not None
     spare_slot = arrays.take(packed.rows.slot, spare, fill=-1)
-    return Fed(
+    return ModelOutput(
         logits,
         drafted,
         pages,
@@ -115,12 +119,12 @@ def feed(
     )
 
 
-class _Wanted(NamedTuple):
-    """What each slot feeds."""
+class _RowCounts(NamedTuple):
+    """Rows that each slot feeds."""
 
     num_rows: Int32[Array, " slots"]
     source: Int32[Array, " slots"]
-    """The slot of whose row each slot gets the logits."""
+    """Slot whose logits each slot gets."""
     num_drafts: Int32[Array, " slots"] | None
     tree: Tree | None
 
@@ -128,18 +132,18 @@ class _Wanted(NamedTuple):
 def _feed_fast(
     run: _Run,
     state: EngineState,
-    wanted: _Wanted,
+    wanted: _RowCounts,
     blank: Float[Array, "all_rows vocab"],
     config: EngineConfig,
-) -> tuple[Logits, Drafted, kv_pages.Pages]:
-    """Feeds one row a slot, or packed rows, whichever the step needs."""
+) -> tuple[Logits, DraftLogits, kv_pages.Pages]:
+    """Runs the smallest program that has room for the step's rows."""
     busy, many = jnp.any(wanted.num_rows > 0), jnp.any(wanted.num_rows > 1)
 
-    def several(length: int | None) -> Callable[[_Carry, _Wanted], _Carry]:
-        return functools.partial(_several, run, config, length)
+    def several(length: int | None) -> Callable[[_Carry, _RowCounts], _Carry]:
+        return functools.partial(_run_packed, run, config, length)
 
-    def verify(carry: _Carry, wanted: _Wanted) -> _Carry:
-        """Runs the smallest program that has room."""
+    def verify(carry: _Carry, wanted: _RowCounts) -> _Carry:
+        """Runs the program of the smallest draft length that has room."""
         many = jnp.any(wanted.num_rows > 1)
         for length in config.draft_buckets:
             few = jnp.all(wanted.num_rows <= 1 + length)
@@ -149,16 +153,15 @@ def _feed_fast(
         with jax.named_scope("mixed"):
             return arrays.update_if(many, several(None), carry, wanted)
 
-    # What the rows are made of is given to the loops, or the compiler would see that
-    # rows, embedding and first products do not change from trip to trip, and move them
-    # before the loop, where they run even if there is no trip.
-    carry = (*_parted(blank, config), state)
-    # A step of one row a slot could run any program; the smallest one is the fastest.
+    # The inputs of the rows are in the loops' carries. Else the compiler would hoist
+    # rows, embedding and first products, which do not change from trip to trip, out of
+    # the loops, where they would run even without a trip.
+    carry = (*_split_drafts(blank, config), state)
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
         carry = arrays.update_if(busy & ~many, decode, carry, wanted)
     if config.draft_buckets:
-        # In a loop of their own, so that steps of one row a slot see none of them.
+        # One outer loop, so that decode steps skip all of these programs at once.
         carry = arrays.update_if(many, verify, carry, wanted)
     else:
         with jax.named_scope("mixed"):
@@ -167,8 +170,10 @@ def _feed_fast(
     return logits, drafted, state.pages
 
 
-def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> _Carry:
-    """Feeds one row a slot."""
+def _decode(
+    run: _Run, config: EngineConfig, carry: _Carry, wanted: _RowCounts
+) -> _Carry:
+    """Runs the program of one row per slot."""
     logits, drafted, state = carry
     num_rows = wanted.num_rows
     place = jnp.where(num_rows > 0, state.table.length, -1)
@@ -183,7 +188,7 @@ def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> 
     after = state._replace(pages=result.pages)
     if logits.shape[0] == num_rows.shape[0]:
         return result.logits, drafted, after
-    # A scored prompt may feed a single token, which takes a spare logit row.
+    # A prompt with log-probabilities may feed one token, which takes a spare logit row.
     rows = _pack(state, num_rows, None, config).rows
     assert rows.slot is not None
     slot = arrays.take(rows.slot, rows.logit_rows[: logits.shape[0]], fill=-1)
@@ -192,31 +197,31 @@ def _decode(run: _Run, config: EngineConfig, carry: _Carry, wanted: _Wanted) -> 
     return jnp.where((slot >= 0)[:, None], spread, logits), drafted, after
 
 
-def _several(
+def _run_packed(
     run: _Run,
     config: EngineConfig,
     length: int | None,
     carry: _Carry,
-    wanted: _Wanted,
+    wanted: _RowCounts,
 ) -> _Carry:
-    """Feeds up to `length` rows more than one of every slot; of None, packed rows."""
+    """Runs the program of `1 + length` rows per slot; of packed rows if it is None."""
     _, drafted, state = carry
     num_rows, source, num_drafts, tree = wanted
     rows = _pack(state, num_rows, num_drafts, config, length).rows
     if tree is not None and num_drafts is not None:
-        rows = _branch(rows, state.table.length, num_drafts, tree)
+        rows = _mask_trees(rows, state.table.length, num_drafts, tree)
     logit_rows = arrays.write_prefix(rows.logit_rows, rows.logit_rows[source])
     result = run(state.pages, rows._replace(logit_rows=logit_rows))
-    logits, found = _parted(result.logits, config)
+    logits, found = _split_drafts(result.logits, config)
     if drafted is not None and found is not None:
         drafted = arrays.write_prefix(drafted, found)
     return logits, drafted, state._replace(pages=result.pages)
 
 
-def _parted(
+def _split_drafts(
     logits: Float[Array, "rows vocab"], config: EngineConfig
-) -> tuple[Logits, Drafted]:
-    """Parts the logits of drafts, as many for each slot, from the others."""
+) -> tuple[Logits, DraftLogits]:
+    """Separates the logits of the drafts, equally many per slot."""
     if not config.max_drafts:
         return logits, None
     drafted = logits[config.num_logit_rows :]
@@ -224,15 +229,17 @@ def _parted(
     return logits[: config.num_logit_rows], drafted.reshape(shape)
 
 
-def _branch(
+def _mask_trees(
     rows: kv_pages.Rows,
     root: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"],
     tree: Tree,
 ) -> kv_pages.Rows:
-    """Has drafts stand side by side, and see their ancestors.
+    """Sets positions and attention masks of token trees (tree attention).
 
-    They were laid as a chain behind `root`, the token place of the last known token.
+    The rows have the drafts in consecutive token places after `root`, the place of the
+    last known token. Each draft gets the position of its depth, and attends to its
+    ancestors and to the known tokens.
     """
     place, slot = rows.position, rows.slot
     if slot is None:
@@ -251,7 +258,9 @@ def _branch(
     )
 
 
-def _tile(packed: _Packed, index: int | Array) -> kv_pages.Rows:
+def _tile(packed: _PackedRows, index: int | Array) -> kv_pages.Rows:
+    """Returns the `index`-th tile of the rows."""
+
     def cut(x: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, index * TILE, TILE)
 
@@ -273,16 +282,17 @@ def _pack(
     num_drafts: Int32[Array, " slots"] | None,
     config: EngineConfig,
     length: int | None = None,
-) -> _Packed:
-    """Packs the rows of all slots contiguously, those of a slot in order.
+) -> _PackedRows:
+    """Packs the rows of all slots contiguously, in order of slots and positions.
 
-    With a `length`, every slot has `1 + length` rows, used or not, of as many drafts.
+    With a `length`, every slot has exactly `1 + length` rows, padded where it feeds
+    fewer.
     """
     if length is None:
         num_packed, length = config.token_budget, config.max_drafts
         if config.numerics == "reproducible":
             num_packed = -(-num_packed // TILE) * TILE
-        # Compared all with all: of a running sum XLA's kernel has lost this scope.
+        # All pairs, not `cumsum`: XLA's kernel for that loses the named scope.
         upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
         end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)
         row = jnp.arange(num_packed, dtype=jnp.int32)
@@ -299,12 +309,13 @@ def _pack(
         position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
         sequence = jnp.repeat(state.slots.sequence, each)
         end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
-    # Logit rows: the last known token of every slot, spare rows, drafts.
+    # Logit rows: the last known token of each slot, spare rows, drafts.
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
     last = jnp.where(num_rows > 0, last, -1)
     logit_rows = [last]
     if config.num_logit_rows > config.max_slots:
-        # Prompt tokens to be scored; the last of a slot has its own logit row.
+        # Prompt tokens whose log-probabilities are requested. The last token of a slot
+        # has the slot's logit row.
         s = state.sequences
         keep_logprobs = position + 1 < arrays.take(s.prompt_length, sequence, fill=0)
         keep_logprobs &= arrays.take(s.keep_prompt_logprobs, sequence, fill=False)
@@ -329,7 +340,7 @@ def _pack(
         page_ids=state.table.page_ids,
         logit_rows=logit_rows,
     )
-    return _Packed(rows, target)
+    return _PackedRows(rows, target)
 
 
 def _tokens(
@@ -337,12 +348,12 @@ def _tokens(
     sequence: Int32[Array, " rows"],
     position: Int32[Array, " rows"],
 ) -> Int32[Array, " rows"]:
-    """The tokens at these positions."""
+    """Returns the tokens of sequences at some positions."""
     s = state.sequences
     tokens = arrays.take(s.tokens, (sequence, position), fill=0)
     if (search := state.search) is None:
         return tokens
-    # A beam's own row holds its last token; those before may stand with other beams.
+    # A beam's own row has its last token; earlier tokens may be in rows of other beams.
     group = arrays.take(s.group, sequence, fill=NO_SEQUENCE)
     beam = arrays.take(search.width, group, fill=0) > 0
     known = jnp.zeros(s.group.shape, jnp.int32)

@@ -1,11 +1,11 @@
-"""The prefix cache in the engine: what requests find there, and what they leave.
+"""Prefix caching in the engine: lookup, insertion, and eviction of pages.
 
-A request that is admitted starts on the cached pages of its first tokens, one token at
-least left to feed. A page that a step fills enters the cache at the step's end. Where
-the same tokens are cached already, the sequence goes on with the cached page and gives
-back its own, so of two sequences that read the same in one step, from the same place
-on, the one in the lower slot leaves the pages for both. Pages that nobody uses are
-evicted when others need them. Everything here does nothing if the engine has no cache.
+An admitted request starts on the cached pages of its first tokens, with at least one
+token left to feed. A page that a step fills is added to the cache at the end of the
+step. If the cache already has a page of the same prefix, the sequence switches to the
+cached page and releases its own. Two sequences with the same prompt in one step
+therefore keep one copy, of the lower slot. Unused pages are evicted when pages are
+needed. If the prefix cache is disabled, these functions have no effect.
 """
 
 import functools
@@ -31,38 +31,42 @@ from jaxkv.memory import (
 )
 
 
-class Found(NamedTuple):
-    """What the requests at the head of the queue would start on."""
+class PrefixMatch(NamedTuple):
+    """Longest cached prefix of each request at the head of the queue."""
 
     page_ids: Int32[Array, "head pages_per_slot"]
-    """Cached pages of the first tokens; `NO_PAGE` beyond."""
+    """Cached pages of the first tokens, then `NO_PAGE`."""
     num_tokens: Int32[Array, " head"]
-    """Tokens on them."""
+    """Tokens on these pages."""
     num_idle: Int32[Array, " head"]
-    """Those among the pages that count as free until somebody starts on them."""
+    """Number of these pages that are idle, which count as free until they are used."""
 
 
-def find_prefixes(
+def match_prefixes(
     state: EngineState,
     sequence: Int32[Array, " head"],
     num_tokens: Int32[Array, " head"],
     waits: Bool[Array, " head"],
     config: EngineConfig,
-) -> Found:
-    """Looks for the tokens that waiting requests have to feed first.
+) -> PrefixMatch:
+    """Finds the longest cached prefix of each waiting request.
 
-    `sequence` is the row of each request's sequence that feeds first, `num_tokens` what
-    it has to feed, and `waits` says which rows are requests at all.
+    Args:
+      state: the engine.
+      sequence: row of the sequence of each request that feeds first.
+      num_tokens: tokens that it has to feed.
+      waits: mask of the rows to look up.
+      config: the engine's configuration.
     """
     (num,) = sequence.shape
     cache, s = state.prefixes, state.sequences
     no_pages = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
     if cache is None:
-        return Found(no_pages, *jnp.zeros((2, num), jnp.int32))
-    # While every slot is taken nobody is admitted.
+        return PrefixMatch(no_pages, *jnp.zeros((2, num), jnp.int32))
+    # Without a free slot no request is admitted.
     wanted = waits & s.use_prefix_cache[sequence] & jnp.any(state.slots.sequence < 0)
     if state.search is not None:
-        # Beams keep their histories apart: only their prompts are looked for.
+        # The cache has no answers of beam search, whose tokens are in several rows.
         beam = state.search.width[s.group[sequence]] > 0
         prompt = s.prompt_length[sequence]
         num_tokens = jnp.where(beam, jnp.minimum(num_tokens, prompt), num_tokens)
@@ -74,44 +78,47 @@ def find_prefixes(
         marks = jnp.stack([ids != NO_PAGE, idle_pages.is_idle(cache.idle, ids)])
         return ids, jnp.sum(marks, axis=2, dtype=jnp.int32)
 
-    def nothing() -> tuple[Array, Array]:
+    def skip() -> tuple[Array, Array]:
         return no_pages, jnp.zeros((2, num), jnp.int32)
 
-    ids, (num_pages, num_idle) = lax.cond(jnp.any(wanted), look, nothing)
-    return Found(ids, num_pages * config.page_size, num_idle)
+    ids, (num_pages, num_idle) = lax.cond(jnp.any(wanted), look, skip)
+    return PrefixMatch(ids, num_pages * config.page_size, num_idle)
 
 
 def num_idle(state: EngineState) -> Int32[Array, ""]:
-    """Pages that are kept for their tokens alone, and can be had."""
+    """Counts the cached pages that no sequence uses, which can be evicted."""
     if state.prefixes is None:
         return jnp.zeros((), jnp.int32)
     return state.prefixes.idle.num
 
 
 def num_used(state: EngineState) -> Int32[Array, ""]:
-    """Cached pages that sequences use."""
+    """Counts the cached pages that sequences use."""
     if state.prefixes is None:
         return jnp.zeros((), jnp.int32)
     return state.prefixes.num_pinned - state.prefixes.idle.num
 
 
-def pins(state: EngineState) -> Bool[Array, " pages"] | None:
-    """Whether the cache holds each page. Looks at every page: for debug mode."""
+def pinned_pages(state: EngineState) -> Bool[Array, " pages"] | None:
+    """Returns a mask over all pages of those in the cache; for debug mode."""
     return None if state.prefixes is None else state.prefixes.pinned
 
 
-def pinned(
+def is_pinned(
     state: EngineState, page_ids: Int32[Array, "..."]
 ) -> Bool[Array, "..."] | None:
-    """Whether the cache holds these pages; None without one."""
+    """Returns a mask of the pages that are in the cache; None without a cache."""
     cache = state.prefixes
     return None if cache is None else prefix_cache.is_cached(cache, page_ids)
 
 
-def start_on_prefixes(
-    state: EngineState, found: Found, slot: Int32[Array, " head"]
+def start_on_cached_pages(
+    state: EngineState, found: PrefixMatch, slot: Int32[Array, " head"]
 ) -> EngineState:
-    """Gives the slots of admitted requests what was found; -1 for all others."""
+    """Starts admitted requests on their cached pages.
+
+    `slot` is the first slot of each request; -1 if it was not admitted.
+    """
     if state.prefixes is None:
         return state
     ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
@@ -119,7 +126,8 @@ def start_on_prefixes(
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
     slots, fork = state.slots, state.slots.fork
     assert fork is not None
-    # Tokens that were fed before a preemption were computed, not found.
+    # A request that comes back from a preemption has fed these tokens before; they do
+    # not count as cached.
     new = arrays.take(slots.num_fed, slot, fill=0) == 0
     given = arrays.put(fork.num_given, slot, found.num_tokens)
     slots = slots._replace(fork=fork._replace(num_given=given))
@@ -140,7 +148,7 @@ def start_on_prefixes(
 
 
 def evict_until_free(state: EngineState, wanted: Int32[Array, ""]) -> EngineState:
-    """Evicts pages until as many are free as are wanted, or none is left to evict."""
+    """Evicts pages until `wanted` pages are free, or the cache has no idle pages."""
     if state.prefixes is None:
         return state
     missing = jnp.maximum(wanted - state.pool.num_free, 0)
@@ -148,10 +156,10 @@ def evict_until_free(state: EngineState, wanted: Int32[Array, ""]) -> EngineStat
     return state._replace(prefixes=cache, pool=pool)
 
 
-def drop_slots_to_cache(
+def release_slots(
     state: EngineState, gone: Bool[Array, " slots"], rule: Eviction | None
 ) -> EngineState:
-    """Empties slots; of their pages those stay that are cached."""
+    """Empties the page tables of slots; their cached pages stay in the cache."""
     rows = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
     pool, left = page_pool.release_counted(state.pool, rows)
     cache = state.prefixes
@@ -161,12 +169,17 @@ def drop_slots_to_cache(
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
-def cache_filled_pages(
+def insert_filled_pages(
     state: EngineState, before: Int32[Array, " slots"], config: EngineConfig
 ) -> EngineState:
-    """Enters the pages filled in this step: the first of every slot, then the second.
+    """Adds the pages filled in this step to the cache.
 
-    The table is advanced; `before` is the length of each slot before.
+    Pages are added in columns: the first filled page of every slot, then the second.
+
+    Args:
+      state: the engine, with the page table advanced.
+      before: length of each slot before the step.
+      config: the engine's configuration.
     """
     if state.prefixes is None:
         return state
@@ -183,7 +196,7 @@ def cache_filled_pages(
     with jax.named_scope("enter"):
         return arrays.update_if(
             jnp.any(num_filled > 0),
-            functools.partial(_enter, config=config),
+            functools.partial(_insert, config=config),
             state,
             first,
             num_filled,
@@ -191,7 +204,7 @@ def cache_filled_pages(
         )
 
 
-def _enter(
+def _insert(
     state: EngineState,
     first: Int32[Array, " slots"],
     num_filled: Int32[Array, " slots"],
@@ -199,7 +212,7 @@ def _enter(
     *,
     config: EngineConfig,
 ) -> EngineState:
-    """Enters the pages of each slot that begin with its `first` one."""
+    """Adds `num_filled` pages of each slot from its page `first` on."""
     assert state.prefixes is not None
     s, size, sequence = state.sequences, config.page_size, state.slots.sequence
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)

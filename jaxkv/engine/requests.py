@@ -1,7 +1,7 @@
-"""Requests in and results out: submit, cancel and drain, all pure.
+"""Submits, cancels and drains requests, by pure functions of the engine's state.
 
-They run between calls of `run_steps`, never inside a step, so what they cost grows with
-the number of sequences known, not with the number of steps.
+They run between calls of `run_steps`. Their cost grows with `max_sequences`, and does
+not depend on the number of steps.
 """
 
 from typing import NamedTuple
@@ -28,40 +28,40 @@ from jaxkv.scheduling.attributes import RequestAttributes
 
 
 class Requests(NamedTuple):
-    """Requests on their way in, a row for each sequence.
+    """Rows of new requests, one for each sequence.
 
-    The sequences of one request stand side by side, with equal prompts; one whose
-    `params.sample` is 0 begins a request.
+    The sequences of one request have adjacent rows and equal prompts. A request begins
+    at each row with `params.sample` 0.
     """
 
     tokens: Int32[Array, "requests max_length"]
-    """The prompts, padded with anything."""
+    """Prompts, with arbitrary padding."""
     prompt_length: Int32[Array, " requests"]
-    """Tokens of each prompt, in [1, max_length); 0 marks an unused row."""
+    """Prompt length in tokens, in [1, max_length); 0 marks an unused row."""
     limit: Int32[Array, " requests"]
-    """Tokens at which the sequence ends, in (prompt_length, max_length]."""
+    """Largest length of the sequence, in (prompt_length, max_length]."""
     request_id: Int32[Array, " requests"]
-    """The caller's names."""
+    """Caller's ids."""
     stop_tokens: Int32[Array, "requests max_stop_tokens"]
-    """Tokens that end the sequence; -1 where unused."""
+    """Stop token ids; -1 where unused."""
     params: Params
-    """How tokens are drawn."""
+    """Sampling parameters."""
     salt: UInt32[Array, " requests"]
-    """Cached pages are shared only where salts are equal."""
+    """Prefix cache salt: pages are shared only between equal salts."""
     use_prefix_cache: Bool[Array, " requests"]
-    """Whether the prefix cache serves the sequence, and keeps its pages."""
+    """True if the sequence uses the prefix cache."""
     keep_logprobs: Bool[Array, " requests"]
-    """Whether log-probabilities are kept."""
+    """True if log-probabilities are kept."""
     keep_prompt_logprobs: Bool[Array, " requests"]
-    """Whether those of the prompt are kept, too."""
+    """True if log-probabilities of the prompt are kept as well."""
     beam_width: Int32[Array, " requests"]
-    """Beams of the request, as many as it has rows; 0 if it does not search."""
+    """Beam width, the number of rows of the request; 0 without beam search."""
     length_penalty: Float[Array, " requests"]
     """As in `beam_search.BeamParams`."""
     early_stopping: Int32[Array, " requests"]
     """As in `beam_search.BeamParams`."""
     arrival: Int32[Array, "requests 2"]
-    """Seconds and microseconds at which the request may be admitted."""
+    """Earliest time of admission: seconds and microseconds."""
     attributes: RequestAttributes
     """Attributes of the requests, for the policy."""
 
@@ -69,25 +69,27 @@ class Requests(NamedTuple):
 def submit(
     state: EngineState, requests: Requests, *, config: EngineConfig
 ) -> tuple[EngineState, Bool[Array, " requests"]]:
-    """Puts requests at the end of the queue, in the order given.
+    """Appends requests to the queue.
+
+    A row is refused if it is unused; if its prompt is empty or leaves no room for an
+    answer; if its worst case needs more pages than the pool has; if it asks for
+    log-probabilities of a prompt and there are no spare logit rows; or if the queue or
+    the table of sequences is full. If a request finds no room, all requests after it
+    are refused as well, which keeps the order of arrival.
 
     Args:
       state: the engine.
-      requests: in order of arrival; NumPy's arrays will do, outside of `jit`, too.
-      config: the engine's bounds, static.
+      requests: requests in order of arrival, as JAX or NumPy arrays.
+      config: the engine's configuration, static.
 
     Returns:
-      The new state, and which requests were taken. Refused are unused rows, prompts
-      without tokens or without room for an answer, sequences whose worst case exceeds
-      the pool, prompts to be scored where no logit rows are spare, and everything that
-      finds queue or sequences full. Those behind a request that found no room are
-      refused with it, so that nobody is overtaken.
+      The new state, and a mask of the accepted rows.
     """
     state, requests = arrays.to_jax_arrays((state, requests))
     s, books, r = state.sequences, state.ledger, requests
     index = jnp.arange(r.limit.shape[0], dtype=jnp.int32)
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
-    # Requests that an idle engine could serve.
+    # Requests that fit into an idle engine.
     fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
     fits &= r.limit <= config.max_length
     fits &= ~r.keep_prompt_logprobs | (config.num_logit_rows > config.max_slots)
@@ -96,19 +98,18 @@ def submit(
     shared, own = demand.max_pages(r.prompt_length, r.limit, page_size=config.page_size)
     pages = shared[first] + arrays.reduce_groups(own, first, "add")
     fits &= (size <= config.max_slots) & (pages <= config.num_pages)
-    # A condition that fails for one row fails for all rows of the request.
+    # A request is refused as a whole.
     taken = ~arrays.reduce_groups(~fits, first, "max")
-    # Requests for which queue and sequences have room. Running ones count, because any
-    # of those may come back to the queue.
+    # Running requests count against the queue: preemption may return them to it.
     begins = taken & (first == index)
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _is_alive(books)) & leads
     places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    is_empty = ledger.columns(SequenceProgress, books.progress).num_tokens == 0
+    is_empty = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
     lacks = arrays.reduce_groups(taken & ~room, first, "max")
-    # No request overtakes another: all after one without room are refused, too.
+    # All requests after one without room are refused.
     taken &= jnp.cumsum(lacks, dtype=jnp.int32) == 0
     begins = taken & (first == index)
     # The k-th sequence taken gets the k-th empty row.
@@ -118,7 +119,7 @@ def submit(
         begins, books.num_waiting + arrays.number_marked(begins), NO_SEQUENCE
     )
     asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
-    # Scores of a prompt come from reading all of it.
+    # Log-probabilities of a prompt need a prefill of all of it.
     asked["use_prefix_cache"] = r.use_prefix_cache & ~r.keep_prompt_logprobs
     lead = row[first]
     new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
@@ -145,7 +146,7 @@ def _begin_search(
     row: Int32[Array, " requests"],
     config: EngineConfig,
 ) -> Search | None:
-    """Makes the searches of new requests; whoever does not search has width 0."""
+    """Initializes beam searches of new requests; width 0 means no beam search."""
     search, r = state.search, requests
     if search is None:
         return None
@@ -174,17 +175,19 @@ def cancel(
     *,
     eviction: Eviction | None = None,
 ) -> EngineState:
-    """Ends requests wherever they are; their pages are free at once.
+    """Ends waiting or running requests and frees their pages.
+
+    A cancelled sequence keeps the tokens that it has. Cancelling one beam of a beam
+    search cancels all of them, and leaves no answer.
 
     Args:
       state: the engine.
-      request_ids: the callers' names; -1, and names of nobody, are ignored.
-      samples: which of a request's sequences to end; -1, like None, means all.
+      request_ids: ids of the requests; -1 and unknown ids are ignored.
+      samples: index of the sequence to end in each request; -1 or None means all.
       eviction: as in `engine.step`.
 
     Returns:
-      The new state. The sequences have ended with the tokens that they had; those of
-      a beam search end together, without an answer.
+      The new state.
     """
     state, request_ids, samples = arrays.to_jax_arrays((state, request_ids, samples))
     s, books, slots = state.sequences, state.ledger, state.slots
@@ -193,10 +196,10 @@ def cancel(
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
-    progress = ledger.columns(SequenceProgress, books.progress)
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
-        # All beams of a search end together, and have no answers before the end.
+        # Beams of a search end together; there is no answer before the search is done.
         beam = state.search.width[s.group] > 0
         ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
@@ -204,7 +207,7 @@ def cancel(
     gone = arrays.take(ended, slots.sequence, fill=False)
     again = ledger.num_recomputed(slots, state.table.length)
     at = jnp.where(gone, slots.sequence, NO_SEQUENCE)
-    events = ledger.columns(SequenceEvents, books.events)
+    events = ledger.unpack_columns(SequenceEvents, books.events)
     now = books.clock
     events = events._replace(
         finish_s=jnp.where(ended, now[0] + 1, events.finish_s),
@@ -224,8 +227,8 @@ def cancel(
             events=jnp.stack(events, axis=1),
         ),
     )
-    state = swapping.give_up_pages(state, ended)
-    state = prefix_caching.drop_slots_to_cache(
+    state = swapping.discard_ended(state, ended)
+    state = prefix_caching.release_slots(
         groups.promote_fork_waiter(state, gone), gone, eviction
     )
     sequence = jnp.where(gone, NO_SEQUENCE, state.slots.sequence)
@@ -233,48 +236,48 @@ def cancel(
 
 
 class DrainedSequences(NamedTuple):
-    """All sequences of an engine as `drain` found them."""
+    """Sequences of an engine at a call of `drain`."""
 
     is_final: Bool[Array, " sequences"]
-    """Sequences of requests that are complete; their rows are free now."""
+    """True for sequences of completed requests, whose rows are now free."""
     sequences: Sequences
     progress: SequenceProgress
     events: SequenceEvents
 
 
 def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
-    """Returns the finished requests, and frees their rows.
+    """Returns finished requests and frees their rows.
 
-    The sequences of a request are final when the last of them has ended.
+    A request is finished when all of its sequences have ended.
 
     Args:
       state: the engine.
 
     Returns:
-      The new state, and all sequences.
+      The new state, and all sequences with a mask of the finished ones.
     """
     state = arrays.to_jax_arrays(state)
     s, books = state.sequences, state.ledger
-    progress = ledger.columns(SequenceProgress, books.progress)
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
     found = DrainedSequences(
-        final, s, progress, ledger.columns(SequenceEvents, books.events)
+        final, s, progress, ledger.unpack_columns(SequenceEvents, books.events)
     )
     left = jnp.where(final[:, None], 0, books.progress)
     return state._replace(ledger=books._replace(progress=left)), found
 
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
-    """Returns the sequences that wait or run."""
-    num_tokens = ledger.columns(SequenceProgress, books.progress).num_tokens
+    """Returns a mask of the waiting and running sequences."""
+    num_tokens = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens
     return (num_tokens > 0) & (
-        ledger.columns(SequenceEvents, books.events).finish_s == 0
+        ledger.unpack_columns(SequenceEvents, books.events).finish_s == 0
     )
 
 
 def _any_in_group(
     s: Sequences, mask: Bool[Array, " sequences"]
 ) -> Bool[Array, " sequences"]:
-    """Marks every sequence of a request of which any is marked."""
+    """Marks all sequences of each request with a marked sequence."""
     return arrays.reduce_groups(mask, s.group, "max")

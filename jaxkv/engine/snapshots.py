@@ -1,18 +1,18 @@
-"""Snapshots: the whole state of an engine in a folder, and back, bit for bit.
+"""Snapshots: saves the state of an engine in a folder, and loads it bit for bit.
 
-An engine is a value, so it can be put away, taken up by another process, and taken up
-several times: rewound, or branched into several policies. A snapshot is a folder:
+A snapshot can be loaded by another process, and any number of times, for example to
+rewind an engine or to compare policies from the same state. A snapshot is a folder:
 
-  snapshot.json   the configuration, each array's name, type and shape, and the SHA-256
-                  of each file below
-  arrays/         the arrays, as Orbax writes them
+  snapshot.json   the configuration, name, type and shape of each array, and the SHA-256
+                  of each file in arrays/
+  arrays/         the arrays, in Orbax's format
 
-It holds neither the model's parameters nor what the host knows of requests (texts, stop
-strings): only what the next step's tokens depend on beside the parameters.
+A snapshot has the `EngineState` only. It has neither the model's parameters nor the
+host's data about requests (texts, stop strings).
 
-A state on a mesh is written whole, as one device has it, and read so;
-`parallel.layout.place_state` divides it again, over a mesh of any size that divides the
-same pages. Where KV heads were copied, the pages are those of so many heads.
+The state of a mesh is saved as the state of one device. `parallel.layout.place_state`
+distributes a loaded state over a mesh of any size that divides its pages. If the mesh
+had replicated KV heads, the pages keep the replicated heads.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ from jaxkv.files import digests as _digests
 from jaxkv.memory import Pages, kv_pages
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
-"""What stands in the folder."""
+"""Names in the folder."""
 
 ABSENT = "absent"
-"""What a message says of a field or an array that one side does not have."""
+"""Value of a missing field or array in an error message."""
 
 
 @validation.suggests_keywords
@@ -57,25 +57,24 @@ def save_state(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a snapshot; `load_state` reads it.
+    """Saves a snapshot, to be loaded by `load_state`.
 
-    The folder is written beside its place and then renamed, so an interrupted call
-    leaves what was there before. All arrays pass through the memory of the host.
+    The folder is written under a temporary name and then renamed, so an interrupted
+    call leaves the old snapshot. All arrays are copied through host memory.
 
     Args:
-      folder: where to; its parent is made where it is missing.
-      state: the engine, which stays as it is; on one device or on a mesh, all of whose
-        devices are of this process.
-      config: its bounds.
-      overwrite: whether to replace a snapshot that is there.
+      folder: folder of the snapshot; missing parents are made.
+      state: the engine, on one device or on a mesh of this process; not changed.
+      config: its configuration.
+      overwrite: True to replace an existing snapshot.
 
     Returns:
       The folder.
 
     Raises:
-      ValueError: if something else is in the folder's place, if the state is not one
-        of the configuration, if pages of it are in the memory of the host or on devices
-        of another process, or if there is no room for it.
+      ValueError: the folder exists and is not a snapshot, or `overwrite` is False; the
+        state does not have the configuration; pages are swapped to host memory or are
+        on devices of another process; or the disk is full.
     """
     folder = validation.path("folder", folder).absolute()
     leaves = jax.tree.leaves(state)
@@ -87,15 +86,15 @@ def save_state(
     check_replaceable(folder, HEADER, "snapshot", overwrite)
     shapes = _described(_like(config, state.pages, state.memory))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
-        raise ValueError(f"the state is not one of the configuration: {different}")
+        raise ValueError(f"the state must match the configuration: {different}")
     if state.staging is not None and np.any(np.asarray(state.staging.on_host)):
         raise ValueError(
-            "pages of swapped requests are in the memory of the host, which a snapshot "
-            "does not hold; save a state without a host, or with them back"
+            "pages of swapped requests are in host memory, which a snapshot does not "
+            "include; save the state after these requests are swapped in"
         )
     with replace_folder(folder, ValueError) as new:
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
-            # Orbax refuses arrays that hold nothing; their shapes say all of them.
+            # Orbax refuses empty arrays; their shapes are in the header.
             full = {name: x for name, x in _by_name(state).items() if x.size}
             check_disk_space(new, sum(x.nbytes for x in full.values()))
             writer.save(new / ARRAYS, kv_pages.to_host(full))
@@ -115,23 +114,22 @@ def load_state(
     pages: Pages,
     memory: Any = None,
 ) -> EngineState:
-    """Reads a snapshot, each time into fresh arrays.
+    """Loads a snapshot into new arrays.
 
     Args:
-      folder: as `save_state` wrote it.
-      config: the bounds of the engine that takes it up, in every field those of the one
-        that was saved.
-      pages: K and V arrays of its model, for their types and shapes alone: those of
-        `jax.eval_shape(lambda: models.make_pages(model, config))` will do.
-      memory: what the drafter's `init` returns, if there is one, for the same.
+      folder: folder written by `save_state`.
+      config: configuration, equal to that of the saved engine in every field.
+      pages: KV cache of the model, for types and shapes only, for example
+        `jax.eval_shape(lambda: models.make_pages(model, config))`.
+      memory: result of the drafter's `init`, if there is one, for types and shapes.
 
     Returns:
-      The state, on the default device, bit for bit the one that was saved. With the
-      same parameters, policy and device, or mesh, it goes on as that one did.
+      The state on the default device, bit-identical to the saved one. With the same
+      parameters, policy, and device or mesh, it produces the same tokens.
 
     Raises:
-      ValueError: names the folder and what is wrong with it: missing, damaged, of
-        another configuration or of another model's pages.
+      ValueError: the snapshot is missing, damaged, or of another configuration or
+        model; the message names the folder and the fault.
     """
     folder = validation.path("folder", folder).absolute()
     if not folder.is_dir():
@@ -146,10 +144,11 @@ def load_state(
     like = _like(config, pages, memory)
     if different := _differences(saved["arrays"], _described(like)):
         raise ValueError(f"{folder}: holds other arrays: {different}")
-    # Orbax finds a file gone or cut off, but believes a changed byte of a large array.
+    # Orbax detects missing and truncated files, but not a changed byte of a large
+    # array.
     check_digests(folder / ARRAYS, saved["files"], HEADER)
     shapes = {
-        # Orbax reads into NumPy if it is shown NumPy; this takes no memory.
+        # NumPy templates make Orbax read into NumPy; a broadcast zero takes no memory.
         name: np.broadcast_to(np.zeros((), x.dtype), x.shape)
         for name, x in _by_name(like).items()
     }
@@ -160,37 +159,35 @@ def load_state(
         ocp.StandardCheckpointer() as reader,
     ):
         arrays = shapes | reader.restore(folder / ARRAYS, full)
-    # From NumPy, as `state.init` would: bound to no device, so that programs that are
-    # compiled for the one serve the other. Popped, so that no array is twice in memory.
+    # From NumPy, as in `state.init`: the arrays are committed to no device, so the same
+    # compiled programs run on both. Popped, so that no array is in memory twice.
     leaves = [jnp.array(arrays.pop(name)) for name in shapes]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _like(config: EngineConfig, pages: Pages, memory: Any) -> EngineState:
-    """The types and shapes of every state of an engine."""
+    """Returns types and shapes of a state."""
     return jax.eval_shape(functools.partial(init, config), pages, memory)
 
 
 def _by_name(state: EngineState) -> dict[str, Any]:
-    """The arrays of a state by names such as `pool.ref`, in the order of the tree."""
+    """Returns the arrays of a state by names such as `pool.ref`, in tree order."""
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}
 
 
 def _described(state: EngineState) -> dict[str, str]:
-    """Type and shape of each array."""
+    """Returns type and shape of each array."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in _by_name(state).items()}
 
 
 def _differences(
-    ours: Mapping[str, Any],
-    theirs: Mapping[str, Any],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     here: str = "in the snapshot",
     there: str = "asked",
 ) -> str:
-    """What differs, with both values; empty if nothing does."""
-    return "; ".join(
-        f"{name} is {ours.get(name, ABSENT)} {here}, {theirs.get(name, ABSENT)} {there}"
-        for name in [*ours, *(name for name in theirs if name not in ours)]
-        if ours.get(name, ABSENT) != theirs.get(name, ABSENT)
-    )
+    """Describes entries that differ, with both values; empty if all are equal."""
+    names = [*first, *(name for name in second if name not in first)]
+    rows = [(n, first.get(n, ABSENT), second.get(n, ABSENT)) for n in names]
+    return "; ".join(f"{n} is {x} {here}, {y} {there}" for n, x, y in rows if x != y)

@@ -1,8 +1,8 @@
-"""The serving system as one value: its static bounds and its state.
+"""Configuration and state of an engine.
 
-Everything a step needs stands here as arrays of fixed size: the pages and their pool,
-the tables, the sequences with their tokens and parameters, the slots, the queue. A
-state can be snapshotted, branched, replayed, and mapped over with `vmap`.
+The state is one pytree of arrays of fixed shape: pages, page pool, page tables,
+sequences with their tokens and sampling parameters, slots and queue. It can be saved as
+a snapshot, branched, replayed, and mapped with `vmap`.
 """
 
 import dataclasses
@@ -20,78 +20,79 @@ from jaxkv.sampling import Params, beam_search, greedy_params
 from jaxkv.scheduling.attributes import RequestAttributes
 
 TILE = 64
-"""Rows that every reduction sees under `numerics="reproducible"`."""
+"""Rows of each forward pass under `numerics="reproducible"`."""
 
 REASONS = (None, "stop", "length", "cancelled", "nan")
-"""Why a sequence ended, by the code that stands in `Sequences.reason`."""
+"""Finish reasons, indexed by `Sequences.reason`."""
 NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The static bounds of an engine. Each one fixes a shape, none a policy."""
+    """Static configuration of an engine: sizes that fix the shapes of its arrays."""
 
     num_pages: int = 512
-    """Pages in the pool."""
+    """KV pages in the pool (vLLM: KV cache blocks)."""
     page_size: int = 16
-    """Token places in a page. With 1, XLA copies the whole pool in every step on a CPU
-    (see experiments/LOG.md); from 2 on it stays in place."""
+    """Tokens per page (vLLM: block size). With 1, XLA copies the whole pool in every
+    step on a CPU (see experiments/LOG.md); from 2 on it updates the pool in place."""
     max_slots: int = 8
-    """Sequences that run at once."""
+    """Largest number of running sequences."""
     max_length: int = 512
-    """Longest sequence, prompt and answer, in tokens."""
+    """Largest length of a sequence, prompt plus answer, in tokens."""
     max_sequences: int = 64
-    """Sequences known at once: waiting, running, and finished but not drained."""
+    """Largest number of sequences in the state: waiting, running, and finished but not
+    drained."""
     queue_capacity: int = 64
-    """Requests that can wait."""
+    """Largest number of waiting requests."""
     token_budget: int = 64
-    """Rows that a step feeds when it feeds more than one a slot."""
+    """Largest number of tokens fed in a step with prefill. A step in which every slot
+    feeds at most one token runs a program of `max_slots` rows."""
     max_logit_rows: int = 0
-    """Rows of a step that can have logits; 0 means one for each slot, which leaves none
-    for the log-probabilities of prompts."""
+    """Largest number of rows with logits in a step, draft rows excluded. 0 means
+    `max_slots`, which leaves no rows for the log-probabilities of prompts."""
     max_stop_tokens: int = 4
-    """Token ids, the model's own end token among them, that can end a sequence."""
+    """Largest number of stop token ids of a sequence, the model's end-of-text token
+    included."""
     max_logprobs: int = 0
-    """Alternatives reported with each token."""
+    """Alternative tokens reported with each token."""
     max_beams: int = 0
-    """Widest beam search; 0 leaves it out of the program."""
+    """Largest beam width; 0 compiles the step without beam search."""
     max_swap_pages: int = 0
-    """Pages of the staging buffer, through which preempted requests are swapped out; 0
-    leaves it out of the program, and their tokens are fed again."""
+    """Pages in the staging buffer for swapping. 0 compiles the step without swapping;
+    preempted requests are then recomputed."""
     max_drafts: int = 0
-    """Tokens that a drafter can guess for a slot in a step; 0 leaves speculation out of
-    the program."""
+    """Largest draft length of a slot in a step, in tokens; 0 compiles the step without
+    speculative decoding."""
     num_draft_buckets: int = 1
-    """Programs that verify drafts: of `max_drafts` for each slot, of half as many, a
-    quarter, and so on. Few drafts then cost less; each takes its time to compile."""
+    """Compiled draft lengths: `max_drafts`, half of it, a quarter, and so on. More
+    lengths make steps with few drafts faster and compilation longer."""
     queue_head: int = 0
-    """Waiting requests that the policy sees, at most 511; 0 means `max_slots`."""
+    """Waiting requests visible to the policy, at most 511; 0 means `max_slots`."""
     submit_width: int = 8
-    """Requests that one call of `submit` hands over."""
+    """Rows of requests in one call of `submit`."""
     steps_per_call: int = 16
-    """Steps between two looks of the host."""
+    """Steps per call of the compiled program; the host reads results between calls."""
     prefix_cache: bool = False
-    """Whether full pages are kept for requests that begin with the same tokens."""
+    """True if full pages are kept for later requests with the same prefix."""
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
-    """What K and V are kept in: the model's type, or 8 bits and a scale for each token
+    """Type of cached K and V: the model's type, or 8 bits with a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
     numerics: Literal["fast", "reproducible"] = "fast"
-    """Whether results are batch-invariant, the same bits whatever runs beside, or the
-    program is the fastest."""
+    """With "reproducible", results are batch-invariant: bit-identical for any other
+    requests in the batch. "fast" runs the fastest program."""
     seed: int = 0
-    """Draws of requests that bring no seed of their own."""
+    """Random seed of requests without their own seed."""
     debug: bool = False
-    """Whether each step also counts violated invariants; `Engine` raises an
+    """True if each step also counts violated invariants; `Engine` raises an
     `InvariantError` at the first."""
 
     def __post_init__(self) -> None:
-        """Refuses bounds of another type, and those without room for one sequence.
-
-        NumPy's numbers become Python's: a configuration is written to files and hashed.
+        """Validates the fields, and converts NumPy numbers to Python numbers.
 
         Raises:
-          ValueError: a field is not usable; the message shows it.
+          ValueError: a field has a wrong type or is out of range.
         """
         off = (
             "max_logit_rows",
@@ -136,95 +137,95 @@ class EngineConfig:
 
     @property
     def num_head(self) -> int:
-        """Waiting requests that the policy sees."""
+        """Waiting requests visible to the policy."""
         return self.queue_head or self.max_slots
 
     @property
     def max_pages_per_slot(self) -> int:
-        """Pages that the longest sequence needs."""
+        """Pages of a sequence of `max_length` tokens."""
         return -(-self.max_length // self.page_size)
 
     @property
     def num_logit_rows(self) -> int:
-        """Rows of a step that can have logits, drafts apart.
+        """Rows of a step that can have logits, draft rows excluded.
 
-        The first `max_slots` draw tokens.
+        The first `max_slots` rows sample tokens; the rest are for prompts.
         """
         return self.max_logit_rows or self.max_slots
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
-        """Drafts of a slot for which there is a program, fewest first; 0 apart."""
+        """Compiled draft lengths above 0, in ascending order."""
         halves = (self.max_drafts >> i for i in range(self.num_draft_buckets))
         return tuple(sorted({half for half in halves if half > 0}))
 
     @property
     def emit_width(self) -> int:
-        """Tokens that a sequence can gain in a step: all drafts, and one more."""
+        """Largest number of tokens that a sequence gains in a step."""
         return 1 + self.max_drafts
 
 
 class Sequences(NamedTuple):
-    """Text and settings of sequences; a row outlives its slot and any preemption.
+    """Tokens and settings of sequences.
 
-    The progress of sequences is in the ledger.
+    A sequence keeps its row from submission until it is drained, also while it is
+    preempted. Its progress is in the ledger.
     """
 
     tokens: Int32[Array, "sequences max_length"]
     """Prompt, then answer."""
     reason: Int32[Array, " sequences"]
-    """Why the sequence ended: an index into `REASONS`."""
+    """Finish reason: an index into `REASONS`."""
     request_id: Int32[Array, " sequences"]
-    """The caller's name for the request that owns the sequence."""
+    """Caller's id of the request."""
     group: Int32[Array, " sequences"]
     """Row of the request's first sequence: the request's index in the ledger."""
     members: Int32[Array, "sequences slots"]
-    """In the row of a first sequence: rows of all sequences of its request, by sample;
-    `NO_SEQUENCE` beyond."""
+    """In the row of a first sequence: rows of all sequences of its request, by sample,
+    then `NO_SEQUENCE`."""
     prompt_length: Int32[Array, " sequences"]
-    """Tokens of the prompt."""
+    """Prompt length in tokens."""
     limit: Int32[Array, " sequences"]
-    """Tokens at which it ends, prompt included."""
+    """Largest length in tokens, prompt included."""
     stop_tokens: Int32[Array, "sequences max_stop_tokens"]
-    """Tokens that end it; -1 where unused."""
+    """Stop token ids; -1 where unused."""
     params: Params
     """Sampling parameters."""
     salt: UInt32[Array, " sequences"]
-    """Cached pages are found only by sequences of the same salt."""
+    """Prefix cache salt: sequences share cached pages only if their salts are equal."""
     use_prefix_cache: Bool[Array, " sequences"]
-    """Whether it starts on cached pages, and leaves its own in the cache."""
+    """True if the sequence uses the prefix cache: it reads cached pages and adds its
+    own."""
     keep_logprobs: Bool[Array, " sequences"]
-    """Whether the log-probabilities of its tokens are kept."""
+    """True if the log-probabilities of its answer are kept."""
     keep_prompt_logprobs: Bool[Array, " sequences"]
-    """Whether those of its prompt are kept, too."""
+    """True if the log-probabilities of its prompt are kept as well."""
     logprobs: Float[Array, "sequences max_length"]
-    """Log-probability of each token given those before it, where kept; else 0."""
+    """Log-probability of each token given the tokens before it, where kept; else 0."""
     top_ids: Int32[Array, "sequences max_length max_logprobs"]
-    """Most likely tokens at each place, where kept; at prompt places only where
-    `keep_prompt_logprobs`, too."""
+    """Most likely tokens at each position, where log-probabilities are kept."""
     top_logprobs: Float[Array, "sequences max_length max_logprobs"]
-    """Their log-probabilities."""
+    """Log-probabilities of `top_ids`."""
     score: Float[Array, " sequences"]
     """Score of an answer of a finished beam search; else 0."""
     arrival: Int32[Array, "sequences 2"]
-    """When the request arrives, (seconds, microseconds)."""
+    """Arrival time of the request: seconds and microseconds."""
     attributes: RequestAttributes
     """Attributes of the request, for the policy."""
     num_cached: Int32[Array, " sequences"]
-    """Prompt tokens whose K and V were found rather than computed."""
+    """Prompt tokens found in the prefix cache."""
     num_swapped: Int32[Array, " sequences"]
-    """Preemptions that kept the pages of the sequence."""
+    """Preemptions by swapping so far."""
 
 
 class Search(NamedTuple):
-    """What beam search knows beside the sequences.
+    """State of beam searches.
 
-    Searches stand in the row of their request's first sequence, histories in the row
-    of each beam.
+    A search has the row of its request's first sequence, a history the row of its beam.
     """
 
     width: Int32[Array, " sequences"]
-    """Beams of the request, 0 if it does not search."""
+    """Beam width of the request, 0 without beam search."""
     length_penalty: Float[Array, " sequences"]
     """As in `beam_search.BeamParams`."""
     early_stopping: Int32[Array, " sequences"]
@@ -232,40 +233,44 @@ class Search(NamedTuple):
     groups: beam_search.Beams
     """The searches."""
     parents: Int32[Array, "sequences max_length"]
-    """The beam that was continued by each token of the history; 0 in the prompt."""
+    """Parent beam of each token of the history; 0 in the prompt."""
     path: Int32[Array, "sequences max_length"]
-    """Tokens of each beam from the first one on, as of its last preemption."""
+    """All tokens of each beam at its last preemption."""
 
 
 class EngineState(NamedTuple):
-    """The whole engine."""
+    """State of an engine."""
 
     pages: kv_pages.Pages
+    """The KV cache."""
     pool: page_pool.Pool
+    """Reference counts and free list of the pages."""
     table: page_table.Table
+    """Page table: pages and length of each slot."""
     ledger: Ledger
     """Queue, slots, progress and clock; the host sets the clock."""
     sequences: Sequences
+    """Tokens and settings of sequences."""
     prefixes: PrefixCache | None
-    """The prefix cache, if the engine has one."""
+    """Prefix cache; None if it is disabled."""
     search: Search | None
-    """Beam search, if the engine has it."""
+    """Beam searches; None if they are disabled."""
     staging: swap_buffer.Staging | None
-    """Pages that were swapped out, if the engine does that."""
+    """Swapped-out pages; None if swapping is disabled."""
     memory: Any = None
-    """What a drafter remembers, if the engine has one; a pytree of arrays."""
+    """State of the drafter, a pytree of arrays."""
 
     @property
     def slots(self) -> Slots:
-        """The running batch."""
+        """Slots of the running batch."""
         return self.ledger.slots
 
     def with_slots(self, slots: Slots) -> "EngineState":
-        """Returns the state with another running batch."""
+        """Returns the state with new slots."""
         return self._replace(ledger=self.ledger._replace(slots=slots))
 
     def __repr__(self) -> str:
-        """One line with the sizes, of arrays and of their shapes alike."""
+        """One line with the sizes; leaves may be arrays or `ShapeDtypeStruct`s."""
         leaves = [x for x in jax.tree.leaves(tuple(self)) if hasattr(x, "dtype")]
         num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
         table, ref = self.table.page_ids, self.pool.ref
@@ -279,19 +284,18 @@ class EngineState(NamedTuple):
 def init(
     config: EngineConfig, pages: kv_pages.Pages, memory: Any = None
 ) -> EngineState:
-    """Makes an idle engine.
+    """Makes the state of an idle engine.
 
     Args:
-      config: the bounds.
-      pages: K and V arrays of the model that will be served, `num_pages` pages of
-        `page_size` places each.
-      memory: what the drafter's `init` returns, if there is one.
+      config: the configuration.
+      pages: the model's KV cache, `num_pages` pages of `page_size` tokens.
+      memory: result of the drafter's `init`, if there is one.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: the pages have another size or type than the configuration.
+      ValueError: the pages differ from the configuration in size or type.
     """
     for leaf in jax.tree.leaves(pages):
         if leaf.shape[1] != config.num_pages:
@@ -318,7 +322,7 @@ def init(
         table=page_table.make_table(slots, config.max_pages_per_slot),
         ledger=ledger.make_ledger(
             num_slots=slots,
-            # Preempted requests find a place however many new ones wait.
+            # `slots` more places, so that preempted requests always fit.
             num_places=config.queue_capacity + slots,
             num_sequences=config.max_sequences,
             has_groups=True,
@@ -342,9 +346,9 @@ def init(
 
 
 def no_sequences(num: int, config: EngineConfig) -> Sequences:
-    """Makes so many empty rows of sequences; static."""
+    """Makes `num` empty rows of sequences; `num` is static."""
 
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((num, *shape), dtype)
 

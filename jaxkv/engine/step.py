@@ -1,7 +1,7 @@
-"""One step of serving: schedule, reserve pages, feed rows, draw tokens, stop.
+"""One step of serving: schedule, reserve pages, run the model, sample, finish.
 
-`step` is a pure function of (params, state); `run_steps` scans it. Both are plain
-Python to be jitted, mapped or scanned at the caller's rim. No step looks at the host.
+`step` is a pure function of (params, state); `run_steps` scans it. Both are written to
+be jitted or mapped by the caller. A step never waits for the host.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, ledger
 from jaxkv.engine import (
     apply_plan,
+    counts,
     drafting,
     emitting,
     groups,
@@ -23,8 +24,7 @@ from jaxkv.engine import (
     prefix_caching,
     swapping,
 )
-from jaxkv.engine import counts as engine_counts
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
@@ -34,59 +34,59 @@ from jaxkv.scheduling import interface as scheduling_interface
 
 
 class StepInfo(NamedTuple):
-    """What a step did, for people, metrics and pictures; never fed back."""
+    """Per-step information for logging, metrics and plots."""
 
     tokens: Int32[Array, "slots emit_width"]
-    """Tokens drawn."""
+    """Sampled tokens; the first `num_emitted` of each slot are valid."""
     num_emitted: Int32[Array, " slots"]
-    """How many of them count."""
+    """Number of valid tokens."""
     logprobs: Float[Array, "slots emit_width"]
-    """Their log-probabilities, where asked for."""
+    """Log-probabilities of the tokens, where requested."""
     sequence: Int32[Array, " slots"]
     """Row of `Sequences` in each slot during the step, or `NO_SEQUENCE`."""
     request_id: Int32[Array, " slots"]
-    """Its request; -1 where the slot is empty or held."""
+    """Request of each slot; -1 where the slot is empty or held."""
     sample: Int32[Array, " slots"]
-    """Which of the request's sequences it is."""
+    """Index of the sequence in its request."""
     reason: Int32[Array, " slots"]
-    """Why it ended in this step, an index into `REASONS`; 0 if it did not."""
+    """Finish reason of a sequence that ended in this step, an index into `REASONS`;
+    else 0."""
     num_rows: Int32[Array, " slots"]
-    """Tokens fed, drafts among them."""
+    """Tokens fed, drafts included."""
     held: Bool[Array, " slots"]
     """Slots kept by a finished sequence."""
     num_waiting: Int32[Array, ""]
-    """Requests left in the queue, those that have not arrived yet included; in the
-    trace of an `Engine`, also those that have and wait on the host."""
+    """Requests in the queue, including those that have not arrived yet. In the trace of
+    an `Engine`, requests that wait on the host are included as well."""
     num_preempted: Int32[Array, ""]
-    """Sequences that were preempted."""
+    """Sequences preempted."""
     num_swapped_out: Int32[Array, ""]
-    """How many of these were swapped out; the others are fed again."""
+    """Preempted sequences that were swapped out; the rest are recomputed."""
     num_swapped_in: Int32[Array, ""]
-    """Sequences that got a slot, and their pages back."""
+    """Sequences swapped in."""
     num_admitted: Int32[Array, ""]
-    """Requests whose sequences got slots."""
+    """Requests admitted."""
     num_copied: Int32[Array, ""]
-    """Pages copied because others read them, too, before a sequence wrote to them."""
+    """Pages copied before a write because they are shared (copy-on-write)."""
     used_pages: Int32[Array, ""]
     """Pages in use while the step ran."""
     used_places: Int32[Array, ""]
-    """Token places that held K and V of running sequences at its end, those of several
-    sequences counted once."""
+    """Token places with K and V of running sequences at the end of the step; shared
+    places count once."""
     asks_host: Bool[Array, ""]
-    """Whether the host should move swapped pages, see `swapping.asks_host`."""
+    """True if the host should move swapped pages, see `swapping.asks_host`."""
     enough: Bool[Array, ""]
-    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+    """True if the plan's pages were available; if not, the step fed no tokens."""
     violations: invariants.Violations | None
-    """Broken invariants at the end of the step, in debug mode."""
+    """Violated invariants at the end of the step; None unless in debug mode."""
     num_drafts: Int32[Array, " slots"] | None = None
-    """Drafts among the tokens fed; of these `num_emitted` less one were accepted. None
-    without speculation."""
+    """Drafts fed; `num_emitted - 1` of them were accepted. None without speculation."""
     is_disabled: Bool[Array, ""] | None = None
     """True if the drafter is disabled for the next call, see `Drafter.is_disabled`;
-    None if it never is."""
+    None if it cannot be."""
 
     def __repr__(self) -> str:
-        """One line: how many steps and slots."""
+        """One line with the numbers of steps and slots."""
         shape = getattr(self.num_rows, "shape", ())
         return f"StepInfo({' x '.join(map(str, shape))} slots)"
 
@@ -105,18 +105,18 @@ def step(
     """Runs one step.
 
     Args:
-      params: parameters of the model, as `forward` takes them.
+      params: parameters of the model, the first argument of `forward`.
       state: the engine.
-      config: its bounds, static.
+      config: its configuration, static.
       forward: the model, static.
-      policy: who runs; a pytree whose leaves may be traced.
-      eviction: which pages leave the prefix cache first, a pytree, too; None means
+      policy: the scheduling policy, a pytree of arrays.
+      eviction: the eviction rule of the prefix cache, a pytree of arrays; None means
         `prefix_eviction.LRU()`.
-      logits_fn: changes logits before a token is drawn, static.
-      speculation: who guesses tokens and who judges them, static; None decodes plainly.
+      logits_fn: changes logits before sampling, static.
+      speculation: drafter and verifier, static; None decodes without speculation.
 
     Returns:
-      The new state, and what happened.
+      The new state, and the information about the step.
     """
     params, state = arrays.to_jax_arrays((params, state))
     drafter = None if speculation is None else speculation.drafter
@@ -125,11 +125,11 @@ def step(
     )
     planned, drafts = state, None
     if drafter is not None:
-        assert applied.granted is not None  # where there are wishes, `schedule` grants
+        assert applied.granted is not None  # `schedule` grants drafts to a drafter
         state, drafts = drafting.propose(
             params, state, applied.granted, drafter, config
         )
-    # Drafts are fed after the rows of their slot, and not counted.
+    # Drafts are fed after the rows of their slot; `num_rows` excludes them.
     forks = groups.find_forks(state, applied.num_rows)
     num_rows = applied.num_rows
     result = model_runner.feed(
@@ -143,7 +143,7 @@ def step(
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
-        state = groups.advance_groups(state, num_rows, forks, config)
+        state = groups.advance_and_fork(state, num_rows, forks, config)
     has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
@@ -164,35 +164,24 @@ def step(
 @jax.named_scope("accept")
 def _accept(
     state: EngineState,
-    emitted: emitting.Emitted,
-    applied: apply_plan.Applied,
+    emitted: emitting.SamplerOutput,
+    applied: apply_plan.AppliedPlan,
     drafts: Drafts | None,
     drafter: Drafter,
     config: EngineConfig,
 ) -> EngineState:
-    """Counts accepted drafts as written, and has the drafter learn from the others."""
+    """Keeps accepted drafts, releases rejected ones, and updates the drafter."""
     verified = emitted.verified
     assert verified is not None
     if drafts is not None and drafts.tree is not None:
-        # K and V of accepted drafts move to the places of their tokens.
-        index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
-        accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
-        stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
-        length = state.table.length[:, None]
-        pages = kv_pages.move_tokens(
-            state.pages,
-            state.table.page_ids,
-            length - 1 + verified.path,
-            jnp.where(stays, length + index, -1),
-        )
-        state = state._replace(pages=pages)
-    # Of an answer that ends only what it has, and its last token is never fed.
+        state = _compact_accepted_path(state, verified)
+    # The last emitted token is not fed yet; an answer may end before its last draft.
     num = jnp.where(verified.num_drafts > 0, emitted.num_emitted - 1, 0)
-    # Where nobody was granted drafts nothing was reserved for any.
+    # Without granted drafts there are no reserved places to release.
     assert applied.granted is not None
     state = arrays.update_if(
         jnp.any(applied.granted > 0),
-        functools.partial(groups.accept_drafted_tokens, config=config),
+        functools.partial(groups.accept_drafts, config=config),
         state,
         jnp.maximum(num, 0),
         applied.kept,
@@ -201,17 +190,32 @@ def _accept(
     return state._replace(memory=memory)
 
 
+def _compact_accepted_path(state: EngineState, verified: VerifyOutput) -> EngineState:
+    """Moves K and V of the accepted drafts of a tree to the places of their tokens."""
+    index = jnp.arange(verified.path.shape[1], dtype=jnp.int32)[None, :]
+    accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
+    stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
+    length = state.table.length[:, None]
+    pages = kv_pages.move_tokens(
+        state.pages,
+        state.table.page_ids,
+        length - 1 + verified.path,
+        jnp.where(stays, length + index, -1),
+    )
+    return state._replace(pages=pages)
+
+
 @jax.named_scope("info")
 def _info(
     planned: EngineState,
-    applied: apply_plan.Applied,
-    emitted: emitting.Emitted,
+    applied: apply_plan.AppliedPlan,
+    emitted: emitting.SamplerOutput,
     state: EngineState,
     config: EngineConfig,
 ) -> StepInfo:
-    """Says what a step did, between the state as planned and the one at its end."""
+    """Makes the `StepInfo` from the state after planning and the state at the end."""
     s, running = planned.sequences, planned.slots.sequence
-    # Who has ended has no pages, and the slots as they were stand where they stood.
+    # Finished sequences have released their pages; slot indices did not change.
     after, held = state.with_slots(planned.slots), state.slots.held
     assert held is not None  # `state.init` makes flags
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
@@ -230,10 +234,10 @@ def _info(
         num_rows=num_rows,
         held=held,
         num_waiting=state.ledger.num_waiting,
-        **applied.turned._asdict(),
+        **applied.scheduling._asdict(),
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
-        used_places=engine_counts.used_places(after, config),
+        used_places=counts.used_places(after, config),
         asks_host=swapping.asks_host(state),
         enough=applied.enough,
         violations=None,
@@ -248,17 +252,16 @@ def plan_step(
     policy: scheduling_interface.Policy,
     eviction: Eviction | None = None,
     drafter: Drafter | None = None,
-) -> tuple[EngineState, apply_plan.Applied]:
-    """Decides one step, and does all of it that comes before the model.
+) -> tuple[EngineState, apply_plan.AppliedPlan]:
+    """Plans one step and applies the plan: all of a step before the model runs.
 
     Returns:
-      The new state, whose tables hold the pages that the step writes; and what came of
-      the plan.
+      The new state, with all pages reserved that the step writes; and the applied plan.
     """
     with jax.named_scope("counts"):
-        counts, found = engine_counts.counts(state, config, drafter)
+        observed, found = counts.observe_engine(state, config, drafter)
     with jax.named_scope("schedule"):
-        plan = scheduling_interface.schedule(counts, policy)
+        plan = scheduling_interface.schedule(observed, policy)
     with jax.named_scope("apply_plan"):
         state, applied = apply_plan.apply_plan(state, plan, found, config, eviction)
     return state, applied
@@ -281,13 +284,12 @@ def run_steps(
     """Runs several steps as one program; arguments are those of `step`.
 
     Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
-    Without `may_draft`, static, the steps are those of an engine that never drafts,
-    whatever `speculation` is; it is faster after a call with `StepInfo.is_disabled`.
-    There are
-    `num_steps`, static; None means `config.steps_per_call`. Donate the state.
+    With `may_draft=False`, static, the steps run without drafts, which is faster where
+    `StepInfo.rests` is True. `num_steps` is static; None means `config.steps_per_call`.
+    Callers should donate the state.
 
     Returns:
-      The new state, and the stacked infos of all steps.
+      The new state, and the `StepInfo` of all steps, stacked.
     """
     params, state, clock = arrays.to_jax_arrays((params, state, clock))
     state = state._replace(ledger=state.ledger._replace(clock=clock))
@@ -312,18 +314,18 @@ def run_steps(
             return state, arrays.pack_leaves(info)
 
     state, infos = lax.scan(body, state, None, length=length)
-    return _rested(state, infos(), drafter, may_draft, config)
+    return _finish_call(state, infos(), drafter, may_draft, config)
 
 
 @jax.named_scope("rest")
-def _rested(
+def _finish_call(
     state: EngineState,
     infos: StepInfo,
     drafter: Drafter | None,
     may_draft: bool,
     config: EngineConfig,
 ) -> tuple[EngineState, StepInfo]:
-    """Tells a call of plain steps like others, and whether the drafter rests now."""
+    """Pads the infos of a call without drafts, and sets `StepInfo.rests`."""
     if drafter is None:
         return state, infos
     num_steps = infos.enough.shape[0]
@@ -342,14 +344,14 @@ def _rested(
 
 
 def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
-    """Counts the invariants that do not hold at the end of a step."""
+    """Counts violated invariants at the end of a step."""
     live = ledger.is_occupied(state.slots)
     found = invariants.violations(
         state.pool,
         state.table,
         live,
         page_size=config.page_size,
-        pins=prefix_caching.pins(state),
+        pins=prefix_caching.pinned_pages(state),
     )
     if state.prefixes is not None:
         found = found._replace(
@@ -357,8 +359,8 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         )
     if state.staging is None:
         return found
-    progress = ledger.columns(ledger.SequenceProgress, state.ledger.progress)
-    events = ledger.columns(ledger.SequenceEvents, state.ledger.events)
+    progress = ledger.unpack_columns(ledger.SequenceProgress, state.ledger.progress)
+    events = ledger.unpack_columns(ledger.SequenceEvents, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
     waits = arrays.put(waits, state.slots.sequence, False)
     faults = swap_buffer.count_swap_faults(
@@ -370,11 +372,11 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
 @jax.named_scope("retire")
 def _retire(
     state: EngineState,
-    emitted: emitting.Emitted,
+    emitted: emitting.SamplerOutput,
     holds_finished: bool,
     eviction: Eviction | None,
 ) -> EngineState:
-    """Notes first tokens and ends, and empties the slots of ended sequences."""
+    """Records first tokens and ends, and empties the slots of ended sequences."""
     before, reason = state.slots, emitted.reason
     ended = reason != NOT_ENDED
     slots = before if holds_finished else before._replace(held=None)
@@ -395,7 +397,7 @@ def _retire(
             ledger=books._replace(progress=progress),
             sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
         )
-        return prefix_caching.drop_slots_to_cache(state, gone, eviction)
+        return prefix_caching.release_slots(state, gone, eviction)
 
     state = arrays.update_if(
         jnp.any(emitted.begins | ended | gone),

@@ -1,13 +1,11 @@
-"""Preemption by swapping: a request's pages leave the pool and come back as they were.
+"""Preemption by swapping: pages of a request move to a staging buffer and back.
 
-A policy names whole requests that are preempted and keep their pages, see
-`interface.Plan`.
-In the same step these pages are copied to the staging buffer, each once however many
-sequences of the request share it, and are free for others; when the request is admitted
-again it gets as many pages, wherever they lie, with the same bits. Pages of the prefix
-cache that it was using are copied, too, and are its own when it is back.
+A policy selects requests to swap out, see `interface.Plan.swap`. In that step, their
+pages are copied to the staging buffer, shared pages once, and released. When the
+request is admitted again, it gets new pages with the same contents. Pages of the prefix
+cache that it used are copied as well, and come back as pages of its own.
 
-Everything here does nothing if the engine has no staging buffer.
+If swapping is disabled, there is no staging buffer and no function changes the state.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 """
@@ -23,36 +21,39 @@ from jaxkv.memory import page_sharing, swap_buffer
 
 
 def is_swapped_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
-    """Says which requests, by the rows of their first sequences, are swapped out."""
+    """Returns which requests, by rows of their first sequences, are swapped out."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
     return arrays.take(swap_buffer.is_out(state.staging), group, fill=False)
 
 
-def on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
-    """Says which of them cannot come back before the host has moved their pages."""
+def is_on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
+    """Returns which requests have their swapped pages in host memory.
+
+    They can be admitted only after the host has copied the pages back to the buffer.
+    """
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
     return arrays.take(state.staging.on_host, group, fill=False)
 
 
 def asks_host(state: EngineState) -> Bool[Array, ""]:
-    """Says whether the host should move pages.
+    """Returns True if the host should move pages.
 
-    The request that comes back next is best in the buffer, and all others with the
-    host, since that leaves the most room for those who are preempted.
+    The next swapped request in the queue should be in the buffer, and all later ones in
+    host memory, which leaves the most room for further preemptions.
     """
     if state.staging is None:
         return jnp.zeros((), bool)
     queue = state.ledger.queue
     out = is_swapped_out(state, queue)
     first = jnp.cumsum(out, dtype=jnp.int32) == 1
-    host = on_host(state, queue)
+    host = is_on_host(state, queue)
     return jnp.any(out & jnp.where(first, host, ~host))
 
 
 def num_free_swap_pages(state: EngineState) -> Int32[Array, ""]:
-    """Counts the pages that can be swapped out."""
+    """Counts the free pages of the staging buffer."""
     if state.staging is None:
         return jnp.zeros((), jnp.int32)
     return swap_buffer.num_free(state.staging)
@@ -64,7 +65,7 @@ def num_to_move(
     *,
     page_size: int,
 ) -> Int32[Array, " slots"]:
-    """Counts the pages that leave with each group, at the lowest slot that has them."""
+    """Counts the pages to move for each group, each at the lowest slot that has it."""
     if state.staging is None:
         return jnp.zeros(holder.shape[:1], jnp.int32)
     written = swap_buffer.is_written(state.table, page_size=page_size)
@@ -72,14 +73,17 @@ def num_to_move(
     return jnp.sum(written & (holder == slot), axis=1, dtype=jnp.int32)
 
 
-def move_pages_out(
+def swap_out(
     state: EngineState, leaves: Bool[Array, " slots"], config: EngineConfig
 ) -> tuple[EngineState, Bool[Array, " slots"], Int32[Array, " slots"]]:
-    """Copies the pages of slots, whole groups, to the buffer; the caller drops these.
+    """Copies the pages of slots to the buffer; the caller then releases them.
+
+    `leaves` marks whole groups. They are all swapped out, or none if the buffer has too
+    few free pages.
 
     Returns:
-      The new state, the slots that are swapped out (none if there is no room for all),
-      and the pages of each slot that moved, shared ones once.
+      The new state, the slots that are swapped out, and the pages of each slot that
+      moved, shared pages counted once.
     """
     if state.staging is None:
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
@@ -98,10 +102,11 @@ def move_pages_out(
     return state._replace(staging=after), left, moved
 
 
-def bring_pages_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
-    """Gives requests that come back their pages; as many must be free, and their slots.
+def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
+    """Swaps requests in: copies their pages from the buffer to free pages.
 
-    `back` are the rows of their first sequences, `NO_SEQUENCE` between them.
+    The requests have slots, and the pool has enough free pages. `back` are the rows of
+    their first sequences, or `NO_SEQUENCE`.
     """
     if state.staging is None:
         return state
@@ -115,10 +120,10 @@ def bring_pages_in(state: EngineState, back: Int32[Array, " head"]) -> EngineSta
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
 
-def give_up_pages(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
-    """Gives up the pages of requests of which a sequence ends while swapped out.
+def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> EngineState:
+    """Discards the swapped pages of requests with an ended sequence.
 
-    Sequences of the request that go on will be fed again.
+    The remaining sequences of such a request are recomputed.
     """
     if state.staging is None:
         return state
@@ -130,8 +135,8 @@ def give_up_pages(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
 
 
 def clear_swapped(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
-    """Notes that sequences have lost the pages that were swapped out."""
-    progress = ledger.columns(SequenceProgress, books.progress)
+    """Records that sequences have lost their swapped pages."""
+    progress = ledger.unpack_columns(SequenceProgress, books.progress)
     progress = progress._replace(
         swapped_tokens=jnp.where(lost, 0, progress.swapped_tokens),
         swapped_pages=jnp.where(lost, 0, progress.swapped_pages),

@@ -1,4 +1,4 @@
-"""The head of the queue, and what a policy sees of ledger and pages."""
+"""The head of the queue, and the `Counts` for a policy from ledger and pages."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ from jaxkv.ledger.state import (
     SequenceEvents,
     SequenceProgress,
     Slots,
-    columns,
     is_running,
     num_to_feed,
+    unpack_columns,
 )
 from jaxkv.memory import Size, demand
 from jaxkv.scheduling import Counts, RequestAttributes, attributes
@@ -67,7 +67,7 @@ def look_up_head(
       swaps: False if no request is ever swapped out, which leaves it out of the
         program.
     """
-    was = columns(SequenceProgress, ledger.progress[jnp.maximum(sequence, 0)])
+    was = unpack_columns(SequenceProgress, ledger.progress[jnp.maximum(sequence, 0)])
     if not swaps:
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)
@@ -117,9 +117,9 @@ def look_up_head(
 
 
 class PageFacts(NamedTuple):
-    """Pages that running sequences hold and need: of page tables, or counted.
+    """Pages of running sequences: fields of `Counts` with the same names.
 
-    The fields of `Counts` of the same names.
+    The engine reads them from its page tables, the simulator counts them.
     """
 
     length: Int32[Array, " slots"]
@@ -139,7 +139,7 @@ class RequestColumns(NamedTuple):
     arrival: Int32[Array, "requests 2"]
     """Seconds and microseconds."""
     limit: Int32[Array, " requests"]
-    """Tokens at which a sequence of the request ends at the latest."""
+    """Largest length of a sequence of the request, in tokens."""
     attributes: RequestAttributes
 
     def relative(
@@ -148,7 +148,9 @@ class RequestColumns(NamedTuple):
         """Returns attributes of some requests, times relative to the clock."""
         row = jnp.maximum(request, 0)
         found = jax.tree.map(lambda x: x[row] if jnp.ndim(x) else x, self.attributes)
-        return attributes.relative(found, self.arrival[row], self.limit[row], clock)
+        return attributes.relative_to_clock(
+            found, self.arrival[row], self.limit[row], clock
+        )
 
 
 def observe(
@@ -163,7 +165,7 @@ def observe(
     max_length: Size,
     token_budget: Size,
 ) -> Counts:
-    """Returns what a policy sees.
+    """Returns the `Counts` for a policy.
 
     Every request in the head is marked as waiting, and none as cached. The owner of the
     ledger replaces these fields where some cannot be admitted yet or have cached pages.
@@ -175,9 +177,9 @@ def observe(
       requests: columns of the requests.
       facts: pages of the running sequences.
       num_pages: pages in the pool.
-      page_size: token places in a page.
-      max_length: longest sequence, in tokens.
-      token_budget: rows that a step can feed.
+      page_size: tokens per page.
+      max_length: largest length of a sequence, in tokens.
+      token_budget: largest number of tokens fed in a step.
     """
     slots, runs = ledger.slots, is_running(ledger.slots)
     known, exists, is_out = head.slots.num_tokens, head.exists, head.swapped_pages > 0

@@ -1,4 +1,4 @@
-"""The ledger: the queue, the slots and the progress of sequences, in integers alone.
+"""The ledger: queue, slots and progress of sequences, as integers.
 
 The engine is a ledger with pages, a model and sampling; the simulator is a ledger with
 counted pages and a cost model. Both change it by the functions of this package, so that
@@ -123,7 +123,7 @@ def make_ledger(
       holds: True if a policy may hold finished sequences.
     """
 
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 
@@ -148,7 +148,7 @@ def make_ledger(
     )
 
 
-def columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
+def unpack_columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
     """Returns the columns of a table as a `SequenceProgress` or `SequenceEvents`."""
     return kind(*(table[..., i] for i in range(table.shape[-1])))
 

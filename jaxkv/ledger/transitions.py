@@ -23,15 +23,15 @@ from jaxkv.memory import Size
 from jaxkv.scheduling import Plan
 
 
-class Preempted(NamedTuple):
-    """Preempted sequences, to be put back by `admit`."""
+class Preemption(NamedTuple):
+    """Preempted sequences, which `admit` returns to the queue."""
 
     sequence: Int32[Array, " slots"]
-    """The sequences, or `NO_SEQUENCE`."""
+    """Preempted sequence of each slot, or `NO_SEQUENCE`."""
     progress: Int32[Array, "slots fields"]
-    """Rows of `Progress`."""
+    """Rows of `SequenceProgress`."""
     request: Int32[Array, " slots"]
-    """Their requests, each once, in order, or `NO_SEQUENCE`."""
+    """Preempted requests, each once, in order of slots, or `NO_SEQUENCE`."""
 
 
 def preempt(
@@ -44,8 +44,8 @@ def preempt(
     num_common: Int32[Array, " slots"],
     swapped_pages: Int32[Array, " slots"],
     is_swapped: Bool[Array, " slots"],
-) -> tuple[Ledger, Preempted]:
-    """Takes the slots of whole requests from them.
+) -> tuple[Ledger, Preemption]:
+    """Preempts whole requests: frees their slots and records their progress.
 
     Args:
       ledger: the ledger.
@@ -76,7 +76,7 @@ def preempt(
     return ledger._replace(
         slots=slots._replace(sequence=jnp.where(gone, NO_SEQUENCE, slots.sequence)),
         events=arrays.put(ledger.events, (index, column), again, "add"),
-    ), Preempted(
+    ), Preemption(
         index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
     )
 
@@ -84,7 +84,7 @@ def preempt(
 def num_recomputed(
     slots: Slots, length: Int32[Array, " slots"]
 ) -> Int32[Array, " slots"]:
-    """Tokens that each sequence has fed again since it got its slot."""
+    """Returns the tokens that each sequence has recomputed since it got its slot."""
     given = 0 if slots.fork is None else slots.fork.num_given
     return jnp.maximum(jnp.minimum(length, slots.num_fed) - given, 0)
 
@@ -93,11 +93,11 @@ class SlotPlan(NamedTuple):
     """A plan by slot, see `scheduling.Plan`."""
 
     places: Int32[Array, "*n"]
-    """Token places to hold; 0 leaves them as they are."""
+    """Token places to reserve in all; 0 leaves the reservation unchanged."""
     num_rows: Int32[Array, "*n"]
     """Tokens to feed, drafts excluded."""
     drafts: Int32[Array, "*n"] | None
-    """Drafts to feed after them, beyond these places; None without speculation."""
+    """Drafts to feed after these tokens and places; None without speculation."""
 
 
 class Admission(NamedTuple):
@@ -114,24 +114,25 @@ class Admission(NamedTuple):
     swapped_in: Bool[Array, " head"]
     """Requests among them that were swapped out."""
     pages_in: Int32[Array, ""]
-    """Pages that these take."""
+    """Pages of these requests."""
 
 
 def admit(
     ledger: Ledger,
     head: Head,
     plan: Plan,
-    preempted: Preempted,
+    preempted: Preemption,
     *,
     ready: Bool[Array, " head"],
     free_pages: Size,
     carried: tuple[Any, Any] = ((), ()),
 ) -> tuple[Ledger, Admission]:
-    """Gives slots to the sequences of admitted requests, and closes gaps.
+    """Admits requests: assigns slots to their sequences, and closes gaps.
 
-    Sequences that keep their slots move to the lowest indices, in order; the admitted
-    ones follow. Requests that are swapped out are admitted if there are free pages for
-    all of them. A request without slots for all of its sequences is not admitted.
+    Running sequences move to the lowest slot indices, in order; admitted ones follow.
+    Requests that are swapped out are admitted only if there are free pages for all of
+    them. A request without slots for all of its sequences is not admitted. Preempted
+    requests are put at the front of the queue.
 
     Args:
       ledger: the ledger, preempted sequences removed.
@@ -176,7 +177,7 @@ def admit(
     taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(old)]
     slots, given, moved = jax.tree.unflatten(kind, taken)
     sequence = jnp.where(source >= 0, slots.sequence, NO_SEQUENCE)
-    # Tied to all that reads the rows: else XLA copies the table before it is written.
+    # A barrier before all readers of the rows: else XLA copies the table for the write.
     progress, sequence = lax.optimization_barrier((ledger.progress, sequence))
     progress = arrays.put(progress, preempted.sequence, preempted.progress)
     left = jnp.where(admitted, NO_SEQUENCE, head.request)
@@ -194,12 +195,12 @@ def admit(
     return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
 
 
-def note_forks(
+def record_forks(
     slots: Slots, forked: Bool[Array, " slots"], length: Int32[Array, " slots"]
 ) -> Slots:
-    """Notes which sequences were forked onto the pages of one that read for them.
+    """Records which sequences were forked onto the pages of their group's first one.
 
-    `length` are the tokens written, those of this step included.
+    `length` are the written tokens, those of this step included.
     """
     if (f := slots.fork) is None:
         return slots
@@ -218,12 +219,12 @@ def note_events(
     ended: Bool[Array, " slots"],
     length: Int32[Array, " slots"],
 ) -> Ledger:
-    """Notes first tokens and ends at the time of the ledger's clock.
+    """Records first tokens and ends at the time of the ledger's clock.
 
     Args:
       ledger: the ledger.
-      begins: sequences that drew their first token.
-      ended: sequences that drew their last token.
+      begins: sequences that emitted their first token.
+      ended: sequences that emitted their last token.
       length: tokens of each sequence whose K and V are written.
     """
     slots, now = ledger.slots, ledger.clock

@@ -1,4 +1,4 @@
-"""What a policy sees and decides, and the policies shipped."""
+"""Scheduling policies: the interface, and the policies of the library."""
 
 from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.scheduling.interface import (

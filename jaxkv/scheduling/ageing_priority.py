@@ -1,4 +1,4 @@
-"""Priorities that rise with age, so that no request waits for ever."""
+"""Priorities with ageing, so that no request starves."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from jaxkv.scheduling.interface import Counts, Plan
 
 
 class AgeingPriority(NamedTuple):
-    """Admits the most urgent request first; waiting raises its urgency.
+    """Admits the most urgent request first; urgency grows with the waiting time.
 
     A request that has waited for `level_ms` is as urgent as a new one whose `priority`
-    is smaller by one. All else is decided as by `inner`.
+    is smaller by 1. All other decisions are those of `inner`.
     """
 
     inner: fcfs.FCFS
@@ -24,7 +24,7 @@ class AgeingPriority(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step."""
+        """Plans one step."""
         c = interface.skip_unmarked(counts)
         a = interface.attributes_of(c.waiting_attributes)
         return interface.plan_by(

@@ -1,4 +1,4 @@
-"""Attributes of requests that a policy can order and preempt by."""
+"""Request attributes by which a policy can order and preempt requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,35 +10,36 @@ from jaxtyping import Array, Int32
 from jaxkv import validation
 
 NO_DEADLINE = 2**30
-"""A deadline, in ms, of a request that has none."""
+"""Deadline, in ms, of a request without one."""
 NO_SESSION = -1
+"""Session of a request without one."""
 
 _FARTHEST_S = 1_000_000
-"""Bound on times relative to the clock, in s, so that ms fit into an int32."""
+"""Largest time relative to the clock, in s, so that ms fit into an int32."""
 
 
 type Values = Any
-"""A whole number of one request, or an int32 column `[*n]` of several."""
+"""An integer of one request, or an int32 column `[*n]` of several."""
 
 
 class RequestAttributes(NamedTuple):
-    """Attributes of a request, or columns of them.
+    """Attributes of a request, or columns of the attributes of several requests.
 
-    Times are relative: of a request to its arrival, of `Counts` to the clock. A new
-    attribute is a field with a default, and a bound in `BOUNDS`.
+    Times of a request are relative to its arrival; in `Counts` they are relative to the
+    clock. A new attribute is a field with a default, and a range in `BOUNDS`.
     """
 
     arrival_ms: Values = 0
-    """Arrival; below 0 once the request waits."""
+    """Arrival time in ms; negative once the request has arrived."""
     priority: Values = 0
-    """Smaller values are more urgent, as in vLLM; in [-1000, 1000]."""
+    """Priority, in [-1000, 1000]; smaller values are more urgent, as in vLLM."""
     deadline_ms: Values = NO_DEADLINE
-    """Time by which the last token is wanted, at least 0; `NO_DEADLINE` for none."""
+    """Deadline of the last token in ms, at least 0; `NO_DEADLINE` for none."""
     session: Values = NO_SESSION
-    """User or conversation that shares are counted for, from 0; `NO_SESSION`: none."""
+    """User or conversation for fair sharing, at least 0; `NO_SESSION` for none."""
     predicted_length: Values = 0
-    """Tokens of prompt and answer at which a sequence is expected to end. 0 of a
-    request is unknown; `Counts` have the limit of the sequence then."""
+    """Predicted length of a sequence, prompt plus answer, in tokens. 0 means unknown;
+    `Counts` then have the limit of the sequence."""
 
 
 BOUNDS: Any = RequestAttributes(
@@ -57,7 +58,7 @@ REQUEST_FIELDS = tuple(
 
 
 def checked(attributes: object) -> RequestAttributes:
-    """Returns attributes of one request, or the defaults for None.
+    """Validates the attributes of one request; None means the defaults.
 
     Raises:
       ValueError: a value is not a whole number in its range.
@@ -94,28 +95,28 @@ def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttribute
 
 
 def attribute_columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
-    """Returns one NumPy column for each attribute."""
+    """Returns a NumPy column of each attribute."""
     table = np.array(rows, np.int32).reshape(-1, len(RequestAttributes._fields))
     return RequestAttributes(*table.T)
 
 
-def blank(num: int) -> RequestAttributes:
+def default_columns(num: int) -> RequestAttributes:
     """Returns NumPy columns of `num` requests with default attributes."""
     return attribute_columns([RequestAttributes()] * num)
 
 
-def relative(
+def relative_to_clock(
     attributes: RequestAttributes,
     arrival: Int32[Array, "*n 2"],
     limit: Int32[Array, "*n"],
     clock: Int32[Array, " 2"],
 ) -> RequestAttributes:
-    """Returns attributes as `Counts` has them: times relative to the clock, in ms.
+    """Returns attributes for `Counts`, with times in ms relative to the clock.
 
     Args:
-      attributes: columns, or the numbers that all requests have.
-      arrival: seconds and microseconds.
-      limit: tokens at which a sequence ends at the latest.
+      attributes: columns, or scalars that apply to all requests.
+      arrival: arrival times: seconds and microseconds.
+      limit: largest lengths, in tokens.
       clock: seconds and microseconds.
     """
     a = RequestAttributes(

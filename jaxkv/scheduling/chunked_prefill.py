@@ -1,13 +1,13 @@
-"""How prompts are read beside those who decode: the four ways there are, as one policy.
+"""Chunked prefill and its alternatives, as one policy with two switches.
 
-    prompts first       whole prompts, and nobody decodes meanwhile: the first vLLM
-    mixed               whole prompts, in one step with those who decode: Orca
-    chunks              parts of prompts, in steps of their own
-    chunks, mixed       parts of prompts, in one step with those who decode: Sarathi
+    prefill first       whole prompts, in steps without decoding: the first vLLM
+    mixed               whole prompts, in steps with decoding: Orca
+    chunked             chunks of prompts, in steps of their own
+    chunked, mixed      chunks of prompts, in steps with decoding: Sarathi-Serve
 
-Both switches are arrays, so that all ways share one program. That chunks have steps of
-their own is a matter of price alone: in every round a step reads and one decodes, one
-after the other, which `step.Apart` says.
+Both switches are arrays, so that the four variants share one program. Chunks in steps
+of their own differ from mixed steps only in their cost: `simulation.SerializedPhases`
+prices each mixed step as a prefill step and a decode step in sequence.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,10 @@ from jaxkv.scheduling import fcfs, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
-class Reading(NamedTuple):
-    """First come, first served, with a rule on how prompts are read.
+class ChunkedPrefill(NamedTuple):
+    """First come, first served, with a rule for prefill.
 
-    Where prompts are whole, the token budget must have room for the longest one.
+    With whole prompts, the token budget must be at least the longest prompt.
 
     Source: Agrawal et al. 2024 (Sarathi-Serve), arXiv:2403.02310, section 3 and
     algorithms 1 to 3.
@@ -30,16 +30,16 @@ class Reading(NamedTuple):
 
     inner: fcfs.FCFS
     whole: Bool[Array, ""]
-    """Whether nobody is let in of whose prompt the budget leaves only a part."""
+    """True if a request is admitted only when its whole prompt fits into the budget."""
     first: Bool[Array, ""]
-    """Whether nobody decodes in a step that reads."""
+    """True if sequences do not decode in steps with prefill."""
     max_running: Int32[Array, ""]
-    """Sequences that run at once at most, if there are slots for more."""
+    """Largest number of running sequences."""
 
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides as `FCFS` does, then keeps out whom the rules do."""
+        """Plans one step by `FCFS`, then applies the rules for prefill."""
         c = interface.skip_unmarked(counts)
         plan = self.inner.plan(c)
         running = jnp.sum(c.running & ~plan.preempt, dtype=jnp.int32)
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
         admit = plan.admit & (running + slots <= self.max_running)
         is_whole = plan.head_rows == c.waiting_tokens - c.waiting_cached
         admit &= is_whole | c.waiting_swapped | ~self.whole
-        # No request is admitted before an earlier one that is kept out.
+        # No request overtakes an earlier one that is not admitted.
         admit = interface.admissible(c, admit)
         head_rows = jnp.where(admit, plan.head_rows, 0)
         reads = c.running & (c.num_tokens - c.length > 1) & (plan.num_rows > 0)
@@ -61,19 +61,22 @@ class Reading(NamedTuple):
         )
 
 
-def reading(
+def chunked_prefill(
     *, whole: bool = False, first: bool = False, max_running: int | None = None
-) -> Reading:
-    """Makes a `Reading`; by default the one of chunks, mixed.
+) -> ChunkedPrefill:
+    """Makes a `ChunkedPrefill` policy; the default is chunked prefill in mixed steps.
 
-    So many sequences run at once; None leaves it to the slots.
+    Args:
+      whole: True to prefill whole prompts, not chunks.
+      first: True to prefill in steps without decoding.
+      max_running: largest number of running sequences; None means the number of slots.
 
     Raises:
       ValueError: `max_running` is below 1.
     """
     if max_running is not None and max_running < 1:
         raise ValueError(f"{max_running=} must be at least 1, or None")
-    return Reading(
+    return ChunkedPrefill(
         inner=fcfs.fcfs(),
         whole=jnp.asarray(whole),
         first=jnp.asarray(first),

@@ -9,8 +9,8 @@ from jaxkv.scheduling.interface import Counts, Plan
 class EarliestDeadline(NamedTuple):
     """Admits the request with the earliest deadline first, then those without one.
 
-    A request keeps its place after its deadline has passed. All else is decided as by
-    `inner`, running requests included.
+    A deadline that has passed still counts in the order. All other decisions are those
+    of `inner`.
 
     Source: Liu and Layland 1973, section 7, without preemption of running requests.
     """
@@ -20,7 +20,7 @@ class EarliestDeadline(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step."""
+        """Plans one step."""
         c = interface.skip_unmarked(counts)
         deadline = interface.attributes_of(c.waiting_attributes).deadline_ms
         return interface.plan_by(self.inner, c, deadline)

@@ -1,4 +1,4 @@
-"""Fair share: sessions with fewer running sequences are served first."""
+"""Fair share: requests of sessions with fewer running sequences are admitted first."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from jaxkv.scheduling.interface import Counts, Plan
 
 
 class FairShare(NamedTuple):
-    """Admits requests of the session that holds the fewest slots first.
+    """Admits requests of the session with the fewest slots first.
 
-    Slots are those of its running sequences and of its requests that arrived earlier,
-    so that sessions take turns. A request without a session is a session of its own.
-    All else is decided as by `inner`.
+    The slots of a session are those of its running sequences and of its earlier waiting
+    requests, so that sessions take turns. A request without a session counts as a
+    session of its own. All other decisions are those of `inner`.
 
     Source: max-min fairness as in Demers et al. 1989, counted in slots.
     """
@@ -24,7 +24,7 @@ class FairShare(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step."""
+        """Plans one step."""
         c = interface.skip_unmarked(counts)
         mine = jnp.asarray(interface.attributes_of(c.waiting_attributes).session)
         theirs = jnp.asarray(interface.attributes_of(c.attributes).session)

@@ -1,4 +1,4 @@
-"""First come, first served: the policy of continuous batching, and its variants."""
+"""First come first served (FCFS): the policy of continuous batching, with variants."""
 
 from typing import Literal, NamedTuple
 
@@ -11,38 +11,38 @@ from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
 
 
 class FCFS(NamedTuple):
-    """First come, first served: continuous batching with chunked prefill.
+    """First come first served: continuous batching with chunked prefill.
 
-    Sequences that decode feed one token each, then prompts share what is left of the
-    token budget in order. A request is admitted with all of its sequences, where there
-    are pages for all of its prompt. When pages run out, requests are preempted until
-    the others can grow, and nobody is admitted in that step. The first of them never
-    is, so there is always progress.
+    Sequences that decode feed one token each; prompts share the remaining token budget
+    in order. A request is admitted with all of its sequences if there are pages for its
+    whole prompt. If pages run out, requests are preempted until the rest can grow, and
+    no request is admitted in that step. The first running request is never preempted,
+    which guarantees progress.
 
-    A rule whose parameter is None is left out of the program, which makes the policy
-    several times cheaper; policies that have the same rules can be stacked for `vmap`.
+    A rule whose parameter is None is not compiled, which makes the policy several times
+    cheaper. Policies with the same rules can be stacked for `vmap`.
 
     Source: Yu et al. 2022 (Orca); Kwon et al. 2023, arXiv:2309.06180, section 4.5;
     Agrawal et al. 2024, arXiv:2403.02310, algorithm 3 (the budget).
     """
 
     chunk_size: Int32[Array, ""]
-    """Rows that one prompt may feed in a step, at least 1."""
+    """Largest number of rows of one prompt in a step, at least 1."""
     watermark: Int32[Array, ""]
-    """Pages kept free at admission while anything runs, at least 0."""
+    """Pages kept free at admission while any sequence runs, at least 0."""
     victim: Int32[Array, ""] | None
-    """Who is preempted: index into `victims.NAMES`; None is the latest."""
+    """Preemption rule, an index into `victims.NAMES`; None means "latest"."""
     swap: Bool[Array, ""] | None
-    """Whether pages of those are kept outside the pool, where there is room."""
+    """True if preempted requests are swapped out as far as the swap space allows."""
     hold: Bool[Array, ""] | None
-    """Whether new requests wait until all that were preempted have completed."""
+    """True if new requests wait until all preempted requests have completed."""
     cached_first: Bool[Array, ""] | None
-    """Whether those with the most tokens in the prefix cache are admitted first."""
+    """True if requests with the most tokens in the prefix cache are admitted first."""
 
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Grows the running, preempts some, admits the next."""
+        """Plans one step."""
         counts = interface.skip_unmarked(counts)
         if self.cached_first is None:
             return self._plan(counts)
@@ -55,25 +55,25 @@ class FCFS(NamedTuple):
         return interface.plan_in_order(plain, counts, order)
 
     def _plan(self, c: Counts) -> Plan:
-        """Decides, the waiting requests being in the order in which they may enter."""
+        """Plans one step, with the waiting requests in order of admission."""
         owned = jnp.where(c.running, c.owned_pages, 0)
-        wanted = owned + interface.missing_pages_of_running(c)
+        wanted = owned + interface.pages_to_grow(c)
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(wanted, dtype=jnp.int32)
         if self.victim is not None:
-            # Pages that a sequence and all that are preempted after it want.
+            # Pages needed by a sequence and all that are preempted after it.
             shortage = jnp.sum(wanted, dtype=jnp.int32) - total
             cost = c.owned_tokens
             if self.swap is not None:
                 cost = jnp.where(self.swap, c.swap_pages, cost)
-            rank = victims.ranks(c, self.victim, shortage, wanted, cost)
+            rank = victims.rank_victims(c, self.victim, shortage, wanted, cost)
             sooner = rank[:, None] <= rank[None, :]
             needed = jnp.where(sooner, wanted[:, None], 0)
             needed = jnp.sum(needed, axis=0, dtype=jnp.int32)
         runs = c.running & (needed <= total)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         preempt = c.running & ~runs
-        # What a waiting request may take: the first of an idle engine takes anything.
+        # Pages for admission. The watermark does not apply to an idle engine.
         free = total - jnp.sum(jnp.where(runs, wanted, 0), dtype=jnp.int32)
         first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
         limit = jnp.where(~jnp.any(runs) & first, free, free - self.watermark)
@@ -84,15 +84,15 @@ class FCFS(NamedTuple):
             admit &= c.waiting_preempted | ~(self.hold & away)
         admit &= jnp.cumsum(c.waiting_pages, dtype=jnp.int32) <= limit
         admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free_slots
-        # Rows are shared in order: those of requests that are blocked below change none
-        # before them.
+        # The budget is shared in order, so requests that are blocked below change no
+        # rows of earlier requests.
         num_rows, head_rows = interface.share_budget(c, runs, admit, self.chunk_size)
-        # A request that gets no row waits, and so do those after it.
+        # A request without rows waits, and so do those after it.
         admit &= (head_rows > 0) | c.waiting_swapped
         admit = interface.admissible(c, admit)
         swap = jnp.zeros_like(preempt)
         if self.swap is not None:
-            # In order, as far as there is room for all of their pages.
+            # In order, while all of their pages fit into the swap space.
             keeps = preempt & self.swap
             pages = jnp.where(keeps, c.swap_pages, 0)
             fits = jnp.cumsum(pages, dtype=jnp.int32) <= c.free_swap_pages
@@ -122,19 +122,19 @@ def fcfs(
     """Makes an `FCFS` policy.
 
     Args:
-      chunk_size: rows that one prompt may feed in a step; None leaves it to the budget.
-      watermark: pages kept free at admission while anything runs.
-      victim: who is preempted when pages run out, see `victims.ranks`.
-      preemption: what becomes of the pages of those: their tokens are fed again, or
-        the pages are swapped out, as far as `EngineConfig.max_swap_pages` goes.
-      hold_new: whether, after a preemption, new requests wait until all who were
-        preempted have completed; None does so under swapping, as the paper's authors
-        do.
-      cached_first: admits those first of whose tokens the prefix cache has most, among
-        the first `max_slots` that wait. A request that finds little there may wait for
-        as long as others that find more keep coming.
-      stackable: keeps every rule in the program, used or not, so that policies of any
-        arguments can be stacked and swept by `vmap`.
+      chunk_size: largest number of rows of one prompt in a step; None means no bound
+        except the token budget.
+      watermark: pages kept free at admission while any sequence runs.
+      victim: preemption rule when pages run out, see `victims.rank_victims`.
+      preemption: "recompute" feeds the tokens of preempted requests again; "swap" swaps
+        their pages out, as far as `EngineConfig.max_swap_pages` allows.
+      hold_new: True if, after a preemption, new requests wait until all preempted ones
+        have completed. None means True for "swap" only, as in the paper.
+      cached_first: True to admit requests with the most tokens in the prefix cache
+        first, among those at the head of the queue. A request with few cached tokens
+        can starve while requests with more keep arriving.
+      stackable: True to compile every rule, used or not, so that policies with
+        different arguments can be stacked and swept by `vmap`.
 
     Raises:
       ValueError: a parameter is out of its range.

@@ -1,11 +1,12 @@
-"""Who runs, who waits, who is preempted: policies that decide on integers alone.
+"""Interface of a scheduling policy: `Counts` in, `Plan` out.
 
-`schedule(counts, policy) -> Plan` sees counts of tokens and pages, never a page id, so
-the same function drives the real engine and a simulator that has no pages at all. Its
-arrays have a place for every slot, in order of admission; empty ones may stand between.
+A policy decides admission, preemption and the rows of the next step from counts of
+tokens and pages. It sees no page ids, so the same policy drives the engine and the
+simulator. Arrays over "order" have an element for each slot in order of admission; some
+slots may be empty.
 
-A policy is a NamedTuple: its type is its kind (static), its fields are its parameters
-(arrays), so `vmap` sweeps them.
+A policy is a NamedTuple of arrays. Its type is static; its fields are parameters that
+`vmap` can sweep.
 """
 
 import functools
@@ -20,92 +21,89 @@ from jaxkv.memory import Size, demand
 from jaxkv.scheduling.attributes import RequestAttributes
 
 NO_LIMIT = 2**30
-"""A chunk size, or any other bound, that never binds."""
+"""A bound, for example a chunk size, that never applies."""
 
 
 BLOCKED = 1 << 22
-"""Pages of a waiting request that cannot be admitted yet: more than any pool has, so it
-blocks those after it without a reduction, which would be a launch. Sums over a queue's
-head stay below 2**31."""
+"""Pages of a waiting request that cannot be admitted yet: more than any pool has, so
+that the request blocks those after it without a reduction, which would be a kernel
+launch. Sums over the head of a queue stay below 2**31."""
 
 
 LAST = 2**31 - 1
-"""Key of requests that come last in an order."""
+"""Sort key of requests that come last."""
 
 
 class Counts(NamedTuple):
-    """What a policy may know."""
+    """Input of a policy: counts of tokens, pages and slots."""
 
     running: Bool[Array, " order"]
-    """Places whose slot runs a sequence."""
+    """Slots that run a sequence."""
     held: Bool[Array, " order"]
-    """Places whose sequence has finished, but whose slot and pages are kept."""
+    """Slots whose sequence has finished, but whose pages are still held."""
     group: Int32[Array, " order"] | None
-    """First place of the same request; its sequences stand side by side, and
-    run or are preempted together. None if each has one."""
+    """Index of the first slot of the same request. Sequences of a request have adjacent
+    slots, and run or are preempted together. None if each request has one sequence."""
     num_tokens: Int32[Array, " order"]
-    """Tokens that each sequence has to feed in all: those known of it, or of those with
-    which its whole group begins; 0 where another sequence feeds these for it."""
+    """Tokens that each sequence must have fed in all: its known tokens, or the common
+    tokens of its group; 0 while another sequence feeds the common tokens."""
     length: Int32[Array, " order"]
     """Tokens whose K and V are written."""
     num_pages: Int32[Array, " order"]
-    """Pages held, alone or with others."""
+    """Pages held, shared ones included."""
     owned_pages: Int32[Array, " order"]
-    """Pages of a group, each counted at the first of its places: what its
-    preemption would free."""
+    """Pages that preemption of the group would free, each counted at its first slot."""
     owned_tokens: Int32[Array, " order"]
-    """Tokens written to those pages: what a group would have to compute again."""
+    """Tokens on those pages, which the group would have to recompute."""
     swap_pages: Int32[Array, " order"]
-    """Pages that would move if the group were swapped out, each counted at the first of
-    its places; more than `owned_pages` where others hold some of them, too."""
+    """Pages that would move if the group were swapped out, each counted at its first
+    slot. More than `owned_pages` if some pages are shared outside the group."""
     copies: Int32[Array, " order"]
-    """Pages that a sequence has to copy before its next token is written, 0 or 1."""
+    """Pages to copy before the next token is written (copy-on-write), 0 or 1."""
     preempted: Bool[Array, " order"]
     """Sequences that were preempted before."""
     scored_prompt: Bool[Array, " order"]
-    """Sequences whose next rows want the log-probabilities of prompt tokens."""
+    """Sequences in prefill whose prompt needs log-probabilities."""
     waiting: Bool[Array, " head"]
-    """Requests at the head of the queue, in order, that can be admitted. The engine
-    leaves out those that have not arrived, or whose swapped pages are still in host
-    memory, and gives them `BLOCKED` pages, so that none after them is admitted. A
-    policy that wraps another one may unmark more: unmarked rows are skipped, whatever
-    their other fields are but for `BLOCKED`."""
+    """Requests at the head of the queue, in order, that can be admitted. Requests that
+    have not arrived, or whose swapped pages are in host memory, are not marked and have
+    `BLOCKED` pages, so that no request after them is admitted. A policy that wraps
+    another may unmark more rows, which the inner policy skips."""
     waiting_tokens: Int32[Array, " head"]
-    """Tokens each of them has to feed before its next token is drawn; of several
-    sequences, those with which all begin."""
+    """Tokens to feed before the request can sample; of several sequences, their common
+    tokens."""
     waiting_cached: Int32[Array, " head"]
-    """How many of these it would find in the prefix cache, and not feed."""
+    """Tokens among these that are in the prefix cache and need not be fed."""
     waiting_slots: Int32[Array, " head"]
-    """Sequences of each."""
+    """Number of sequences."""
     waiting_pages: Int32[Array, " head"]
-    """Free pages that all tokens known of each would take."""
+    """Free pages needed for all known tokens."""
     waiting_preempted: Bool[Array, " head"]
     """Requests that were preempted before."""
     waiting_swapped: Bool[Array, " head"]
-    """Those of them that are swapped out. Once admitted they have their pages back, and
-    feed nothing in the same step."""
+    """Requests that are swapped out. In the step of their admission they get their
+    pages back and feed no tokens."""
     waiting_scored_prompt: Bool[Array, " head"]
-    """As `scored_prompt`."""
+    """Requests whose prompt needs log-probabilities."""
     free_pages: Int32[Array, ""]
-    """Pages that nobody uses, those of the prefix cache included."""
+    """Free pages, idle pages of the prefix cache included."""
     free_swap_pages: Int32[Array, ""]
-    """Pages that can be swapped out."""
+    """Free pages of the swap space."""
     page_size: Size
-    """Token places in a page."""
+    """Tokens per page."""
     max_length: Size
-    """Longest sequence a slot can hold."""
+    """Largest length of a sequence, in tokens."""
     token_budget: Size
-    """Rows that one step can feed."""
+    """Largest number of tokens fed in a step."""
     spare_logit_rows: Size
-    """Rows that may have logits beyond one for each slot."""
+    """Logit rows of a step in addition to one per slot."""
     drafts: Int32[Array, " order"] | None = None
-    """Tokens that a drafter would guess for each sequence that decodes; None if there
-    is no drafter."""
+    """Requested draft length of each sequence that decodes; None without a drafter."""
     attributes: RequestAttributes | None = None
-    """Attributes of the running sequences' requests, by place; times are relative to
-    the clock. None means the defaults."""
+    """Request attributes of the running sequences, with times relative to the clock.
+    None means the defaults."""
     waiting_attributes: RequestAttributes | None = None
-    """Those of the requests at the head of the queue."""
+    """Attributes of the requests at the head of the queue."""
 
 
 WAITING_FIELDS = (
@@ -119,59 +117,59 @@ WAITING_FIELDS = (
     "waiting_scored_prompt",
     "waiting_attributes",
 )
-"""Fields of `Counts` with a row for each request at the head of the queue."""
+"""Fields of `Counts` with an element for each request at the head of the queue."""
 
 
 def attributes_of(attributes: RequestAttributes | None) -> RequestAttributes:
-    """Returns attributes of `Counts`, the defaults in place of None."""
+    """Returns the attributes, or the defaults for None."""
     return RequestAttributes() if attributes is None else attributes
 
 
 class Plan(NamedTuple):
-    """What one step does. Whatever is not running or not admitted has zeros."""
+    """Output of a policy; zeros for slots and requests that do not run."""
 
     preempt: Bool[Array, " order"]
-    """Sequences that leave slot and pages and wait at the head of the queue."""
+    """Sequences to preempt; they return to the head of the queue."""
     swap: Bool[Array, " order"]
-    """Those of them, by whole groups, whose pages are kept outside the pool; there must
-    be room for them. The others have their tokens fed again."""
+    """Preempted sequences, by whole groups, to swap out; their pages must fit into the
+    swap space. The rest are recomputed."""
     places: Int32[Array, " order"]
-    """Token places each slot must have; 0 leaves it as it is."""
+    """Token places to reserve in all; 0 leaves the reservation unchanged."""
     num_rows: Int32[Array, " order"]
-    """Tokens fed."""
+    """Tokens to feed."""
     admit: Bool[Array, " head"]
-    """Waiting requests that get a slot, behind all others."""
+    """Waiting requests to admit, to slots after all occupied ones."""
     head_places: Int32[Array, " head"]
-    """Token places of those."""
+    """Token places to reserve for admitted requests."""
     head_rows: Int32[Array, " head"]
-    """Tokens fed of those."""
+    """Tokens to feed of admitted requests."""
     drafts: Int32[Array, " order"] | None = None
-    """Drafts fed behind the known tokens, beyond `num_rows` and `places`; None lets
-    `schedule` grant what the plan leaves of budget and pages."""
+    """Granted draft lengths, in addition to `num_rows` and `places`. With None,
+    `schedule` grants drafts from the remaining token budget and pages."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """The rule of a scheduler."""
+    """A scheduling policy."""
 
-    # A property, since a NamedTuple cannot declare a ClassVar; a plain class attribute
-    # is one way to have it.
+    # A property, since a NamedTuple cannot declare a ClassVar. A policy may define it
+    # as a plain class attribute.
     @property
     def holds_finished(self) -> bool:
-        """Whether a finished sequence keeps slot and pages until its batch ends."""
+        """True if a finished sequence keeps slot and pages until its batch ends."""
         ...
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step.
+        """Plans one step.
 
-        The pages of all places asked for, together with those kept, must fit into the
-        pool; if they do not, the engine feeds nothing in this step and says so.
+        The reserved pages of the plan must fit into the pool. If they do not, the step
+        feeds no tokens, and `StepInfo.enough` is False.
         """
         ...
 
 
 def schedule(counts: Counts, policy: Policy) -> Plan:
-    """Decides who runs and what each one feeds in the next step."""
+    """Plans the next step by a policy, and grants drafts if the policy did not."""
     plan = policy.plan(counts)
     if counts.drafts is not None and plan.drafts is None:
         return plan._replace(drafts=_grant_drafts(counts, plan, counts.drafts))
@@ -179,20 +177,20 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
 
 
 def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) -> Plan:
-    """Plans as `policy` does with the waiting requests in another order.
+    """Plans by a policy with the waiting requests in another order.
 
-    A policy with priorities sorts the queue by them and passes the result to `fcfs`:
-    the first marked request that does not fit then blocks those of lower priority. The
-    queue itself keeps its order.
+    A policy with priorities sorts the queue by them and calls `fcfs`: the first marked
+    request that does not fit then blocks those of lower priority. The queue of the
+    engine keeps its order.
 
     Args:
-      policy: the rule that decides.
-      counts: the counts, with the queue in order of arrival.
-      order: all rows of the queue once, in the order in which they may be admitted, as
-        `jnp.argsort(key, stable=True)` returns it.
+      policy: the inner policy.
+      counts: the counts, with the queue in its order.
+      order: permutation of the waiting requests, in order of admission, for example
+        `jnp.argsort(key, stable=True)`.
 
     Returns:
-      The plan, its rows those of `counts`.
+      The plan, indexed as `counts`.
     """
     waiting = {
         name: jax.tree.map(lambda x: x[order], getattr(counts, name))
@@ -209,10 +207,10 @@ def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) 
 
 
 def plan_by(policy: Policy, counts: Counts, key: Int32[Array, " head"]) -> Plan:
-    """Plans as `policy` does, with the waiting requests in ascending order of a key.
+    """Plans by a policy with the waiting requests in ascending order of a key.
 
-    Preempted requests come first, as they hold work already done, and those that cannot
-    be admitted yet last. Of equal keys the earlier arrival comes first.
+    Preempted requests come first, since part of their work is done, and requests that
+    cannot be admitted yet come last. Equal keys keep the order of the queue.
     """
     c = counts
     key = jnp.where(c.waiting, jnp.broadcast_to(key, c.waiting.shape), LAST)
@@ -222,10 +220,11 @@ def plan_by(policy: Policy, counts: Counts, key: Int32[Array, " head"]) -> Plan:
 
 
 def skip_unmarked(counts: Counts) -> Counts:
-    """Makes requests that `Counts.waiting` does not mark count no pages and no slots.
+    """Sets pages, slots and preemptions of unmarked waiting requests to 0.
 
-    Nor do they count as preempted. Every policy here begins with it, so that sums over
-    the queue are of marked requests.
+    Sums over the queue are then sums over the requests that `Counts.waiting` marks.
+    Requests with `BLOCKED` pages keep them. Every policy of the library calls this
+    function first.
     """
     c = counts
     return c._replace(
@@ -240,7 +239,7 @@ def skip_unmarked(counts: Counts) -> Counts:
 def admissible(counts: Counts, fits: Bool[Array, " head"]) -> Bool[Array, " head"]:
     """Marks the waiting requests before the first one that does not fit.
 
-    Rows that `Counts.waiting` does not mark block no request.
+    Requests that `Counts.waiting` does not mark block no request.
     """
     return counts.waiting & arrays.before_first(counts.waiting & ~fits)
 
@@ -253,20 +252,20 @@ def limit_draft_lengths(
     known: Int32[Array, " n"],
     limit: Int32[Array, " n"],
 ) -> Int32[Array, " n"]:
-    """Limits what a drafter would guess to what `Counts.drafts` may have.
+    """Limits requested draft lengths to those allowed in `Counts.drafts`.
 
-    None where it is not the last known token, and that alone, that is fed next, and
-    where the answer would end before them.
+    Only sequences that decode can have drafts, that is, those whose next row is exactly
+    their last known token. Drafts beyond the limit of the answer are cut off.
 
     Args:
-      wanted: drafts of each sequence; 0 of one that others wait for.
+      wanted: requested draft length of each sequence.
       num_tokens: as in `Counts`.
       length: as in `Counts`.
-      known: tokens known of each sequence.
-      limit: tokens at which it ends.
+      known: number of known tokens of each sequence.
+      limit: largest length of each sequence, in tokens.
     """
     decodes = (num_tokens - length == 1) & (length == known - 1)
-    # The last token of an answer is drawn, not drafted.
+    # The last token of an answer is sampled, not drafted.
     most = jnp.maximum(limit - known - 1, 0)
     return jnp.where(decodes, jnp.clip(wanted, 0, most), 0)
 
@@ -274,29 +273,32 @@ def limit_draft_lengths(
 def _grant_drafts(
     counts: Counts, plan: Plan, wanted: Int32[Array, " order"]
 ) -> Int32[Array, " order"]:
-    """Grants drafts, in order, from what a plan leaves of token budget and free pages.
+    """Grants drafts, in order of slots, from the remaining token budget and free pages.
 
-    So a draft never delays a prompt and never costs anybody his pages. Sequences that
-    are not fed their last known token alone get none.
+    A draft therefore never delays a prompt and never causes a preemption. Only
+    sequences that decode get drafts.
     """
     c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
     decodes = (plan.num_rows == 1) & (c.num_tokens - c.length == 1)
-    rows = _fill(
+    rows = _grant_in_order(
         jnp.where(decodes, wanted, 0),
         c.token_budget - total(plan.num_rows) - total(plan.head_rows),
     )
     have = jnp.maximum(c.num_pages * c.page_size, plan.places)
     need = demand.missing_pages(have, plan.places + rows, page_size=c.page_size)
     taken = jnp.where(
-        plan.places > 0, missing_pages_of_running(c._replace(num_tokens=plan.places)), 0
+        plan.places > 0, pages_to_grow(c._replace(num_tokens=plan.places)), 0
     )
     taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
     short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
     return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
-def missing_pages_of_running(counts: Counts) -> Int32[Array, " order"]:
-    """Pages that each running sequence takes to feed all its tokens, copies too."""
+def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
+    """Returns the new pages that each running sequence needs for all of its tokens.
+
+    Pages for copy-on-write are included.
+    """
     c = counts
     need = demand.pages_for(c.num_tokens, page_size=c.page_size)
     missing = jnp.maximum(need - c.num_pages, 0) + c.copies
@@ -309,13 +311,16 @@ def share_budget(
     admit: Bool[Array, " head"],
     chunk_size: Size,
 ) -> tuple[Int32[Array, " order"], Int32[Array, " head"]]:
-    """Shares the token budget: one row for each decoding sequence, then the prompts.
+    """Distributes the token budget: one row per decoding sequence, then the prompts.
 
-    `runs` marks places that run in this step, `admit` requests that could join
-    them, a part of `Counts.waiting`; one prompt feeds `chunk_size` rows at most.
+    Args:
+      counts: the counts.
+      runs: slots that run in this step.
+      admit: waiting requests that could be admitted.
+      chunk_size: largest number of rows of one prompt.
 
     Returns:
-      Rows of the places, and of the waiting requests.
+      Rows of the slots, and rows of the waiting requests.
     """
     c, num_line = counts, runs.shape[0]
     need = jnp.where(runs, c.num_tokens - c.length, 0)
@@ -330,15 +335,15 @@ def share_budget(
     )
     prompts = jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))
     scored = jnp.concatenate([c.scored_prompt, c.waiting_scored_prompt])
-    in_spare = _fill(jnp.where(scored, prompts, 0), c.spare_logit_rows)
+    in_spare = _grant_in_order(jnp.where(scored, prompts, 0), c.spare_logit_rows)
     prompts = jnp.where(scored, in_spare, prompts)
     left = c.token_budget - jnp.sum(decodes, dtype=jnp.int32)
-    rows = _fill(prompts, left)
+    rows = _grant_in_order(prompts, left)
     return rows[:num_line] + decodes.astype(jnp.int32), rows[num_line:]
 
 
-def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
-    """Serves wishes in order until the amount is used up."""
+def _grant_in_order(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
+    """Grants requested amounts in order until the total is used up."""
     if isinstance(amount, int) and amount == 0:
         return jnp.zeros_like(want)
     before = jnp.cumsum(want, dtype=jnp.int32) - want
@@ -346,5 +351,5 @@ def _fill(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:
 
 
 def any_of_group(counts: Counts, mask: Bool[Array, " order"]) -> Bool[Array, " order"]:
-    """Marks all places of a group of which any is marked."""
+    """Marks all slots of each group with a marked slot."""
     return arrays.reduce_groups(mask, counts.group, "max")

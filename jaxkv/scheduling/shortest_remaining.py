@@ -1,4 +1,4 @@
-"""Shortest remaining first: waiting requests in the order of the work left."""
+"""Shortest remaining first: waiting requests in the order of their remaining work."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from jaxkv.scheduling.interface import Counts, Plan
 
 
 class ShortestRemaining(NamedTuple):
-    """Admits requests with the fewest tokens left to compute first.
+    """Admits requests with the fewest remaining tokens first.
 
-    Tokens left are the predicted length, or the limit where no length is predicted,
-    less the tokens in the prefix cache. Long requests can wait for as long as shorter
-    ones arrive. All else is decided as by `inner`, running requests included.
+    Remaining tokens are the predicted length, or the limit if no length is predicted,
+    minus the tokens in the prefix cache. Long requests can starve while shorter ones
+    arrive. All other decisions are those of `inner`.
 
     Source: Schrage 1968, without preemption of running requests; Qiu et al. 2024,
     arXiv:2404.08509 (predicted lengths).
@@ -22,7 +22,7 @@ class ShortestRemaining(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step."""
+        """Plans one step."""
         c = interface.skip_unmarked(counts)
         expected = interface.attributes_of(c.waiting_attributes).predicted_length
         return interface.plan_by(self.inner, c, expected - c.waiting_cached)

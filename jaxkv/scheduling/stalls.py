@@ -1,10 +1,10 @@
-"""Policies that make no progress, as the host of an engine or a simulation sees them.
+"""Detection of policies that make no progress.
 
-A compiled step cannot raise, and a policy of the caller's own may admit no request, or
-preempt what it has just admitted, for ever. So the host counts steps without progress.
-A step makes progress if it draws a token or ends a sequence. It also does if it feeds
-rows, as long as those fed since the last token are no more than the tokens of all
-requests: beyond that, the same K and V are written again.
+A compiled step cannot raise an error, and a faulty policy may never admit a request, or
+preempt each request right after its admission. The host therefore counts steps without
+progress. A step makes progress if it emits a token or ends a sequence. A step that
+feeds rows also counts as progress, unless the rows fed since the last token exceed the
+tokens of all requests, in which case the same K and V are being written again.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 MAX_STEPS = 64
-"""Steps without progress, while a request that has arrived waits, until an error."""
+"""Consecutive steps without progress, while a request waits, that raise an error."""
 
 
 class StallError(RuntimeError):
-    """The policy makes no progress; the message names it and a request that waits."""
+    """The policy makes no progress; the message names it and a waiting request."""
 
     request_id: int | None = None
-    """Name of that request; None in a simulation."""
+    """Id of that request; None in a simulation."""
 
 
 class StepCounter:
-    """Counts the latest steps without progress, of one engine."""
+    """Counts consecutive steps without progress of one engine."""
 
     def __init__(self) -> None:
-        """Begins with none."""
+        """Starts at 0."""
         self.num_steps = 0
-        """Steps in a row without progress."""
+        """Consecutive steps without progress."""
         self._num_rows = 0  # since the last token
 
     def reset(self) -> None:
-        """Notes progress."""
+        """Records progress."""
         self.num_steps = self._num_rows = 0
 
     def count(
@@ -45,13 +45,13 @@ class StepCounter:
         num_tokens: Callable[[], int],
         waits: Bool[np.ndarray, " steps"] | None = None,
     ) -> None:
-        """Notes the next steps.
+        """Records the next steps.
 
         Args:
-          draws: whether each draws a token or ends a sequence.
-          num_rows: rows that each feeds.
-          num_tokens: returns the tokens of all requests that are not complete.
-          waits: steps that only wait for the next arrival, which is progress.
+          draws: True for steps that emit a token or end a sequence.
+          num_rows: rows fed in each step.
+          num_tokens: returns the number of tokens of all unfinished requests.
+          waits: True for steps that only wait for the next arrival, which is progress.
         """
         if draws.any():
             self.reset()
@@ -80,9 +80,9 @@ def error(
 
     Args:
       policy: the policy.
-      request: name and size of a request that waits.
-      has_pages: False if the last plan asked for more pages than there are.
-      request_id: its name, in an engine.
+      request: description of a waiting request.
+      has_pages: False if the last plan needed more pages than the pool has.
+      request_id: id of the request, in an engine.
     """
     name = type(policy).__name__
     cause = "it must admit requests and feed rows"

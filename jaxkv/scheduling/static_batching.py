@@ -1,4 +1,4 @@
-"""Policies to compare with: what serving did before continuous batching."""
+"""Static batching: the baseline that continuous batching is compared with."""
 
 from typing import NamedTuple
 
@@ -11,32 +11,32 @@ from jaxkv.scheduling import interface
 class Static(NamedTuple):
     """Static batching: a batch runs to its end before the next one starts.
 
-    Admits only into an empty engine, reserves the longest sequence for every slot (or
-    the whole pool, if it is smaller than that), and a finished sequence keeps slot and
-    reservation until the last one ends. Sequences of one request that share its prompt
-    take theirs as they grow, from what was left free for them.
+    Requests are admitted only to an idle engine. Each slot reserves pages for
+    `max_length` tokens, or the whole pool if that is smaller. A finished sequence keeps
+    its slot and pages until the last sequence of the batch ends. Forked sequences of a
+    request allocate their pages as they grow, from pages left free at admission.
 
-    Source: the request-level scheduling that Yu et al. 2022 (Orca), section 3, and
-    Kwon et al. 2023, arXiv:2309.06180, section 2.2, compare with.
+    Source: the baseline of Yu et al. 2022 (Orca), section 3, and of Kwon et al. 2023,
+    arXiv:2309.06180, section 2.2 (request-level scheduling).
     """
 
     holds_finished = True
 
     def plan(self, counts: interface.Counts) -> interface.Plan:
-        """Runs the batch, or admits the next one."""
+        """Plans a step of the batch, or admits the next batch."""
         c = interface.skip_unmarked(counts)
         busy = jnp.any(c.running | c.held)
         longest = jnp.asarray(c.max_length, jnp.int32)
         each = demand.pages_for(longest, page_size=c.page_size)
-        # A request is never let in if it needs more than the pool, so this serves it.
+        # The engine refuses requests that need more than the pool, so this suffices.
         each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
         fits = (slots * each <= c.free_pages) & (slots <= c.running.shape[0])
         first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
         admit = c.waiting & ~busy & (fits | first)
-        # Its own sequences have their pages, but not those forked since, nor those that
-        # another policy let in: whoever of these finds none is preempted and waits.
-        growth = jnp.cumsum(interface.missing_pages_of_running(c), dtype=jnp.int32)
+        # Forked sequences, and sequences admitted by another policy, have no reserved
+        # pages: those that find none are preempted.
+        growth = jnp.cumsum(interface.pages_to_grow(c), dtype=jnp.int32)
         runs = c.running & (growth <= c.free_pages)
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         num_rows, head_rows = interface.share_budget(c, runs, admit, interface.NO_LIMIT)

@@ -1,4 +1,4 @@
-"""Who is preempted when pages run out: an order of the running requests."""
+"""Preemption rules: the order in which running requests are preempted."""
 
 from typing import Literal, get_args
 
@@ -17,44 +17,44 @@ type Victim = Literal[
     "least_urgent",
     "longest_remaining",
 ]
-"""Rules by name, see `ranks`."""
+"""Name of a preemption rule, see `rank_victims`."""
 
 NAMES: tuple[str, ...] = get_args(Victim.__value__)
 
 _LAST = 2**31 - 1
-"""Key of a request that is never preempted."""
+"""Sort key of a request that is never preempted."""
 
 
-def ranks(
+def rank_victims(
     counts: Counts,
     victim: Int32[Array, ""],
     shortage: Int32[Array, ""],
     frees: Int32[Array, " order"],
     cost: Int32[Array, " order"],
 ) -> Int32[Array, " order"]:
-    """Ranks the places: those of the highest ranks are preempted first.
+    """Ranks the slots; those with the highest ranks are preempted first.
 
-    The first request in order always ranks lowest, so there is always progress. Among
-    equals the later one goes first. The rules:
+    The first request in order has the lowest rank for every rule, which guarantees
+    progress. Of equal requests the later one is preempted first. The rules:
 
-      latest          last come, first to go, whatever it costs (Kwon et al. 2023)
-      least_computed  fewest tokens that would be computed again
-      fewest_pages    fewest pages released
-      cheapest        of the requests that alone end the shortage, the one of least
-                      cost; where there is none, the one that releases most
+      latest          the request admitted last (Kwon et al. 2023)
+      least_computed  the fewest tokens to recompute
+      fewest_pages    the fewest pages released
+      cheapest        the least cost among requests that release enough pages; if there
+                      is none, the one that releases most pages
       least_urgent    the largest `RequestAttributes.priority`
-      longest_remaining  the most tokens left to its predicted length
+      longest_remaining  the most tokens left to the predicted length
 
     Args:
       counts: the counts.
       victim: index into `NAMES`.
-      shortage: pages that are missing.
-      frees: pages that each place would leave to others, were its group preempted;
-        summed over groups here, like the next.
-      cost: what that would cost, in tokens to compute again or in pages to move.
+      shortage: number of missing pages.
+      frees: pages that preemption of each slot would release; summed over groups here.
+      cost: cost of preemption of each slot, in tokens to recompute or pages to move;
+        summed over groups here.
 
     Returns:
-      The ranks: places of one group side by side, none twice.
+      The ranks, all distinct; slots of one group have consecutive ranks.
     """
     c = counts
 

@@ -1,27 +1,27 @@
-"""The engine's schedule without a model, in simulated time."""
+"""The simulator: the engine's scheduling with a cost model in place of the model."""
 
-from jaxkv.simulation.accepting import Acceptance
+from jaxkv.simulation.acceptance import Acceptance
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.costs import Apart, Drafted, Received
-from jaxkv.simulation.members import Bounds, Part
-from jaxkv.simulation.served import Served
+from jaxkv.simulation.costs import DrafterCost, KVTransferred, SerializedPhases
+from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
+from jaxkv.simulation.results import SimulationResult
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import Members
+from jaxkv.simulation.step import SimulationMember
 from jaxkv.simulation.work import Cost, Work
 
 __all__ = [
     "Acceptance",
-    "Apart",
-    "Bounds",
     "Capacity",
     "Cost",
-    "Drafted",
-    "Members",
-    "Part",
-    "Received",
+    "DrafterCost",
+    "KVTransferred",
+    "MemberBatch",
+    "ProgramSizes",
     "Reservation",
-    "Served",
+    "SerializedPhases",
     "Simulation",
+    "SimulationMember",
+    "SimulationResult",
     "Work",
     "contiguous",
     "costs",

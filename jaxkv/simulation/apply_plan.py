@@ -1,4 +1,4 @@
-"""Arrivals, what the policy sees, and the plan carried out on counted pages."""
+"""Arrivals, the `Counts` for the policy, and application of its plan."""
 
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import Workload
 
 
-def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
-    """Fills the head of the queue with requests that have arrived."""
+def enqueue_arrivals(state: Simulation, workload: Workload, head: int) -> Simulation:
+    """Moves requests that have arrived into the head of the queue."""
     books = state.ledger
     place = jnp.arange(head, dtype=jnp.int32)
     index = state.num_taken + place - books.num_waiting
@@ -48,9 +48,9 @@ def arrive(state: Simulation, workload: Workload, head: int) -> Simulation:
 def num_arrived(
     state: Simulation, workload: Workload, clock: Int32[Array, "*steps 2"]
 ) -> Int32[Array, "*steps"]:
-    """Counts the requests that can be served and have come by each time."""
+    """Counts the servable requests that have arrived by each time."""
     come = jnp.zeros(clock.shape[:-1], jnp.int32)
-    # Arrivals are in order: a binary search for the last that is past.
+    # Binary search for the last arrival, since arrivals are in order.
     for bit in reversed(range(state.order.size.bit_length())):
         more = come + (1 << bit)
         last = state.order[jnp.minimum(more, state.order.size) - 1]
@@ -59,7 +59,7 @@ def num_arrived(
     return come
 
 
-def groups(slots: Slots, max_samples: int) -> Groups | None:
+def groups_by_request(slots: Slots, max_samples: int) -> Groups | None:
     """Finds the groups of the slots; None if every request has one sequence."""
     if slots.fork is None:
         return None
@@ -75,9 +75,9 @@ def observe_simulation(
     max_samples: int,
     head: int,
 ) -> tuple[Head, Counts, CountedPages]:
-    """Returns the head of the queue, what the policy sees, and the pages of the head.
+    """Returns the head of the queue, the `Counts`, and the pages of the head.
 
-    With a reservation, a request sees no slot before it finds a block.
+    With a reservation, a request can be admitted only if there is a free block for it.
     """
     w, books, size = workload, state.ledger, capacity.page_size
     slots, length, places, block = books.slots, *state.pages
@@ -90,7 +90,7 @@ def observe_simulation(
     waiting = ledger.look_up_head(
         books, request, jnp.where(exists, sequence, NO_SEQUENCE)
     )
-    group = groups(slots, max_samples)
+    group = groups_by_request(slots, max_samples)
     owned, theirs = counted_pages.num_owned(slots, length, group, places, size)
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
@@ -127,11 +127,11 @@ def observe_simulation(
         leaves = demand.pages_for(places, page_size=size)
         free = contiguous.free_leaves(reservation.idle, blocks, leaves)
         row = jnp.maximum(request, 0)
-        asked = contiguous.asked(
+        asked = contiguous.reserved_places(
             reservation.rule, w.prompt[row], w.output[row], capacity.max_length
         )
-        order = contiguous.order_of(asked, size)
-        start = contiguous.place_in_order(free, order, request >= 0)
+        order = contiguous.block_order(asked, size)
+        start = contiguous.find_blocks(free, order, request >= 0)
         own = jnp.left_shift(size, order)
         pages = CountedPages(waiting.swapped_tokens, own[:, None], start[:, None])
         counts = counts._replace(
@@ -143,7 +143,7 @@ def observe_simulation(
     return waiting, counts, pages
 
 
-def apply_to_counts(
+def preempt_and_admit(
     state: Simulation,
     plan: Plan,
     head: Head,
@@ -153,14 +153,14 @@ def apply_to_counts(
     workload: Workload,
     max_samples: int,
 ) -> tuple[Simulation, SlotPlan, Int32[Array, ""], Int32[Array, ""]]:
-    """Preempts and admits, as the engine's `apply_plan` does.
+    """Preempts and admits, as the engine's `apply_plan`.
 
     Returns:
-      The state, the plan for each slot, the number of requests that got slots, and the
+      The new state, the plan for each slot, the number of admitted requests, and the
       number of pages swapped out and in.
     """
     slots, length = state.ledger.slots, state.pages.length
-    group = groups(slots, max_samples)
+    group = groups_by_request(slots, max_samples)
     request = slots.sequence // max_samples
     # All pages that the plan swaps out fit into the buffer, or none is moved.
     leaves = plan.swap & plan.preempt
@@ -206,17 +206,18 @@ def apply_to_counts(
     return state, new.plan, num_admitted, pages_out + new.pages_in
 
 
-class Granted(NamedTuple):
-    """The part of a plan that is granted: all of it or none."""
+class GrantedPlan(NamedTuple):
+    """The granted part of a plan: all of it or none."""
 
     num_rows: Int32[Array, " slots"]
     """Rows of each slot, drafts excluded."""
     num_drafts: Int32[Array, " slots"] | None
     kept: Int32[Array, " slots"]
-    """Token places that each slot holds, those of drafts excluded."""
+    """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
     used_pages: Int32[Array, ""]
     enough: Bool[Array, ""]
+    """True if the plan was granted."""
 
 
 def grant(
@@ -225,11 +226,11 @@ def grant(
     group: Groups | None,
     wish: SlotPlan,
     capacity: Capacity,
-) -> tuple[CountedPages, Granted]:
-    """Grants pages to all sequences or to none, as `page_table.reserve` does."""
+) -> tuple[CountedPages, GrantedPlan]:
+    """Grants the pages of the whole plan or none, as `page_table.reserve`."""
     size = capacity.page_size
     copies = counted_pages.num_copies(slots, pages.length, group, wish.num_rows, size)
-    places = kept = pages.places  # with a reservation, all that is ever needed
+    places = kept = pages.places  # a contiguous reservation is made at admission
     if pages.block is None:
         wanted = jnp.where(ledger.is_running(slots), wish.places, 0)
         places = kept = jnp.maximum(pages.places, wanted)
@@ -240,7 +241,7 @@ def grant(
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)
     enough = used <= capacity.num_pages
-    return pages._replace(places=jnp.where(enough, places, pages.places)), Granted(
+    return pages._replace(places=jnp.where(enough, places, pages.places)), GrantedPlan(
         num_rows=jnp.where(enough, wish.num_rows, 0),
         num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
         kept=kept,
@@ -250,7 +251,7 @@ def grant(
     )
 
 
-def release_drafts(pages: CountedPages, granted: Granted) -> CountedPages:
+def release_drafts(pages: CountedPages, granted: GrantedPlan) -> CountedPages:
     """Releases the places that were reserved for rejected drafts."""
     if granted.num_drafts is None:
         return pages

@@ -1,12 +1,12 @@
-"""Contiguous reservations: what serving did before pages, to compare with.
+"""Contiguous KV reservations: the baseline that paged memory is compared with.
 
-Every request gets one run of token places when it is admitted, for all that it may ever
-hold, from a buddy allocator: blocks of a power of two of leaves (the pages of
-`Capacity`, which are never shared here), aligned to their size. The pool is the binary
-expansion of its size, in regions of at most `leaves_per_region`.
+At admission, each request gets one contiguous block of token places for its largest
+possible length, from a buddy allocator. A leaf is a page of `Capacity`, never shared
+here; a block has a power of two of leaves and is aligned to its size. The pool is
+divided into regions of at most `leaves_per_region` leaves.
 
-Which blocks are free is a bitmap of leaves: a block is free iff its aligned run is, and
-two free buddies are one block. So nothing is split or merged, and `vmap` sweeps rules.
+Free memory is a bitmap of leaves: a block is free if all of its leaves are. Blocks are
+therefore never split or merged explicitly, and `vmap` can sweep the rules.
 
 Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1 (Orca with reservations);
 Knowlton 1965, doi:10.1145/365628.365655 (buddies).
@@ -24,28 +24,29 @@ from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import pages_for
 
 type Rule = Literal["max", "pow2", "oracle"]
-"""How much is reserved for a request, see `asked`."""
+"""Rule for the size of a reservation, see `reserved_places`."""
 
 RULES: tuple[str, ...] = get_args(Rule.__value__)
 
 
 class Reservation(NamedTuple):
-    """How much is reserved, and in what pool."""
+    """A rule for reservations, and the pool."""
 
     rule: Int32[Array, ""]
     """Index into `RULES`."""
     idle: Bool[Array, "regions leaves"]
-    """The leaves of an idle pool, whose size may be no multiple of a region's."""
+    """Mask of the leaves that exist; the last region may be incomplete."""
 
 
 def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reservation:
     """Makes a `Reservation`.
 
     Args:
-      rule: how much is reserved.
-      num_leaves: leaves in the pool, `Capacity.num_pages`. 15,728 places in leaves of
-        16: 983.
-      leaves_per_region: of the largest block, a power of two: 2,048 places are 128.
+      rule: rule for the size of a reservation, one of `RULES`.
+      num_leaves: leaves in the pool, equal to `Capacity.num_pages`; for example 983
+        leaves of 16 places for 15,728 places.
+      leaves_per_region: leaves of the largest block, a power of two; for example 128
+        leaves of 16 places for 2,048 places.
 
     Raises:
       ValueError: a parameter is out of its range.
@@ -64,33 +65,33 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     )
 
 
-def asked(
+def reserved_places(
     rule: Int32[Array, ""],
     prompt: Int32[Array, " n"],
     output: Int32[Array, " n"],
     max_length: Int32[Array, ""],
 ) -> Int32[Array, " n"]:
-    """Token places reserved for each request, before they are rounded to a block.
+    """Returns the token places to reserve for each request, before block rounding.
 
-      max     the longest sequence there may be
-      pow2    its prompt, and its answer rounded up to a power of two: 25 becomes 32
-      oracle  its prompt and answer, as if their length were known
+      max     `max_length`
+      pow2    the prompt, plus the answer rounded up to a power of two (25 to 32)
+      oracle  the exact length of prompt plus answer
 
     Args:
       rule: index into `RULES`.
-      prompt: tokens, at least 1.
-      output: tokens, at least 1.
-      max_length: tokens; nobody gets more.
+      prompt: prompt length in tokens, at least 1.
+      output: answer length in tokens, at least 1.
+      max_length: largest reservation in tokens.
     """
     rounded = jnp.where(rule == RULES.index("pow2"), _two_to(_log2_up(output)), output)
     places = jnp.minimum(prompt + rounded, max_length)
     return jnp.where(rule == RULES.index("max"), max_length, places)
 
 
-def order_of(
+def block_order(
     places: Int32[Array, " n"], leaf_places: Int32[Array, ""]
 ) -> Int32[Array, " n"]:
-    """The order of the smallest block that has the places: it has 2^order leaves."""
+    """Returns the order of the smallest block with so many places: 2^order leaves."""
     return _log2_up(pages_for(places, page_size=leaf_places))
 
 
@@ -99,10 +100,12 @@ def free_leaves(
     start: Int32[Array, " blocks"],
     num: Int32[Array, " blocks"],
 ) -> Bool[Array, "regions leaves"]:
-    """The leaves of an idle pool that no block covers.
+    """Returns a mask of the free leaves.
 
-    `start` is the first leaf of each block, `NO_SEQUENCE` for none, and `num` its
-    leaves.
+    Args:
+      idle: mask of the leaves that exist.
+      start: first leaf of each allocated block, or `NO_SEQUENCE`.
+      num: number of leaves of each block.
     """
     edges = jnp.zeros((idle.size + 1,), jnp.int32)
     edges = arrays.put(edges, start, 1, "add")
@@ -113,36 +116,39 @@ def free_leaves(
     return idle & (depth == 0).reshape(idle.shape)
 
 
-def place(
+def find_block(
     free: Bool[Array, "regions leaves"], order: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Finds a block: in the smallest free one that fits, at the lowest address.
+    """Finds a block in the smallest free block that fits, at the lowest address.
 
     Returns:
-      Its first leaf, NO_SEQUENCE if there is none.
+      Its first leaf, or `NO_SEQUENCE` if there is none.
     """
     found = _orders(free).ravel()
     key = jnp.where(found >= order, found, jnp.iinfo(jnp.int32).max)
-    start = jnp.argmin(key).astype(jnp.int32)  # of equal ones the first
+    start = jnp.argmin(key).astype(jnp.int32)  # the first of equal keys
     return jnp.where(found[start] >= order, start, NO_SEQUENCE)
 
 
-def largest(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:
-    """The order of the largest block that an idle pool has."""
+def largest_order(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:
+    """Returns the order of the largest block of an idle pool."""
     return jnp.max(_orders(idle))
 
 
-def place_in_order(
+def find_blocks(
     free: Bool[Array, "regions leaves"],
     order: Int32[Array, " head"],
     waits: Bool[Array, " head"],
 ) -> Int32[Array, " head"]:
-    """Finds blocks for those who wait, in order, until one does not fit.
+    """Finds blocks for waiting requests in order, until one does not fit.
 
-    Nobody waits behind one who does not.
+    Args:
+      free: mask of the free leaves.
+      order: order of the block of each request.
+      waits: mask of the waiting requests, which come first.
 
     Returns:
-      First leaves, NO_SEQUENCE for those who get none.
+      The first leaf of each block, or `NO_SEQUENCE`.
     """
     num = jnp.sum(waits, dtype=jnp.int32)
     head = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -153,7 +159,7 @@ def place_in_order(
 
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         k, free, starts = carry
-        start, size = place(free, order[k]), _two_to(order[k])
+        start, size = find_block(free, order[k]), _two_to(order[k])
         taken = (start >= 0) & (leaf >= start) & (leaf < start + size)
         starts = jnp.where(head == k, start, starts)
         return jnp.where(start >= 0, k + 1, num), free & ~taken, starts
@@ -163,7 +169,7 @@ def place_in_order(
 
 
 def _orders(free: Bool[Array, "regions leaves"]) -> Int32[Array, "regions leaves"]:
-    """The order of the largest free block that each leaf lies in, -1 if it is taken."""
+    """Returns the order of the largest free block with each leaf; -1 if it is taken."""
     runs = [free]
     while runs[-1].shape[1] > 1:
         runs.append(runs[-1].reshape(free.shape[0], -1, 2).all(axis=2))

@@ -1,4 +1,4 @@
-"""Steps made up, and prices of steps that are made of others."""
+"""Cost models that wrap another cost model, and a helper to make `Work` values."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ from jaxkv import validation
 from jaxkv.simulation.work import Cost, Work
 
 
-def work(**counts: int | float | np.generic) -> Work:
-    """Makes a step's work of counts by the names of `Work`; others are zero.
+def make_work(**counts: int | float | np.generic) -> Work:
+    """Makes a `Work` value; missing counts are 0.
 
-    Those of drafts are left out if none of them is named.
+    Counts of drafts are None if no count of drafts is passed.
 
     Raises:
-      TypeError: there is no such count.
+      TypeError: `Work` has no such field.
     """
     floats = {"prompt_squares": jnp.float32}
     of_drafts = set(Work._field_defaults)
@@ -30,14 +30,16 @@ def work(**counts: int | float | np.generic) -> Work:
     )
 
 
-class Apart(NamedTuple):
-    """Prices a step that reads and decodes as two, if it shall, one after the other."""
+class SerializedPhases(NamedTuple):
+    """Prices a step with prefill and decoding as two steps in sequence."""
 
     cost: Cost
-    apart: Bool[Array, ""]
+    """Cost of a step of one phase."""
+    is_serialized: Bool[Array, ""]
+    """True if the phases are serialized; else the cost is that of the mixed step."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
+        """Returns the time of a step in s."""
         together = self.cost(work)
         both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
         none = jnp.zeros_like(work.num_decodes)
@@ -58,27 +60,28 @@ class Apart(NamedTuple):
             num_swapped=none,
         )
         split = self.cost(reads) + self.cost(decodes)
-        return jnp.where(self.apart & both, split, together)
+        return jnp.where(self.is_serialized & both, split, together)
 
 
-class Drafted(NamedTuple):
-    """Prices steps before each of which a drafter guesses.
+class DrafterCost(NamedTuple):
+    """Adds the time of a drafter to the cost of a step.
 
-    It reads no prompts: what that takes is not in here.
+    The drafter's prefill of prompts is not included.
 
-    Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.3; `step_s` is c times
-    what the model takes for a step.
+    Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.3; `step_s` is their cost
+    coefficient c times the time of a step of the model.
     """
 
     cost: Cost
-    """Of the steps themselves, in which drafts are verified."""
+    """Cost of the step that verifies the drafts."""
     step_s: Float[Array, ""]
-    """Of each step of the drafter, as many as the most drafts of one sequence."""
+    """Time of a step of the drafter, in s. A step with drafts has as many drafter steps
+    as its longest draft."""
     row_s: Float[Array, ""]
-    """Of each draft."""
+    """Time per draft token, in s."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
+        """Returns the time of a step in s."""
         if work.num_drafts is None or work.draft_steps is None:
             return self.cost(work)
         steps, rows = (
@@ -89,11 +92,11 @@ class Drafted(NamedTuple):
 
 def with_drafter(
     cost: Cost, *, step_s: int | float | Array, row_s: int | float | Array = 0.0
-) -> Drafted:
-    """Makes a `Drafted` cost of numbers, in seconds, or of arrays that are mapped.
+) -> DrafterCost:
+    """Makes a `DrafterCost` of numbers, in s, or of arrays that are mapped.
 
     Raises:
-      ValueError: a number is below 0 or not finite; arrays are not looked at.
+      ValueError: a number is below 0 or not finite. JAX arrays are not checked.
     """
     for name, value in (("step_s", step_s), ("row_s", row_s)):
         if not isinstance(value, Array):
@@ -101,22 +104,23 @@ def with_drafter(
             hint = "at least 0, and finite"
             validation.number(name, value, low=0, high=most, hint=hint)
     seconds = (jnp.asarray(x, jnp.float32) for x in (step_s, row_s))
-    return Drafted(cost, *seconds)
+    return DrafterCost(cost, *seconds)
 
 
-class Received(NamedTuple):
-    """Prices steps of an engine to which prompts come with their keys and values.
+class KVTransferred(NamedTuple):
+    """Cost of a decode worker that receives the K and V of prompts by transfer.
 
-    Nothing is read: a sequence that comes decodes at once, as all others do. Who is
-    preempted here would be computed again for nothing, so nobody must be.
+    Prompt rows are priced as decodes, since their K and V need no prefill. The cost of
+    recomputation after a preemption is missing, so a simulation must not preempt.
     """
 
     cost: Cost
+    """Cost of a step."""
     receives: Bool[Array, ""]
-    """Whether it is such an engine; another one pays for what it reads."""
+    """True for a decode worker; else prefill is priced as usual."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step."""
+        """Returns the time of a step in s."""
         none = jnp.zeros_like(work.num_prompt_rows)
         received = work._replace(
             num_decodes=work.num_drawing,

@@ -21,22 +21,22 @@ class CountedPages(NamedTuple):
     places: Int32[Array, "*n"]
     """Token places held: `length`, and those reserved ahead."""
     block: Int32[Array, "*n"] | None
-    """First leaf of the contiguous places; None where there are pages."""
+    """First leaf of the contiguous block; None without a contiguous reservation."""
 
 
 class MemoryBreakdown(NamedTuple):
     """Token places of the pages in use, by their use.
 
-    The rest of all places is external: free, or what a contiguous block has beyond the
-    places that were reserved.
+    All remaining places are external: free, or beyond the reserved places of a
+    contiguous block.
     """
 
     tokens: Int32[Array, ""]
-    """Places that hold K and V of running sequences; shared ones count once."""
+    """Places with K and V of running sequences; shared places count once."""
     reserved: Int32[Array, ""]
-    """Places that will hold K and V before their sequence ends."""
+    """Empty places that will be written before the sequence ends."""
     internal: Int32[Array, ""]
-    """Places that will stay empty."""
+    """Places that stay empty (internal fragmentation)."""
 
 
 def num_owned(
@@ -48,11 +48,11 @@ def num_owned(
 ) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
     """Counts the pages of `places` that each sequence accounts for.
 
-    A page that a group shares counts once: a full one for the first sequence of the
-    group, a partial one for the first of those that have not written since.
+    A page that a group shares counts once: a full page for the first sequence of the
+    group, a partial page for the first of those that have not written since the fork.
 
     Returns:
-      The counts, and the pages of each sequence that other ones account for.
+      The counts, and the pages of each sequence that earlier ones account for.
     """
     pages = pages_for(places, page_size=page_size)
     if slots.fork is None or group is None:
@@ -72,8 +72,8 @@ def num_copies(
 ) -> Int32[Array, " slots"]:
     """Counts the pages that each sequence copies before it writes `wants` tokens.
 
-    0 or 1: 1 for those that leave their last page another owner, see
-    `page_table.needs_copy`.
+    The count is 0 or 1. Of the sequences that share a page, the last one to write needs
+    no copy, see `page_table.needs_copy`.
     """
     if group is None:
         return jnp.zeros_like(wants)
@@ -91,18 +91,18 @@ def break_down(
     page_size: Int32[Array, ""],
     asked: Int32[Array, " slots"] | None = None,
 ) -> tuple[MemoryBreakdown, Int32[Array, ""]]:
-    """Divides the places of all pages in use by their use.
+    """Divides the token places of all pages in use by their use.
 
     Args:
       slots: the running batch.
-      pages: its places.
-      group: its groups.
-      limit: tokens at which each sequence ends; the last of them is never written.
-      page_size: token places in a page.
-      asked: places reserved for each sequence, if its block may have more than these.
+      pages: token places of the slots.
+      group: groups of the slots.
+      limit: length of prompt plus answer; the last token is never written.
+      page_size: tokens per page.
+      asked: places reserved for each sequence, if its block may be larger; else None.
 
     Returns:
-      The places, and the pages that sharing saves.
+      The places, and the number of pages saved by sharing.
     """
     owned, theirs = num_owned(slots, pages.length, group, pages.places, page_size)
     runs, before = is_running(slots), theirs * page_size
@@ -124,7 +124,7 @@ def break_down(
 
 
 def _shares(slots: Slots) -> Bool[Array, " slots"]:
-    """Sequences that share pages, or did."""
+    """Returns the sequences that were forked or forked from."""
     fork = slots.fork
     assert fork is not None
     return (fork.num_common > 0) & ~fork.reads & ~fork.waits
@@ -133,7 +133,10 @@ def _shares(slots: Slots) -> Bool[Array, " slots"]:
 def _is_joint(
     slots: Slots, length: Int32[Array, " slots"], page_size: Int32[Array, ""]
 ) -> Bool[Array, " slots"]:
-    """Sequences that share a partial last page, since they have not written since."""
+    """Returns the sequences that share a partial last page.
+
+    These are the ones that have not written since the fork.
+    """
     fork = slots.fork
     assert fork is not None
     shares = _shares(slots) & (length == fork.num_common)

@@ -1,8 +1,8 @@
-"""Replicas that read prompts, replicas that decode, and what passes between them.
+"""Disaggregated serving: prefill replicas, decode replicas, and KV transfer.
 
-Two simulations, one behind the other: a request enters the second when the first has
-read its prompt and its keys and values have come over. There it brings its first token
-along: a prompt one token longer that costs what one step of decoding costs.
+There are two simulations in sequence. A request arrives at a decode replica when its
+prefill is complete and its K and V are transferred. It arrives with its first token, as
+a prompt that is one token longer and costs one decode step.
 
 Source: Zhong et al. 2024 (DistServe), arXiv:2401.09670.
 """
@@ -17,25 +17,26 @@ from jaxtyping import Float, Int
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import chunked_prefill, interface
 from jaxkv.simulation import driver
-from jaxkv.simulation.costs import Received
+from jaxkv.simulation.costs import KVTransferred
 from jaxkv.simulation.state import Capacity
-from jaxkv.simulation.step import Cost, Members
+from jaxkv.simulation.step import Cost, SimulationMember
 from jaxkv.workloads import arrivals, lengths, metrics
 
 HEAD = 16
-"""Requests at the head of the queue that a policy sees."""
+"""Waiting requests visible to the policy."""
 COUNTED = 0.9
-"""Of the simulated time: who comes later need not be answered by its end."""
+"""Fraction of the simulated time; requests that arrive later are not measured, since
+they may be unfinished at its end."""
 
 
 class Replica(NamedTuple):
     """GPUs that hold one copy of a model.
 
     Attributes:
-      cost: how long its steps take.
-      capacity: its bounds; of those that decode the token budget does not count.
-      num_gpus: that share every layer, its tensor-parallel degree.
-      kv_bytes: bytes of keys and values of a token.
+      cost: cost of a step.
+      capacity: bounds; decode replicas have no token budget.
+      num_gpus: tensor-parallel degree.
+      kv_bytes: bytes of K and V per token.
     """
 
     cost: Cost
@@ -44,28 +45,28 @@ class Replica(NamedTuple):
     kv_bytes: float
 
 
-class ReplicaRequests(NamedTuple):
+class RequestLoad(NamedTuple):
     """Requests in order of arrival.
 
     Attributes:
-      arrival_s: when each comes.
-      tokens: their lengths.
+      arrival_s: arrival times in s.
+      tokens: lengths of prompts and answers.
     """
 
     arrival_s: Float[np.ndarray, " requests"]
     tokens: lengths.Lengths
 
 
-class Answers(NamedTuple):
-    """What became of them; NaN for what never happened.
+class RequestTiming(NamedTuple):
+    """Results of requests. Times are in s; NaN for events that did not happen.
 
     Attributes:
-      arrival_s: as asked; NaN of those that do not count.
-      first_s: when the first token was drawn.
-      finish_s: when the last one was.
-      output: tokens.
-      transfer_s: how long keys and values were on their way, waiting included.
-      preempted: times that a request was preempted.
+      arrival_s: arrival times; NaN for requests that are not measured.
+      first_s: times of the first token.
+      finish_s: times of the last token.
+      output: answer lengths in tokens.
+      transfer_s: durations of KV transfer, queueing included.
+      preempted: number of preemptions.
     """
 
     arrival_s: Float[np.ndarray, " requests"]
@@ -76,15 +77,15 @@ class Answers(NamedTuple):
     preempted: int
 
 
-class Split(NamedTuple):
-    """A placement of the two phases.
+class PhasePlacement(NamedTuple):
+    """Placement of prefill and decode on replicas.
 
     Attributes:
-      prefill: what reads.
-      decode: what decodes.
-      num_prefill: copies of the former, which take turns.
-      num_decode: copies of the latter, which take turns.
-      link: bytes a second that each GPU sends.
+      prefill: a prefill replica.
+      decode: a decode replica.
+      num_prefill: number of prefill replicas, used round robin.
+      num_decode: number of decode replicas, used round robin.
+      link: bandwidth of each GPU in bytes/s.
     """
 
     prefill: Replica
@@ -95,54 +96,63 @@ class Split(NamedTuple):
 
     @property
     def num_gpus(self) -> int:
-        """All of them."""
+        """Number of GPUs of all replicas."""
         reads = self.num_prefill * self.prefill.num_gpus
         return reads + self.num_decode * self.decode.num_gpus
 
 
-def ask(
+def sample_requests(
     law: lengths.Pair, rate: int | float, seconds: int | float, seed: int
-) -> ReplicaRequests:
-    """Draws requests; lengths do not depend on the rate."""
+) -> RequestLoad:
+    """Samples requests with Poisson arrivals.
+
+    Args:
+      law: distribution of lengths. The lengths do not depend on the rate.
+      rate: requests per s.
+      seconds: duration of the arrivals in s.
+      seed: random seed.
+    """
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
     times, sizes = rng.spawn(2)
-    return ReplicaRequests(
+    return RequestLoad(
         arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num)
     )
 
 
-type Role = Literal["both", "prefill", "decode"]
+type ReplicaRole = Literal["both", "prefill", "decode"]
+"""Phases that a replica serves."""
 
 
 class Job(NamedTuple):
-    """What one replica does.
+    """Requests of one replica.
 
     Attributes:
-      replica: its GPUs.
-      role: the phases that it serves; whole prompts go first, as in vLLM.
-      requests: in order; who comes to one that decodes has its first token.
+      replica: the replica.
+      role: its phases. Whole prompts are prefilled first, as in early vLLM.
+      requests: requests in order of arrival. Requests of a decode replica arrive with
+        their first token.
     """
 
     replica: Replica
-    role: Role
-    requests: ReplicaRequests
+    role: ReplicaRole
+    requests: RequestLoad
 
 
-def serve(
+def simulate_jobs(
     jobs: Sequence[Job],
     seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
-) -> list[Answers]:
-    """Serves jobs side by side, in one program.
+) -> list[RequestTiming]:
+    """Simulates jobs together in one program.
 
     Args:
-      jobs: those that decode have requests of two output tokens at least.
-      seconds: simulated.
-      max_slots: sequences that run at once on a replica at most.
-      progress: hears of it.
+      jobs: the jobs. Requests of decode replicas have at least 2 output tokens.
+      seconds: simulated time in s.
+      max_slots: largest number of running sequences of a replica.
+      progress: progress bar.
     """
     served = driver.simulate(
         driver.stack([_member(job) for job in jobs]),
@@ -157,8 +167,9 @@ def serve(
         first_s, finish_s = (
             x[i][: arrival_s.size] for x in (served.first_s, served.finish_s)
         )
-        # Who comes to decode has its first token; who only reads has nothing more.
-        answers = Answers(
+        # Requests arrive at decode replicas with their first token, and leave prefill
+        # replicas with it.
+        answers = RequestTiming(
             arrival_s=arrival_s,
             first_s=arrival_s if job.role == "decode" else first_s,
             finish_s=first_s if job.role == "prefill" else finish_s,
@@ -170,34 +181,34 @@ def serve(
     return found
 
 
-def split(
-    asked: Sequence[tuple[Split, ReplicaRequests]],
+def simulate_placements(
+    asked: Sequence[tuple[PhasePlacement, RequestLoad]],
     seconds: int | float,
     *,
     max_slots: int,
     progress: Progress = QUIET,
-) -> list[Answers]:
-    """Serves loads by replicas for either phase; arguments as those of `serve`.
+) -> list[RequestTiming]:
+    """Simulates disaggregated placements; arguments as for `simulate_jobs`.
 
-    Replicas of a phase take turns: the first the requests in order of arrival, the
-    second in order of readiness.
+    Requests are assigned to replicas round robin: to prefill replicas in order of
+    arrival, to decode replicas in order of the end of KV transfer.
     """
     reads = [
         Job(p.prefill, "prefill", select_requests(x, slice(k, None, p.num_prefill)))
         for p, x in asked
         for k in range(p.num_prefill)
     ]
-    read = iter(serve(reads, seconds, max_slots=max_slots, progress=progress))
+    read = iter(simulate_jobs(reads, seconds, max_slots=max_slots, progress=progress))
     found, parts, jobs = [], [], []
     for p, x in asked:
         first_s = np.full(x.arrival_s.shape, np.nan)
         for k in range(p.num_prefill):
             first_s[k :: p.num_prefill] = next(read).first_s
-        sent_s = transfers(p, x, first_s)
+        sent_s = transfer_times(p, x, first_s)
         ready_s, several = first_s + sent_s, x.tokens.output > 1
         finish_s = np.where(several, np.nan, first_s)
         found.append(
-            Answers(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
+            RequestTiming(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
         )
         order = np.argsort(ready_s, kind="stable")
         order = order[np.isfinite(ready_s[order]) & several[order]]
@@ -205,41 +216,41 @@ def split(
             mine = order[k :: p.num_decode]
             parts.append((len(found) - 1, mine))
             jobs.append(Job(p.decode, "decode", select_requests(x, mine, ready_s)))
-    answers = serve(jobs, seconds, max_slots=max_slots, progress=progress)
+    answers = simulate_jobs(jobs, seconds, max_slots=max_slots, progress=progress)
     for (i, mine), done in zip(parts, answers, strict=True):
         found[i].finish_s[mine] = done.finish_s[: mine.size]
         found[i] = found[i]._replace(preempted=found[i].preempted + done.preempted)
-    return [counted(x, seconds) for x in found]
+    return [drop_late_arrivals(x, seconds) for x in found]
 
 
-def counted(answers: Answers, seconds: int | float) -> Answers:
-    """Leaves those out who come near the end, and need not be answered by then."""
+def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
+    """Excludes requests that arrive after `COUNTED` of the time from measurement."""
     late = answers.arrival_s > COUNTED * seconds
     return answers._replace(arrival_s=np.where(late, np.nan, answers.arrival_s))
 
 
 def select_requests(
-    requests: ReplicaRequests,
+    requests: RequestLoad,
     which: slice | np.ndarray,
     arrival_s: np.ndarray | None = None,
-) -> ReplicaRequests:
-    """Some of the requests, which may come at another time."""
+) -> RequestLoad:
+    """Selects requests, optionally with new arrival times."""
     came = requests.arrival_s if arrival_s is None else arrival_s
     tokens = requests.tokens
-    return ReplicaRequests(
+    return RequestLoad(
         came[which], lengths.Lengths(tokens.prompt[which], tokens.output[which])
     )
 
 
-def transfers(
-    placement: Split,
-    requests: ReplicaRequests,
+def transfer_times(
+    placement: PhasePlacement,
+    requests: RequestLoad,
     first_s: Float[np.ndarray, " requests"],
 ) -> Float[np.ndarray, " requests"]:
-    """How long keys and values are on their way.
+    """Returns the duration of each KV transfer in s, queueing included.
 
-    GPUs of the two sides pair up, as many as the smaller side has, and each pair
-    carries its part. What one replica sends goes one after the other.
+    The K and V of a prompt are divided over pairs of GPUs, as many as the smaller
+    replica has. Transfers of one prefill replica are sent in sequence.
     """
     p = placement
     lanes = min(p.prefill.num_gpus, p.decode.num_gpus)
@@ -255,21 +266,22 @@ def transfers(
     return found
 
 
-def _member(job: Job) -> Members:
+def _member(job: Job) -> SimulationMember:
     x, receives = job.requests, job.role == "decode"
     columns = x.arrival_s, x.tokens.prompt, x.tokens.output
     if receives:
         columns = x.arrival_s, x.tokens.prompt + 1, x.tokens.output - 1
     elif job.role == "prefill":
         columns = x.arrival_s, x.tokens.prompt, np.ones_like(x.tokens.output)
-    if not x.arrival_s.size:  # a workload has a request; this one never comes
+    # A workload needs a request; this one arrives after the end of the simulation.
+    if not x.arrival_s.size:
         columns = np.array([2e9]), np.array([1]), np.array([1])
     capacity = job.replica.capacity
     if receives:
         capacity = capacity._replace(token_budget=jnp.int32(interface.NO_LIMIT))
-    return Members(
+    return SimulationMember(
         workload=arrivals.make_workload(*columns),
         capacity=capacity,
-        policy=chunked_prefill.reading(whole=True, first=not receives),
-        cost=Received(job.replica.cost, jnp.asarray(receives)),
+        policy=chunked_prefill.chunked_prefill(whole=True, first=not receives),
+        cost=KVTransferred(job.replica.cost, jnp.asarray(receives)),
     )

@@ -1,8 +1,9 @@
-"""Runs many simulations to their end, and hands back NumPy arrays.
+"""Runs many simulations to their end, and returns NumPy arrays.
 
-Members, each with its workload, bounds, policy and cost, are mapped together, in parts
-so small that XLA runs each on one thread. They advance some steps at a time, and of
-each step only what is asked for is kept: sums weighted by time, in float64.
+A member is one simulation: workload, capacity, policy and cost. Members are mapped by
+`vmap` in parts that are small enough for XLA to run each part on one thread. Parts
+advance by `steps_per_call` steps at a time. Of each step, sums weighted by time are
+kept in float64; full traces are optional.
 """
 
 import concurrent.futures
@@ -15,52 +16,48 @@ import jax
 import numpy as np
 
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation import served
-from jaxkv.simulation.members import Bounds, Part
-from jaxkv.simulation.served import Served
-from jaxkv.simulation.step import Members
+from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
+from jaxkv.simulation.results import SimulationResult, select_members
+from jaxkv.simulation.step import SimulationMember
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
 _PLACES_TOGETHER = 1024
-"""Slots of all members of one program. XLA divides operations on more than some 20 kB
-over threads, and a hand-over takes longer than such work: see `experiments/LOG.md`."""
+"""Slots of all members of a part. XLA distributes operations on more than about 20 kB
+over threads, and the hand-over takes longer than the work: see `experiments/LOG.md`."""
 
 
-def stack(members: Sequence[tuple[Any, ...]]) -> Members:
-    """Stacks members, or tuples of what they hold.
+def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
+    """Stacks members, or tuples of their fields.
 
-    Workloads of fewer requests are filled up with none.
+    Workloads with fewer requests are padded with empty requests.
 
     Raises:
-      ValueError: there are none, policies or costs are not of one kind, or acceptances
-        not of one size.
+      ValueError: there are no members, or they differ in the types of their policies,
+        costs or reservations, or in `max_drafts`.
     """
     if not members:
-        raise ValueError("there is nothing to simulate")
-    alone = [Members(*member) for member in members]
-    kinds = {jax.tree.structure(member.workload) for member in alone}
+        raise ValueError("members=[] must have at least one member")
+    singles = [SimulationMember(*member) for member in members]
+    kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
-            "a workload with limits or attributes cannot be mapped with one without"
+            "the workloads of all members must have limits and attributes, or none must"
         )
-    for what in ("policy", "cost", "reservation", "acceptance"):
-        kinds = {jax.tree.structure(getattr(member, what)) for member in alone}
+    for name in ("policy", "cost", "reservation", "acceptance"):
+        kinds = {jax.tree.structure(getattr(member, name)) for member in singles}
         if len(kinds) > 1:
-            article = "an" if what[0] in "aeiou" else "a"
-            raise ValueError(
-                f"{article} {what} of one kind cannot be mapped with another"
-            )
-    laws = [x.acceptance.chances.shape for x in alone if x.acceptance is not None]
-    if len(set(laws)) > 1:
-        raise ValueError("acceptances of one max_drafts cannot be mapped with others")
-    most = max(member.workload.prompt.shape[0] for member in alone)
-    filled = [x._replace(workload=fill(x.workload, most)) for x in alone]
+            raise ValueError(f"{name} must have the same type in all members")
+    sizes = {x.acceptance.chances.size for x in singles if x.acceptance is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"max_drafts must be equal in all members, not {sizes}")
+    most = max(member.workload.prompt.shape[0] for member in singles)
+    filled = [x._replace(workload=pad_workload(x.workload, most)) for x in singles]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
 
 
-def fill(workload: Workload, num: int) -> Workload:
-    """Adds requests of no sequences, which nobody serves, until there are `num`."""
+def pad_workload(workload: Workload, num: int) -> Workload:
+    """Pads a workload to `num` requests with requests of 0 sequences."""
     short = num - workload.prompt.shape[0]
 
     def padded(x: Any, value: int) -> Any:
@@ -80,7 +77,7 @@ def fill(workload: Workload, num: int) -> Workload:
 
 
 def simulate(
-    members: Members,
+    members: SimulationMember,
     *,
     max_slots: int,
     max_samples: int = 1,
@@ -90,23 +87,24 @@ def simulate(
     keep_trace: bool = False,
     steps_per_call: int = STEPS_PER_CALL,
     progress: Progress = QUIET,
-) -> Served:
-    """Serves every member's workload.
+) -> SimulationResult:
+    """Simulates every member to the end of its workload.
 
     Args:
-      members: what is simulated.
-      max_slots: sequences that run at once at most.
-      max_samples: sequences that a request may have.
-      head: as for `simulation.step`; 16 changes little and is faster.
-      since_s: steps that start before do not count in means, totals and trace.
-      until_s: simulated time at which to stop; None serves everybody. What happens
-        later is not told, but preemptions of a request may be some steps ahead.
-      keep_trace: whether to keep what every step did.
-      steps_per_call: steps between two looks of the host.
-      progress: hears of it; when the person stops, what there is comes back.
+      members: the members, stacked, see `stack`.
+      max_slots: largest number of running sequences.
+      max_samples: largest number of sequences of a request.
+      head: as for `simulation.step`; 16 is faster and changes results little.
+      since_s: start of the measurement in s; steps that start earlier do not count in
+        means and totals.
+      until_s: simulated time at which to stop, in s; None serves all requests. Later
+        events are not reported, except that preemptions of the last steps may count.
+      keep_trace: True to keep the `SimulatedStep` of every step.
+      steps_per_call: steps per call of the compiled program.
+      progress: progress bar; if it is stopped, the results so far are returned.
 
     Returns:
-      What became of the requests.
+      The results of all members.
 
     Raises:
       StallError: a policy makes no progress; the message names the member.
@@ -115,13 +113,13 @@ def simulate(
     num = members.workload.prompt.shape[0]
     size, num_threads = part_size(num, max_slots), os.cpu_count() or 1
     num_parts = -(-num // size)
-    # Of equal size, so that they share a program; the last member may be there twice.
+    # Equal sizes share a program; the last member may be simulated twice.
     places = np.minimum(
         np.arange(num_parts)[:, None] + num_parts * np.arange(size), num - 1
     )
-    bounds = Bounds(max_slots, max_samples, head, steps_per_call, keep_trace)
+    bounds = ProgramSizes(max_slots, max_samples, head, steps_per_call, keep_trace)
     runners = [
-        Part(
+        MemberBatch(
             jax.tree.map(lambda x, at=at: x[at], members),
             bounds,
             since_s,
@@ -130,27 +128,27 @@ def simulate(
         )
         for at in places
     ]
-    for runner in runners:  # one after the other: the first one compiles for all
+    for runner in runners:  # in sequence, since the first one compiles for all
         runner.start()
     total = sum(float(runner.num_served.sum()) for runner in runners)
     bar, lock = progress.bar("simulated", total, "requests"), threading.Lock()
 
-    def finish(runner: Part) -> Served:
+    def finish(runner: MemberBatch) -> SimulationResult:
         while not runner.done.all() and not progress.stopped:
             runner.advance()
             with lock:
                 bar(sum(runner.num_behind() for runner in runners))
-        return runner.served()
+        return runner.result()
 
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         results = list(pool.map(finish, runners))
     every = np.arange(num)
     keep = every % num_parts * size + every // num_parts
-    return served.join(results, keep)
+    return select_members(results, keep)
 
 
 def part_size(num: int, max_slots: int) -> int:
-    """How many of `num` members should advance together, as one program."""
+    """Returns the number of members that should advance together, out of `num`."""
     num_threads = os.cpu_count() or 1
     turns = -(-num // (num_threads * max(_PLACES_TOGETHER // max_slots, 1)))
     return -(-num // (num_threads * turns))

@@ -1,7 +1,7 @@
-"""What became of the requests of a simulation, as NumPy arrays on the host.
+"""Outcomes of the requests of a simulation, as NumPy arrays.
 
-Arrays have the leading axes of the state, of members mapped together for one; requests
-are the last. `metrics` says what they come to.
+The last axis of each array is over requests; leading axes are those of the simulation
+state, for example members. `workloads.metrics` computes latencies and rates from them.
 """
 
 import dataclasses
@@ -21,23 +21,25 @@ from jaxkv.workloads import Workload, dataframes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of every request."""
+    """Outcome of every request."""
 
     arrival_s: Float[np.ndarray, "*members requests"]
-    """When each came; in a closed loop when its client asked, NaN if it never did."""
+    """Arrival time in s. In a closed loop, the time at which a client sends the
+    request; NaN if it never does."""
     first_s: Float[np.ndarray, "*members requests"]
-    """When the first token of any of its sequences was drawn, NaN where none was."""
+    """Time of the first token of any of its sequences in s; NaN if there is none."""
     finish_s: Float[np.ndarray, "*members requests"]
-    """When its last sequence ended, NaN where one did not."""
+    """Time at which its last sequence ended, in s; NaN if it has not."""
     preempted: Int[np.ndarray, "*members requests"]
-    """Times that its sequences were preempted."""
+    """Number of preemptions of its sequences."""
     recomputed: Int[np.ndarray, "*members requests"]
-    """Tokens computed again."""
+    """Tokens recomputed after preemptions."""
     rejected: Bool[np.ndarray, "*members requests"]
-    """Requests that can never be served: they do not fit the engine even alone."""
+    """True for requests that are never served because they do not fit into an idle
+    engine."""
 
     def to_dataframe(self) -> Any:
-        """Returns a data frame with a row per request, of every member.
+        """Returns a data frame with a row per request of each member.
 
         Raises:
           ImportError: neither pandas nor polars is installed.
@@ -48,23 +50,23 @@ class Outcome:
         return dataframes.make_dataframe(dataframes.per_row(values, axes))
 
 
-def read(
+def read_outcomes(
     state: Simulation,
     workload: Workload,
     *,
     until_s: float = np.inf,
     warns: bool = True,
 ) -> Outcome:
-    """Reads off a state what became of its requests.
+    """Returns the outcomes of all requests of a simulation.
 
     Args:
-      state: of one engine, or of several with leading axes.
-      workload: its requests; of several, with the last of these axes at least.
-      until_s: what happened later is left out.
-      warns: whether a warning says that requests were rejected or left waiting.
+      state: state of one simulation, or of several with leading axes.
+      workload: the workload, broadcast over the leading axes.
+      until_s: end of the measurement in s; later events are left out.
+      warns: True to warn about requests that were rejected or not finished.
 
     Returns:
-      A value for each request of each member.
+      The outcomes.
     """
     members, num = state.num_done.shape, workload.prompt.shape[-1]
     own = {"arrival": (num, 2), "clients": ()}
@@ -96,7 +98,7 @@ def read(
         at = (*member, all_order[member][: num_served[member]])
         served[at] = True
         if (clients := int(w.clients[member])) < len(at[-1]):
-            # The k-th can come when k - clients other requests have been answered.
+            # Request k is sent when k - clients earlier requests are answered.
             done_s = np.concatenate([np.full(clients, -np.inf), np.sort(finish_s[at])])
             done_s = done_s[: len(at[-1])]
             asked_s = np.maximum(arrival_s[at], done_s)
@@ -115,26 +117,26 @@ def read(
 
 
 def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
-    """Times as `Events` has them, in seconds; NaN for never, and for later."""
+    """Converts times of `Events` to s; NaN for no event, or one after `until_s`."""
     time = seconds - 1 + micros / clock.MICROS_PER_SECOND
     return np.where((seconds > 0) & (time <= until_s), time, np.nan)
 
 
 def _warn(found: Outcome, w: Any, is_over: bool) -> None:
-    """Says who is not served, and names the first of them."""
+    """Warns about rejected and unfinished requests, with the first of each."""
     is_asked = w.samples > 0
     waits = is_asked & ~found.rejected & ~np.isfinite(found.finish_s)
-    for who, why in (
-        (found.rejected, "can never be served: they do not fit the engine even alone"),
+    for mask, why in (
+        (found.rejected, "were rejected: they do not fit into an idle engine"),
         (waits & is_over, "were not served to their end"),
     ):
-        if who.any():
-            *member, i = (int(x) for x in np.argwhere(who)[0])
+        if mask.any():
+            *member, i = (int(x) for x in np.argwhere(mask)[0])
             of = f" of member {tuple(member)}" if member else ""
             columns = (w.prompt, w.output, w.samples)
             prompt, output, samples = (x[(*member, i)] for x in columns)
             warnings.warn(
-                f"{who.sum()} of {is_asked.sum()} requests {why}; the first is request "
-                f"{i}{of}: {prompt} + {output} tokens, {samples} sequences",
+                f"{mask.sum()} of {is_asked.sum()} requests {why}; the first is "
+                f"request {i}{of}: {prompt} + {output} tokens, {samples} sequences",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""The state of a simulation and its bounds."""
+"""State and capacity of a simulation."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ type Bound = int | Int32[Array, "*mapped"]
 
 
 class Capacity(NamedTuple):
-    """The bounds of a simulation, as those of `EngineConfig`, but free to be mapped."""
+    """Bounds of a simulation, as in `EngineConfig`, as arrays that `vmap` can sweep."""
 
     num_pages: Int32[Array, ""]
     page_size: Int32[Array, ""]
@@ -36,17 +36,17 @@ class Capacity(NamedTuple):
         token_budget: Bound = 2048,
         max_swap_pages: Bound = 0,
     ) -> "Capacity":
-        """Makes bounds of numbers, or of arrays that are mapped.
+        """Makes a `Capacity` of numbers, or of arrays that are mapped.
 
         Args:
           num_pages: pages in the pool, at least 1.
-          page_size: token places in a page, at least 1.
-          max_length: longest sequence, prompt and answer, at least 2 tokens.
-          token_budget: rows that a step feeds, at least 1.
+          page_size: tokens per page, at least 1.
+          max_length: largest length of prompt plus answer, at least 2 tokens.
+          token_budget: largest number of tokens fed in a step, at least 1.
           max_swap_pages: pages that can be swapped out, at least 0.
 
         Raises:
-          ValueError: a number is out of its range; arrays are not looked at.
+          ValueError: a number is out of range. JAX arrays are not checked.
         """
         bounds = {
             "num_pages": (num_pages, 1),
@@ -67,19 +67,19 @@ class Simulation(NamedTuple):
     """State of a simulation."""
 
     ledger: Ledger
-    """Its queue has indices into the workload; sequence k of request i is the row
-    i * max_samples + k."""
+    """Queue, slots and progress. The queue has indices into the workload; sequence k of
+    request i has row i * max_samples + k."""
     pages: CountedPages
     num_taken: Int32[Array, ""]
-    """Requests that have entered the queue."""
+    """Requests that have entered the queue so far."""
     num_swapped: Int32[Array, ""]
     """Pages that are swapped out."""
     num_done: Int32[Array, ""]
-    """Requests of which every sequence has ended."""
+    """Requests whose sequences have all ended."""
     order: Int32[Array, " requests"]
-    """Requests that can be served, in order of arrival; then the rejected ones."""
+    """Servable requests in order of arrival, then the rejected ones."""
     num_served: Int32[Array, ""]
-    """Requests that can be served."""
+    """Number of servable requests."""
 
 
 def init_simulation(
@@ -92,24 +92,24 @@ def init_simulation(
     head: int | None = None,
     reservation: Reservation | None = None,
 ) -> Simulation:
-    """Makes an idle engine, its clock at zero.
+    """Makes the state of an idle engine at time 0.
 
     Args:
       workload: the requests, in order of arrival.
-      capacity: bounds. A request that they do not let in even alone is rejected, as
-        `submit` does: nothing is ever recorded of it.
-      policy: who will run.
-      max_slots: sequences that can run at once, static.
-      max_samples: sequences that a request may have, static.
-      head: the largest for which `step` will be called.
-      reservation: contiguous places for each request, in place of pages.
+      capacity: bounds. A request that does not fit into an idle engine is rejected, as
+        by `engine.submit`.
+      policy: the scheduling policy.
+      max_slots: largest number of running sequences, static.
+      max_samples: largest number of sequences of a request, static.
+      head: largest `head` of later calls of `step`; None means `max_slots`.
+      reservation: contiguous reservations in place of pages; None means pages.
 
     Returns:
-      The state; donate it to the programs that step it.
+      The state. Callers should donate it to `step`.
 
     Raises:
-      ValueError: a size is below 1; or several sequences of a request, which share
-        nothing in contiguous places: let them be requests.
+      ValueError: a size is below 1, or `max_samples` is above 1 with a reservation.
+        Sequences cannot share contiguous places; use a request for each instead.
     """
     w, c = arrays.to_jax_arrays((workload, capacity))
     max_slots = validation.integer("max_slots", max_slots, low=1)
@@ -117,18 +117,18 @@ def init_simulation(
     if head is not None:
         head = validation.integer("head", head, low=1)
     if reservation is not None and max_samples > 1:
-        raise ValueError(f"{max_samples=} must be 1 where places are contiguous")
-    # Requests that an idle engine could serve.
+        raise ValueError(f"{max_samples=} must be 1 with a contiguous reservation")
+    # Requests that fit into an idle engine.
     shared, own = demand.max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
     fits = shared + w.samples * own <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
     if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, w.prompt, w.output, c.max_length)
-        order = contiguous.order_of(asked, c.page_size)
-        fits &= order <= contiguous.largest(r.idle)
+        asked = contiguous.reserved_places(r.rule, w.prompt, w.output, c.max_length)
+        order = contiguous.block_order(asked, c.page_size)
+        fits &= order <= contiguous.largest_order(r.idle)
 
-    # A fresh buffer each: the state is donated, and no buffer can be donated twice.
+    # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
 

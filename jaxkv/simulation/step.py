@@ -1,13 +1,14 @@
-"""The engine's scheduler with a clock in place of the model.
+"""One step of a simulation: the engine's scheduling, and a cost model for the time.
 
-The policy, `schedule` and its counts are the engine's own; tokens and pages are only
-counted, and a cost model says how long each step takes. What happens is the same, step
-for step, as long as sequences end at their limits. All of it is one pure function of
-arrays, so `vmap` sweeps rates, seeds, sizes of the pool and parameters of policies.
+Policy, ledger and `schedule` are those of the engine. Tokens and pages are only
+counted, and a cost model returns the time of each step. If sequences end at their
+length limits, the schedule equals that of the engine step for step. A step is a pure
+function of arrays, so `vmap` can sweep arrival rates, seeds, pool sizes and parameters
+of policies.
 
-Sequences of one request share pages as the engine's do (`engine/groups`): those that
-the prompt has filled, and a partial one until they write. Who was preempted by
-recomputation has only the prompt in common with the others.
+Sequences of one request share pages as in the engine (`engine/groups.py`): the full
+pages of the prompt, and a partial page until the first write. After a preemption by
+recomputation they share the prompt only.
 """
 
 from typing import Any, NamedTuple
@@ -20,50 +21,50 @@ from jaxkv import arrays, ledger
 from jaxkv.clock import advance, latest
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import interface
-from jaxkv.simulation import accepting, apply_plan, contiguous, counted_pages
-from jaxkv.simulation import work as step_work
-from jaxkv.simulation.accepting import Acceptance
+from jaxkv.simulation import apply_plan, contiguous, counted_pages
+from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
-from jaxkv.simulation.work import Cost, Work
+from jaxkv.simulation.work import Cost, Work, work_of_rows
 from jaxkv.workloads import Workload
 
 
-class SimulationInfo(NamedTuple):
-    """What a step did. One that fed nothing and moved nothing took no time."""
+class SimulatedStep(NamedTuple):
+    """Information about a step. A step that feeds and moves no tokens takes no time."""
 
     start: Int32[Array, " 2"]
-    """The clock before it."""
+    """Clock before the step: seconds and microseconds."""
     micros: Int32[Array, ""]
-    """How long it took."""
+    """Duration of the step in microseconds."""
     work: Work
+    """Work of the step, the input of the cost model."""
     num_running: Int32[Array, ""]
-    """Sequences that have a slot."""
+    """Running sequences."""
     num_waiting: Int32[Array, ""]
-    """Requests that have arrived and have none, seen by the policy or not."""
+    """Requests that have arrived and wait, in the queue or beyond it."""
     num_admitted: Int32[Array, ""]
-    """Requests that got slots."""
+    """Requests admitted."""
     num_preempted: Int32[Array, ""]
-    """Sequences that were preempted."""
+    """Sequences preempted."""
     num_finished: Int32[Array, ""]
     """Sequences that ended."""
     used_pages: Int32[Array, ""]
     """Pages in use while the step ran."""
     split: counted_pages.MemoryBreakdown
-    """What their token places are good for."""
+    """Token places of these pages by their use."""
     saved_pages: Int32[Array, ""]
-    """Pages that were in use more, did nobody share."""
+    """Pages saved by sharing: additional pages that would be in use without it."""
     drew: Int32[Array, " slots"]
-    """The sequences that drew tokens at its end, `NO_SEQUENCE` elsewhere."""
+    """Sequences that emitted tokens, or `NO_SEQUENCE`."""
     enough: Bool[Array, ""]
-    """Whether the pages that the policy asked for were there; if not, nothing ran."""
+    """True if the plan's pages were available; if not, the step fed no tokens."""
     num_drawn: Int32[Array, " slots"] | None = None
-    """How many each drew, drafts that were accepted among them; None if nobody guesses
-    any, and each drew one."""
+    """Emitted tokens of each slot, accepted drafts included; None without speculation,
+    where each sequence in `drew` emits one."""
 
 
-class Members(NamedTuple):
-    """The arguments of one simulation; of many, with a leading axis, see `stack`."""
+class SimulationMember(NamedTuple):
+    """Arguments of one simulation, or of several with a leading axis, see `stack`."""
 
     workload: Workload
     capacity: Capacity
@@ -73,9 +74,9 @@ class Members(NamedTuple):
     acceptance: Acceptance | None = None
 
 
-type _Counters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
-"""Requests that have entered the queue; requests that the clients have asked by now,
-if they have come."""
+type _QueueCounters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
+"""Requests that have entered the queue; requests that the clients of a closed loop
+have sent, if they have arrived."""
 
 
 def simulate_step(
@@ -89,37 +90,37 @@ def simulate_step(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, SimulationInfo]:
-    """Runs one step, or lets the clock jump to the next arrival.
+) -> tuple[Simulation, SimulatedStep]:
+    """Runs one step, or advances the clock to the next arrival.
 
     Args:
-      state: of the simulation.
+      state: the simulation.
       workload: the requests.
       capacity: bounds.
-      policy: who runs; the same that the engine takes.
-      cost: how long it takes.
-      max_samples: as for `init`.
-      head: requests at the head of the queue that the policy sees, at most 511, static;
-        None means as many as there are slots, as in the engine.
-      reservation: as for `init`.
-      acceptance: how many drafts are guessed, and which are accepted; None decodes
-        plainly, and leaves speculation out of the program.
+      policy: the scheduling policy, as for the engine.
+      cost: the cost model.
+      max_samples: as for `init_simulation`.
+      head: waiting requests visible to the policy, at most 511, static; None means
+        `max_slots`, as in the engine.
+      reservation: as for `init_simulation`.
+      acceptance: draft length and acceptance rates; None compiles the step without
+        speculation.
 
     Returns:
-      The new state, and what happened.
+      The new state, and the information about the step.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     state, (info, counters) = _step(state, it, max_samples, head)
-    return state, _all_waiting(state, workload, info, counters)
+    return state, _count_waiting(state, workload, info, counters)
 
 
-def _all_waiting(
-    state: Simulation, workload: Workload, info: SimulationInfo, counters: _Counters
-) -> SimulationInfo:
-    """Adds the requests that have arrived and are not in the queue yet.
+def _count_waiting(
+    state: Simulation, workload: Workload, info: SimulatedStep, counters: _QueueCounters
+) -> SimulatedStep:
+    """Adds requests that have arrived, but are not in the queue, to `num_waiting`.
 
-    For many steps at a time, since a search in each step takes a tenth of its time.
+    Done for many steps at a time: a search in each step would take 10 % of its time.
     """
     num_taken, num_asked = counters
     come = apply_plan.num_arrived(state, workload, info.start)
@@ -128,33 +129,34 @@ def _all_waiting(
 
 
 def _step(
-    state: Simulation, it: Members, max_samples: int, head: int | None
-) -> tuple[Simulation, tuple[SimulationInfo, _Counters]]:
-    """Runs one step; only requests in the queue are counted as waiting."""
+    state: Simulation, it: SimulationMember, max_samples: int, head: int | None
+) -> tuple[Simulation, tuple[SimulatedStep, _QueueCounters]]:
+    """Runs one step; `num_waiting` counts only requests in the queue."""
     w, capacity, _, _, reservation, acceptance = it
     start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
-    state = apply_plan.arrive(state, w, head)
+    state = apply_plan.enqueue_arrivals(state, w, head)
     waiting, counts, head_pages = apply_plan.observe_simulation(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
     if acceptance is not None:
-        drafts = accepting.wanted_draft_lengths(
+        drafts = wanted_draft_lengths(
             state.ledger.slots, state.pages.length, w, acceptance, max_samples
         )
         counts = counts._replace(drafts=drafts)
     plan = interface.schedule(counts, it.policy)
-    state, wish, num_admitted, num_moved = apply_plan.apply_to_counts(
+    state, wish, num_admitted, num_moved = apply_plan.preempt_and_admit(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
-    # All rows are fed, or none; sequences whose known tokens are all fed draw.
+    # Sequences whose known tokens are all fed emit a token.
     books, slots = state.ledger, state.ledger.slots
-    runs, group = ledger.is_running(slots), apply_plan.groups(slots, max_samples)
+    runs = ledger.is_running(slots)
+    group = apply_plan.groups_by_request(slots, max_samples)
     pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
     limit, num_rows = prompt + output, granted.num_rows
-    work = step_work.of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
+    work = work_of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
     length, forked = pages.length + num_rows, jnp.zeros_like(runs)
     if group is not None:
         fork = slots.fork
@@ -163,12 +165,12 @@ def _step(
         length = jnp.where(forked, fork.num_common, length)
         places = jnp.where(forked, fork.num_common, pages.places)
         pages = pages._replace(places=places)
-    slots = ledger.note_forks(slots, forked, length)
+    slots = ledger.record_forks(slots, forked, length)
     emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
     drawn = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        length, drawn = accepting.accept_drafts(
+        length, drawn = emit_tokens(
             slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
         accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
@@ -191,11 +193,11 @@ def _step(
     clock = jnp.where(idle, latest(clock, w.arrival[upcoming]), clock)
     asked = None
     if (r := reservation) is not None:
-        asked = contiguous.asked(r.rule, prompt, output, capacity.max_length)
+        asked = contiguous.reserved_places(r.rule, prompt, output, capacity.max_length)
     memory, saved_pages = counted_pages.break_down(
         slots, pages, group, limit, capacity.page_size, asked
     )
-    info = SimulationInfo(
+    info = SimulatedStep(
         start=start,
         micros=micros,
         work=work,
@@ -243,24 +245,24 @@ def simulate_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-) -> tuple[Simulation, SimulationInfo]:
-    """Runs several steps as one program; arguments are those of `simulate_step`.
+) -> tuple[Simulation, SimulatedStep]:
+    """Runs `num_steps` steps as one program; `num_steps` is static.
 
-    There are `num_steps`, static. Steps after everything is done do nothing.
+    The remaining arguments are those of `simulate_step`. The simulation is complete
+    when `num_done` equals `num_served`; later steps do not change it.
 
     Returns:
-      The new state, and the stacked infos of all steps. Everything is done and noted
-      when `num_done` has reached `num_served`.
+      The new state, and the `SimulatedStep` of all steps, stacked.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     state, (infos, counters) = lax.scan(
         lambda state, _: _step(state, it, max_samples, head),
         state,
         None,
         length=num_steps,
     )
-    return state, _all_waiting(state, workload, infos, counters)
+    return state, _count_waiting(state, workload, infos, counters)
 
 
 def simulate_workload(
@@ -276,19 +278,19 @@ def simulate_workload(
     acceptance: Acceptance | None = None,
     max_steps: int = interface.NO_LIMIT,
 ) -> Simulation:
-    """Serves a workload to its end, in the caller's `jit` and `vmap` if there is one.
+    """Simulates a workload to its end; can be called under `jit` and `vmap`.
 
-    It also ends where the policy makes no progress: it admits and feeds no request, or
-    feeds the same rows over and over, see `scheduling.stalls`. Then `num_done` is below
-    `num_served`, and `outcomes.read` warns and names a request, as it does for those
-    that could never be served. Arguments are those of `init_simulation` and
-    `simulate_step`; `max_steps`, static, ends it soon after so many steps.
+    The simulation also ends if the policy makes no progress, see `scheduling.stalls`.
+    Then `num_done` is below `num_served`, and `outcomes.read_outcomes` warns about
+    unfinished requests. Arguments are those of `init_simulation` and
+    `simulate_step`. The
+    simulation ends soon after `max_steps` steps; `max_steps` is static.
 
     Returns:
-      The state in the end.
+      The final state.
 
     Raises:
-      ValueError: as for `init`.
+      ValueError: as for `init_simulation`.
     """
     state = init_simulation(
         workload,
@@ -300,17 +302,17 @@ def simulate_workload(
         reservation=reservation,
     )
     workload, capacity = arrays.to_jax_arrays((workload, capacity))
-    it = Members(workload, capacity, policy, cost, reservation, acceptance)
+    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
-    # In float32, since an int32 would be full after 2**31 tokens.
+    # In float32, since the sum may exceed an int32.
     num_tokens = jnp.sum(jnp.where(served, sizes.astype(jnp.float32), 0.0))
 
     def one(carry: tuple[Simulation, Array], _: None) -> Any:
         state, num_rows = carry
         after, (info, _counters) = _step(state, it, max_samples, head)
         rows = info.work.num_decodes + info.work.num_prompt_rows
-        # Rows fed since the last token: more than all tokens are the same ones again.
+        # Rows since the last token beyond the number of all tokens are repetitions.
         draws = info.work.num_drawn > 0
         num_rows = jnp.where(draws, 0.0, num_rows + rows.astype(jnp.float32))
         feeds = (rows > 0) & (num_rows <= num_tokens)
@@ -334,5 +336,5 @@ def simulate_workload(
 
 
 _STEPS_TOGETHER = 128
-"""Steps between two looks at whether all is done: mapped, each look copies the states
-of those that are."""
+"""Steps between checks for the end. Under `vmap`, each check copies the states of the
+members that are done."""

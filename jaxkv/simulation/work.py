@@ -1,4 +1,4 @@
-"""What a step asks of the device, and what prices it."""
+"""The work of a step, and the interface of a cost model."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -9,78 +9,77 @@ from jaxkv.ledger import Slots
 
 
 class Work(NamedTuple):
-    """What a step asks of the device."""
+    """Work of one step, the input of a cost model."""
 
     num_decodes: Int32[Array, ""]
-    """Sequences that feed the one token that they drew last, and maybe drafts."""
+    """Sequences that decode: they feed the last token sampled, and drafts after it."""
     num_prompt_rows: Int32[Array, ""]
-    """Other tokens fed: of prompts, and of what was lost and is computed again."""
+    """Tokens fed in prefill, recomputation included."""
     decode_context: Int32[Array, ""]
-    """Tokens that the former attend to, drafts apart, summed."""
+    """Context lengths of the sequences that decode, drafts excluded, summed."""
     prompt_context: Int32[Array, ""]
-    """Tokens that the latter attend to, each sequence counted once."""
+    """Context lengths of the sequences in prefill after the step, summed."""
     prompt_squares: Float[Array, ""]
-    """Sum of after^2 - before^2 over their sequences, in tokens: twice the pairs of
-    query and key, and the square of its length for a prompt fed in one step."""
+    """Sum of after^2 - before^2 over the sequences in prefill, where before and after
+    are their context lengths: twice the number of query-key pairs under causal
+    attention. It is length^2 for a prompt fed in one step."""
     num_drawn: Int32[Array, ""]
-    """Tokens that come out in the end: one of each sequence that draws, and the drafts
-    that were accepted."""
+    """Tokens emitted: one of each sequence that samples, and the accepted drafts."""
     num_copied: Int32[Array, ""]
-    """Pages copied because others read them, too."""
+    """Pages copied before a write because they are shared (copy-on-write)."""
     num_swapped: Int32[Array, ""]
-    """Pages that leave the pool or come back."""
+    """Pages swapped out or in."""
     num_drafts: Int32[Array, ""] | None = None
-    """Drafts fed, to be verified; None, like the three that follow, if nobody guesses
-    any."""
+    """Drafts fed. All counts of drafts are None without speculation."""
     draft_steps: Int32[Array, ""] | None = None
-    """The most drafts of one sequence: steps of a drafter that guesses one token after
-    the other, of all sequences at once."""
+    """Longest draft of a sequence: the steps of an autoregressive drafter that drafts
+    for all sequences at once."""
     draft_context: Int32[Array, ""] | None = None
-    """Tokens that each draft attends to, summed over all of them."""
+    """Context lengths of the drafts, summed."""
     num_accepted: Int32[Array, ""] | None = None
-    """Drafts that were accepted."""
+    """Drafts accepted."""
 
     @property
     def num_decode_rows(self) -> Num[Array, "..."]:
-        """Tokens fed in decoding, drafts among them."""
+        """Tokens fed in decoding, drafts included."""
         return _sum(self.num_decodes, self.num_drafts)
 
     @property
     def decode_pairs(self) -> Num[Array, "..."]:
-        """Pairs of query and key of those."""
+        """Query-key pairs of the tokens fed in decoding."""
         return _sum(self.decode_context, self.draft_context)
 
     @property
     def num_drawing(self) -> Num[Array, "..."]:
-        """Sequences that draw a token, whatever becomes of their drafts."""
+        """Sequences that sample a token."""
         drafts = self.num_accepted
         return self.num_drawn if drafts is None else self.num_drawn - drafts
 
     @property
     def num_logits(self) -> Num[Array, "..."]:
-        """Rows whose logits are asked for: one of each of these, and every draft."""
+        """Rows with logits: one per sequence that samples, and one per draft."""
         return _sum(self.num_drawing, self.num_drafts)
 
 
 @runtime_checkable
 class Cost(Protocol):
-    """How long a step takes, in seconds; a pytree whose leaves may be mapped."""
+    """A cost model: the time of a step. A pytree whose leaves may be mapped."""
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Prices a step that does something."""
+        """Returns the time of a step in s; ignored if the step does no work."""
         ...
 
 
-def of_rows(
+def work_of_rows(
     slots: Slots,
     length: Int32[Array, " slots"],
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     prompt: Int32[Array, " slots"],
 ) -> Work:
-    """Adds up what the rows ask for; what comes out, and pages, are left at zero.
+    """Returns the work of rows and drafts; emitted tokens and pages are set to 0.
 
-    `num_rows` are fed behind what is written, and `num_drafts` behind these.
+    Each slot feeds `num_rows` tokens after its written ones, then `num_drafts` drafts.
     """
     known = slots.num_tokens
     decodes = (num_rows == 1) & (length == known - 1) & (known > prompt)

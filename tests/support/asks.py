@@ -1,4 +1,4 @@
-"""Workloads for a small engine: random requests, alone, in groups, and alike."""
+"""Workloads for a small engine: single requests, groups, and shared prefixes."""
 
 import functools
 
@@ -10,13 +10,13 @@ from tests.support.engines import TIGHT, Ask, pages_of
 
 @functools.cache
 def singles(seed: int = 0, num: int = 24) -> tuple[Ask, ...]:
-    """Requests of every kind, some of which ask for log-probabilities."""
+    """Requests of every kind, some with log-probabilities."""
     return tuple(engines.random_asks(np.random.default_rng(seed), num, scores=True))
 
 
 @functools.cache
 def groups(seed: int = 0, num: int = 16) -> tuple[Ask, ...]:
-    """Requests of which some want up to four answers, each fit for the tight pool."""
+    """Requests with up to four answers that fit into the tight pool."""
     rng = np.random.default_rng([seed, 5])
     asks = engines.random_asks(
         rng, num, max_prompt=20, max_answer=12, scores=True, max_n=3

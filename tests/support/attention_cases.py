@@ -1,4 +1,4 @@
-"""Attention over scattered pages, and the loops in float64 that it must equal."""
+"""Attention over scattered pages, and reference loops in float64."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ attend = jax.jit(
 
 
 NOWHERE = (-1, -7, 10**6, 2**31 - 1)
-"""Ids that name no page."""
+"""Invalid page ids."""
 
 
 class Case(NamedTuple):
-    """Arguments of the door, in its order, as NumPy arrays."""
+    """Arguments of the attention function, in its order, as NumPy arrays."""
 
     q: np.ndarray
     k_pages: np.ndarray
@@ -43,9 +43,9 @@ def oracle(
     sinks: np.ndarray | None = None,
     narrow: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the door promises, one row, one head, one key at a time, in float64.
+    """Reference attention by loops over rows, heads and keys, in float64.
 
-    With `narrow`, weights and outputs are rounded by it, as a type would.
+    With `narrow`, weights and outputs are rounded by it.
     """
     rounded = narrow or np.asarray
     rows, q_heads, head_dim = case.q.shape
@@ -87,9 +87,9 @@ def oracle(
 
 
 def plain(case: Case, dtype: str, **features: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The same as one writes it: weights and outputs are rounded to a type.
+    """Plain attention with weights and outputs rounded to a type.
 
-    The measure of exactness: an implementation may not be much less exact.
+    The reference for accuracy: an implementation must be about as accurate.
     """
 
     def narrow(x: np.ndarray) -> np.ndarray:
@@ -110,19 +110,19 @@ def make_case(
     decode: bool = False,
     window: int | None = None,
 ) -> Case:
-    """Rows over sequences in scattered pages, with NaN wherever no row may look.
+    """Makes rows over sequences in scattered pages, with NaN where no row may read.
 
     Args:
-      rng: where everything is drawn from.
-      runs: for each slot, the position of its first row and how many rows it has.
-      page_size: of the pages.
-      kv_heads: of the pages.
-      group: query heads for each of them.
-      head_dim: of all heads.
-      padding: rows without a slot, put between the runs.
-      decode: whether row i is slot i.
-      window: places that no row sees behind it hold NaN, too, and pages of such places
-        alone are not mapped; None keeps all places.
+      rng: random generator.
+      runs: position of the first row, and number of rows, of each slot.
+      page_size: tokens per page.
+      kv_heads: number of KV heads.
+      group: query heads per KV head.
+      head_dim: size of a head.
+      padding: rows without a slot, inserted between the runs.
+      decode: True if row i belongs to slot i.
+      window: attention window; places before it have NaN as well, and pages with only
+        such places are not mapped; None means no window.
     """
     lengths = [start + num if num else 0 for start, num in runs]
     num_pages = [-(-length // page_size) for length in lengths]
@@ -140,7 +140,7 @@ def make_case(
         address = page_ids[slot, places // page_size], slice(None), places % page_size
         for pages in (k_pages, v_pages):
             pages[address] = rng.normal(size=(len(places), kv_heads, head_dim))
-    # A stale id beyond the end, of a page that another slot still uses.
+    # A stale id beyond the end, of a page that another slot uses.
     page_ids[0, -1] = page_ids[-1, 0]
 
     chunks = [
@@ -162,7 +162,7 @@ def make_case(
 
 
 def check(state: AttentionState, expected: tuple, tolerance: float = 2e-5) -> None:
-    """Compares, with exact zeros and infinities where nothing is seen."""
+    """Compares; rows without keys must have exact zeros and infinities."""
     out, lse = expected
     assert np.isfinite(state.out).all()
     np.testing.assert_allclose(state.out, out, rtol=0, atol=tolerance)

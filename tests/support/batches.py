@@ -1,4 +1,4 @@
-"""Places to serve one workload at, which must not change a bit of it."""
+"""Engines that serve one workload with different batches and equal bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tests.support.engines import MODEL, Ask, Outcome, Run, pages_of
 
 
 class Place(NamedTuple):
-    """Where a workload is served: static bounds, and how the policy decides."""
+    """An engine for a workload: static bounds and parameters of the policy."""
 
     max_slots: int
     page_size: int
@@ -25,15 +25,15 @@ class Place(NamedTuple):
     victim: Any = "latest"
 
 
-# Sequences have up to 63 places. Pools of just so many force preemption wherever more
-# than one slot is there; tiles of 64 rows hold from a thirtieth of a step to all of it.
+# Sequences have up to 63 places. Pools of this size force preemptions if there is more
+# than one slot; a tile of 64 rows has 3 % to 100 % of a step.
 PLACES = {
     "crowd": Place(8, 4, 16, 40, 8, False),
     "alone": Place(1, 16, 4, 24, None, False),
     "trickle": Place(3, 64, 3, 3, 32, False),
     "flood": Place(8, 16, 6, 200, None, True, 5, "fewest_pages"),
     "squeeze": Place(3, 4, 17, 70, 32, True, 20, "cheapest"),
-    "squeeze that keeps nothing": Place(3, 4, 17, 70, 32, False, 0, "least_computed"),
+    "squeeze without swap": Place(3, 4, 17, 70, 32, False, 0, "least_computed"),
     "pages of one token": Place(3, 1, 120, 64, 8, True),
     "plenty": Place(8, 64, 8, 64, 32, False),
     "alone by the token": Place(1, 4, 16, 1, 8, True),
@@ -73,7 +73,7 @@ def workload(seed: int) -> list[Ask]:
 
 
 def groups(seed: int) -> list[Ask]:
-    """Requests of up to three answers, most of which begin with one of two texts."""
+    """Requests with up to three answers, most with one of two prefixes."""
     rng = np.random.default_rng([seed, 2])
     texts = rng.integers(0, MODEL.vocab_size, (2, 20)).tolist()
     asks = []
@@ -87,7 +87,7 @@ def groups(seed: int) -> list[Ask]:
 
 
 def fits(ask: Ask, place: Place) -> bool:
-    """Whether a request's worst case fits a place."""
+    """Returns True if the worst case of a request fits into an engine."""
     return pages_of(ask, place.page_size) <= place.num_pages
 
 
@@ -100,9 +100,9 @@ def serve(
     config: EngineConfig | None = None,
     **how: Any,
 ) -> Run:
-    """Serves a workload in an order, and with arrivals, of the place's own.
+    """Serves a workload in the order and with the arrivals of a place.
 
-    A `config` stands for the place's own, and `how` is as `engines.serve` has it.
+    A `config` replaces that of the place; `how` are arguments of `engines.serve`.
     """
     how = {"as_served": True, "weights": weights_served()} | how
     rng = np.random.default_rng([seed, place.max_slots, place.page_size])
@@ -128,12 +128,12 @@ def serve(
 
 
 def weights_served() -> Any:
-    """The model's, in the widest type that there is."""
+    """Parameters of the model in the widest available type."""
     return engines.params(MODEL, "float64" if jax.config.x64_enabled else "float32")
 
 
 def assert_same_bits(a: Outcome, b: Outcome) -> None:
-    """Everything but the times and what was computed twice."""
+    """Asserts equal outcomes, times and recomputation excluded."""
     for name in ("tokens", "reason", "logprobs", "prompt_logprobs", "top_ids"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
     np.testing.assert_array_equal(a.top_logprobs, b.top_logprobs)
@@ -144,7 +144,7 @@ def check_workloads(
     names: Sequence[str],
     make: Callable[[int], list[Ask]] = workload,
 ) -> dict[str, int]:
-    """Serves every workload at every place; returns how many were preempted."""
+    """Serves every workload at every place; returns the number of preemptions."""
     num_preempted = dict.fromkeys(names, 0)
     for seed in seeds:
         asks = make(seed)

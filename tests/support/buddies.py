@@ -1,10 +1,10 @@
-"""A buddy allocator as textbooks have it: lists of free blocks that split and merge."""
+"""A textbook buddy allocator: lists of free blocks that split and merge."""
 
 from bisect import insort
 
 
 class Buddies:
-    """Blocks of a power of two of leaves, the smallest that fits first, then the first.
+    """Allocates the smallest free block that fits, at the lowest address.
 
     The pool is the binary expansion of its size, in blocks of at most `largest`.
     """
@@ -23,7 +23,7 @@ class Buddies:
             start += 1 << order
 
     def allocate(self, order: int) -> int | None:
-        """Takes a block; its first leaf, or None if there is none."""
+        """Allocates a block; returns its first leaf, or None if there is none."""
         for size in range(order, self.top + 1):
             if self.free[size]:
                 start = self.free[size].pop(0)
@@ -34,7 +34,7 @@ class Buddies:
         return None
 
     def release(self, start: int) -> None:
-        """Gives it back, and merges it with its buddy as often as that is free."""
+        """Releases a block, and merges it with its buddy while that is free."""
         order = self.orders.pop(start)
         while self.roots.get(start) != order:
             buddy = start ^ (1 << order)

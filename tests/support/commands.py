@@ -1,4 +1,4 @@
-"""Commands, called in this process as a user would type them."""
+"""Commands, called in this process with the words that a user types."""
 
 import json
 import subprocess
@@ -12,11 +12,11 @@ from experiments.cli import main
 from tests.support.folders import ROOT
 
 type Command = Callable[..., tuple[int, str, str]]
-"""Words of a command -> status, and what it said on stdout and on stderr."""
+"""Words of a command -> status, stdout, stderr."""
 
 
 def command(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
-    """A command that begins with some words."""
+    """Returns a command with some leading words."""
 
     def call(*args: str) -> tuple[int, str, str]:
         status = main.main([*first, *args])
@@ -27,14 +27,14 @@ def command(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
 
 
 def document(called: Command, *args: str) -> dict[str, Any]:
-    """What a command that succeeds answers to a program."""
+    """Returns the JSON output of a command that succeeds."""
     status, out, err = called(*args, "--json")
     assert status == 0, err
     return json.loads(out)
 
 
 def words(called: Command, *args: str) -> str:
-    """What a command that succeeds says on a screen of 80 columns, as one line."""
+    """Returns the output of a command at 80 columns, joined to one line."""
     status, out, err = called(*args)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 80
@@ -42,7 +42,7 @@ def words(called: Command, *args: str) -> str:
 
 
 def assert_refused(called: Command, args: str, line: str) -> None:
-    """Status 2, nothing on stdout, and one line on stderr that says why."""
+    """Asserts status 2, an empty stdout, and one line with the reason on stderr."""
     status, out, err = called(*args.split(), "--json")
     assert (status, out) == (2, ""), err
     assert line in err
@@ -51,7 +51,7 @@ def assert_refused(called: Command, args: str, line: str) -> None:
 
 
 def assert_nothing_heavy_is_imported(*commands: str) -> None:
-    """Runs commands in a process of their own, which must not wait for libraries."""
+    """Runs commands in a new process; they must not import slow libraries."""
     code = (
         "import sys; from experiments.cli import main as cli\n"
         f"for words in {[each.split() for each in commands]}:\n"

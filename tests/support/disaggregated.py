@@ -1,4 +1,4 @@
-"""Requests for disaggregated serving, and the answers of one engine to them."""
+"""Requests for disaggregated serving, and the answers of one engine."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ENGINE: dict[str, Any] = {
 
 
 def draw_prompts(seed: int, num: int) -> list[list[int]]:
-    """Prompts of 2 to 23 tokens; every second one begins with the same 12."""
+    """Prompts of 2 to 23 tokens; every second one has the same first 12."""
     rng = np.random.default_rng(seed)
     common = rng.integers(5, 60, 12).tolist()
     return [
@@ -28,7 +28,7 @@ def draw_prompts(seed: int, num: int) -> list[list[int]]:
 
 
 def wanted(prompts: list[list[int]], ask: Sampling) -> list[list[int]]:
-    """The answers of one engine."""
+    """Returns the answers of one engine."""
     engine = jaxkv.Engine.load(TOKENIZED, **ENGINE)
     for name, prompt in enumerate(prompts):
         engine.submit(prompt, ask, request_id=name)
@@ -49,6 +49,6 @@ def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
 
 
 def workers(service: Service, role: str | None = None) -> list[dict[str, Any]]:
-    """The workers that serve."""
+    """Returns the workers that are up."""
     found = [x for x in service.status()["workers"] if x["state"] == "serving"]
     return [x for x in found if role is None or x["role"] == role]

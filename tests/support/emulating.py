@@ -1,4 +1,4 @@
-"""The kernels under the emulator of Mosaic GPU, races watched."""
+"""The kernels under the emulator of Mosaic GPU, with race detection."""
 
 import contextlib
 import functools
@@ -29,19 +29,19 @@ TILES = Tiling(num_programs=2, stages=2, block_rows=128)
 """Of the prefill kernel: tiles of 128 rows and, small, of 64 keys."""
 TILINGS = KernelTilings(decode=SMALL, prefill=TILES)
 
-# Which of them comes first is up to the version of jax and to the threads.
+# The first message depends on the version of jax and on the threads.
 NOTICED = (
     r"RACE DETECTED|Not all copy_smem_to_gmem|"
     r"[Bb]arrier( \d+)? (completed phase|was deallocated|is already at phase)"
 )
-"""What the emulator says of a bug."""
+"""Messages of the emulator for a bug."""
 
 
 @contextlib.contextmanager
 def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
-    """Raises on races, which some versions of jax only print and remember.
+    """Raises on races, which some versions of jax only print and record.
 
-    They remember those of the last kernel alone: here those of each are kept.
+    They record the races of the last kernel only; here those of all kernels are kept.
     """
     name, kept = "GPURaceDetectionState", list[Any]()
     make = getattr(gpu_callbacks, name, None)
@@ -65,9 +65,9 @@ def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
 def run(
     case: Case, tiling: Tiling = SMALL, *, is_packed: bool = False
 ) -> tuple[Any, Any]:
-    """Emulates the kernel; raises what the emulator finds.
+    """Emulates the kernel; raises the errors that the emulator finds.
 
-    It packs the queries itself, or finds them packed, NaN where none is.
+    The queries are packed by the kernel, or before it with NaN in empty rows.
     """
     _, kv_heads, _, _ = case.k_pages.shape
 
@@ -137,12 +137,12 @@ def run_prefill(case: Case, tiling: Tiling = TILES, few: int = 0) -> tuple[Any, 
 
 
 def scoring(case: Case, arrays: dict[str, Any]) -> ScoreTransform:
-    """Makes scores as the case asks, slopes and sinks by query head."""
+    """Returns the scoring of the case, with slopes and sinks by query head."""
     return ScoreTransform(case.scale, case.softcap, arrays["alibi"], arrays["sinks"])
 
 
 def among_layers(arrays: dict[str, Any]) -> list[Any]:
-    """What kernels read, the pages as the second of three layers; no other is one."""
+    """Returns arguments of kernels: the pages are the second of three layers."""
     pages = [arrays[name] for name in ("k_pages", "v_pages")]
     others = [jnp.full_like(x, jnp.nan) for x in pages]
     pages = [jnp.concatenate([y, x, y]) for x, y in zip(pages, others, strict=True)]
@@ -152,9 +152,9 @@ def among_layers(arrays: dict[str, Any]) -> list[Any]:
 def watched_product(
     sums: Any, left: Any, right: Any, multiply: Any = plgpu.wgmma
 ) -> None:
-    """A product that loads its sides first: races of loads alone are looked for."""
+    """A product that loads its operands first, to detect races of the loads."""
     seen = left[...].sum() + right[...].sum()
-    pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # or nobody would want what is loaded
+    pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # keeps the loads alive
     multiply(sums, left, right)
     plgpu.commit_smem()
 
@@ -162,7 +162,7 @@ def watched_product(
 def seed_bug(
     patch: pytest.MonkeyPatch, warpgroups: types.ModuleType, removed: str, added: str
 ) -> None:
-    """Changes one place of a kernel's warpgroups, or of what they share with others."""
+    """Changes one place in the source of a kernel's warpgroups, or of `kv_ring`."""
     kind = warpgroups.__name__.rpartition(".")[2].removesuffix("_body")
     bodies = (f"run_{kind}_consumer", f"run_{kind}_producer")
     homes = {warpgroups: bodies, kv_ring: ("copy_tile",)}
@@ -173,7 +173,7 @@ def seed_bug(
 
 
 def mutant(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
-    """The module with some places of its source changed."""
+    """Returns the module with some changes of its source."""
     source = inspect.getsource(module)
     for removed, added in changes.items():
         assert source.count(removed) == 1

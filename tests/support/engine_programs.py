@@ -20,7 +20,7 @@ from jaxkv.scheduling import fcfs, interface
 from jaxkv.serving import programs
 
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
-"""Where arrays live is settled before LLVM sees a program."""
+"""XLA assigns buffers before LLVM, so LLVM's optimization level can be 0."""
 MODEL = ModelConfig(
     vocab_size=61,
     hidden_size=32,
@@ -82,10 +82,10 @@ def steps(
 def steps_on(
     mesh: Mesh, *, model: ModelConfig, config: EngineConfig, dtype: Any
 ) -> tuple[Any, Any, Any]:
-    """Those of an engine on a mesh, whose devices need not be there.
+    """As `steps`, for an engine on a mesh of devices that need not exist.
 
     Returns:
-      `run_steps`; the shapes of its arguments, with where they belong; and those of one
+      `run_steps`; the shapes of its arguments, with shardings; and the shapes of one
       device's pages.
     """
     fitted = tensor.fit_config(
@@ -99,7 +99,7 @@ def steps_on(
     found = programs.mesh_programs(programs.program_shardings(mesh, weights, parts))
 
     def run(params: Any, state: Any, clock: Any) -> Any:
-        # What the engine jits: options of the compiler are the outermost jit's.
+        # As the engine does: compiler options apply only to the outermost jit.
         return found.run_steps.__wrapped__(
             params,
             state,
@@ -139,7 +139,7 @@ def temporary_bytes(program: Any) -> int:
 
 
 def copies(program: Any, pages: Any) -> list[str]:
-    """Copies in the program of anything as large as the first leaf, of any shape."""
+    """Returns the copies in a program that are as large as the first leaf."""
     return large_copies(program.as_text(), pages)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models, random requests, and the plain loop that every engine must equal."""
+"""Tiny models, random requests, and the plain loop that is the reference."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ MODEL = ModelConfig(
     tie_embeddings=False,
 )
 
-# Sixteen pages hold one sequence of full length: the smallest pool there may be.
+# Sixteen pages hold one sequence of `max_length`: the smallest possible pool.
 TIGHT = EngineConfig(
     num_pages=16,
     page_size=4,
@@ -66,7 +66,7 @@ TIGHT = EngineConfig(
     debug=True,
 )
 ROOMY = dataclasses.replace(TIGHT, num_pages=56)
-"""Three sequences of full length, and a rest."""
+"""A pool for three sequences of `max_length`, and a remainder."""
 CACHED = dataclasses.replace(TIGHT, prefix_cache=True)
 SERVED = dataclasses.replace(
     TIGHT,
@@ -78,14 +78,14 @@ SERVED = dataclasses.replace(
     max_logit_rows=8,
     submit_width=4,
 )
-"""Bounds of a small engine behind the facade, shared so that its programs are."""
+"""Configuration of a small `Engine`, shared so that tests share its programs."""
 FCFS = fcfs.fcfs()
 
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""For what a file compiles as users have it, and of which it asks no rounding."""
+"""Compiler options for programs whose exact rounding does not matter."""
 
 _compiled = functools.partial(
     jax.jit,
@@ -111,7 +111,7 @@ full_logits = jax.jit(transformer.logits, static_argnames="config")
 
 
 class Ask(NamedTuple):
-    """A request, as the tests write it."""
+    """A request in tests."""
 
     request_id: int
     prompt: list[int]
@@ -126,18 +126,18 @@ def greedy(request_id: int, prompt: list[int], max_tokens: int, **fields: Any) -
 
 
 class Outcome(NamedTuple):
-    """What became of a request."""
+    """Outcome of a request."""
 
     tokens: list[int]
     reason: str
     logprobs: np.ndarray
-    """Of the answer, where asked for; else zeros."""
+    """Log-probabilities of the answer, where requested; else zeros."""
     prompt_logprobs: np.ndarray
-    """Of the prompt from its second token on, where asked for; else zeros."""
+    """Those of the prompt from its second token on, where requested; else zeros."""
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     prompt_top_ids: np.ndarray
-    """At the prompt's places from the second on, where kept; else zeros."""
+    """Alternatives at the prompt's positions from the second on; else zeros."""
     prompt_top_logprobs: np.ndarray
     first_token_s: float
     finish_s: float
@@ -146,15 +146,15 @@ class Outcome(NamedTuple):
     num_preempted: int
     num_swapped: int
     score: float
-    """Of a beam search; else 0."""
+    """Score of a beam search; else 0."""
 
 
 type Name = int | tuple[int, int]
-"""A request's first answer goes by its id, the others by id and sample."""
+"""Name of an answer: the request id for the first, then (id, sample)."""
 
 
 def names_of(asks: Iterable[Ask]) -> list[Name]:
-    """Names of all answers, those of a request side by side."""
+    """Returns the names of all answers, in order of requests."""
     return [
         name_of(ask.request_id, sample)
         for ask in asks
@@ -167,13 +167,13 @@ def name_of(request_id: int, sample: int) -> Name:
 
 
 class Run(NamedTuple):
-    """All requests of a workload served."""
+    """Results of a served workload."""
 
     outcomes: dict[Any, Outcome]
     info: StepInfo
-    """The infos of all steps, as NumPy arrays."""
+    """`StepInfo` of all steps, as NumPy arrays."""
     state: EngineState
-    """The idle engine that is left."""
+    """The idle engine at the end."""
 
     @property
     def tokens(self) -> dict[Any, list[int]]:
@@ -182,7 +182,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.Params:
-    """Random parameters that give every logit a say: its deviation is about 3.
+    """Random parameters with logits of a standard deviation of about 3.
 
     From NumPy, since JAX would compile a small program for each shape.
     """
@@ -194,7 +194,7 @@ def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.P
     drawn = jax.tree.map(lambda x: draw(x.shape), transformer.param_shapes(config))
     if "head" in drawn:
         drawn["head"]["weight"] *= 3
-    # Not in two roundings: the parameters in float64 are those in float32, widened.
+    # Rounded once: the float64 parameters are the float32 parameters, widened.
     return jax.tree.map(lambda x: jnp.asarray(x.astype("float32"), dtype), drawn)
 
 
@@ -212,7 +212,7 @@ def start(
     dtype: Any = "float32",
     speculation: Speculation | None = None,
 ) -> EngineState:
-    """An idle engine whose pages are full of NaN, which nobody may ever see."""
+    """An idle engine with NaN in all pages, which no sequence may read."""
     pages = paged.make_model_pages(model, config, dtype=dtype)
     memory = None if speculation is None else speculation.drafter.init(config)
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
@@ -220,7 +220,7 @@ def start(
 
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
-    """Requests as the engine takes them, `submit_width` rows of NumPy arrays."""
+    """Returns requests for `submit`: `submit_width` rows of NumPy arrays."""
     return request_batch.make_requests(
         [ask.prompt for ask in asks],
         [ask.sampling for ask in asks],
@@ -232,7 +232,7 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
 
 
 def submitted(asks: Sequence[Ask], config: EngineConfig) -> EngineState:
-    """An engine in which the requests wait."""
+    """Returns an engine with the requests in its queue."""
     requests = requests_of(asks, config)
     state, taken = submit(start(config), requests, config=config)
     assert np.asarray(taken)[: len(names_of(asks))].all()
@@ -240,7 +240,7 @@ def submitted(asks: Sequence[Ask], config: EngineConfig) -> EngineState:
 
 
 def assert_sound(info: StepInfo) -> None:
-    """Every step kept every invariant, and got the pages that it planned with."""
+    """Asserts that no step violated an invariant or lacked pages."""
     assert info.violations is not None, "the engine must run in debug mode"
     for name, counts in info.violations._asdict().items():
         assert not np.asarray(counts).any(), name
@@ -248,7 +248,7 @@ def assert_sound(info: StepInfo) -> None:
 
 
 def assert_empty(state: EngineState) -> None:
-    """Nothing is left: no page in use but cached ones, no slot, nobody waiting."""
+    """Asserts that only cached pages are in use, and slots and queue are empty."""
     cached = np.zeros(state.pool.ref.shape, int)
     if state.prefixes is not None:
         assert int(prefix_cache.count_prefix_faults(state.prefixes, state.pool)) == 0
@@ -284,27 +284,27 @@ def serve(
     speculation: Speculation | None = None,
     forward: Forward | None = None,
 ) -> Run:
-    """Runs requests to their end, handing them over as there is room.
+    """Runs requests to their end; submits them as the queue has room.
 
     Args:
       asks: the requests, in order of arrival.
-      config: the engine's bounds.
-      policy: who runs; None means `policies.fcfs()`.
-      state: an engine to go on with.
+      config: the engine's configuration.
+      policy: the scheduling policy; None means `fcfs.fcfs()`.
+      state: an engine to continue; None means a new one.
       model: the model.
       weights: its parameters; None means `params(model)`.
-      as_served: whether to run the program that users get, slow to compile.
-      step_s: how far the clock moves with each call.
-      max_calls: calls after which the engine counts as stuck.
-      host: swap space beside the staging buffer.
-      num: answers that the state owes already.
-      logits_fn: changes logits before a token is drawn.
-      eviction: which pages leave the prefix cache first; None means `eviction.LRU()`.
-      speculation: who guesses tokens, and who judges them.
-      forward: feeds the model, if it is not fed alone.
+      as_served: True to run the program that users get, which compiles slowly.
+      step_s: time between calls, in s.
+      max_calls: calls after which the test fails.
+      host: swap space in host memory.
+      num: unfinished answers in `state`.
+      logits_fn: changes logits before sampling.
+      eviction: eviction rule of the prefix cache; None means LRU.
+      speculation: drafter and verifier.
+      forward: the model's forward pass; None means `PagedForward`.
     """
     waiting, infos = list(asks), []
-    # Left out where there is none, so that the program is that of all other tests.
+    # Left out if None, so that the program is that of all other tests.
     rare = {"logits_fn": logits_fn, "speculation": speculation}
     changed: dict[str, Any] = {
         name: value for name, value in rare.items() if value is not None
@@ -323,7 +323,7 @@ def serve(
         if waiting:
             requests = requests_of(batch_of(waiting, config), config)
             state, taken = submit(state, requests, config=config)
-            # Whoever finds no room keeps everybody behind it out.
+            # A request without room blocks all later ones.
             assert sorted(np.asarray(taken), reverse=True) == list(np.asarray(taken))
             begun = np.asarray(taken) & (requests.params.sample == 0)
             waiting = waiting[int(begun.sum()) :]
@@ -351,7 +351,7 @@ def serve(
 
 
 def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
-    """Some calls more; the infos as NumPy arrays, those of the last call."""
+    """Runs further calls; returns the infos of the last call as NumPy arrays."""
     forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = run_steps(
@@ -368,7 +368,7 @@ def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
 
 
 def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
-    """As many requests from the first on as one call of `submit` can take."""
+    """Returns the first requests that fit into one call of `submit`."""
     rows = np.cumsum([ask.sampling.num_sequences for ask in asks])
     return asks[: max(1, int(np.searchsorted(rows, config.submit_width, "right")))]
 
@@ -402,12 +402,12 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
 
 
 def seconds_of(seconds: Any, micros: Any) -> float:
-    """Returns a time of `Events` in seconds; 0 if it never came."""
+    """Returns a time of `Events` in s; 0 if the event did not happen."""
     return max(0.0, float(seconds) - 1 + float(micros) / clock.MICROS_PER_SECOND)
 
 
 def unfinished(state: EngineState) -> np.ndarray:
-    """Marks the rows of sequences that wait or run."""
+    """Returns a mask of the waiting and running sequences."""
     progress, events = (
         np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
     )
@@ -426,10 +426,10 @@ def random_asks(
     scores: bool = False,
     max_n: int = 1,
 ) -> list[Ask]:
-    """Requests of every kind: greedy or drawn, cut off, penalised, with stops, seeded.
+    """Requests of every kind: greedy or sampled, truncated, penalised, seeded, stops.
 
-    With `scores`, some ask for log-probabilities of answers and prompts, too; with
-    `max_n`, some for several answers.
+    With `scores`, some have log-probabilities of answers and prompts; with `max_n`,
+    some have several answers.
     """
     asks = []
     for request_id in range(first_id, first_id + num):
@@ -465,7 +465,7 @@ def random_asks(
 
 @functools.partial(jax.jit, static_argnames="model", compiler_options=FAST_COMPILE)
 def _plain_loop(weights, requests: Requests, model: ModelConfig):
-    """Answers every request by one full forward pass over it for each token."""
+    """Answers every request by a full forward pass for each token."""
     rows = jnp.arange(requests.limit.shape[0], dtype=jnp.int32)
 
     def step(carry):
@@ -503,7 +503,7 @@ def plain(
     model: ModelConfig = MODEL,
     weights: transformer.Params | None = None,
 ) -> dict[Any, tuple[list[int], str]]:
-    """Tokens and reason of every answer, each found alone and without pages."""
+    """Returns tokens and reason of every answer, computed without batch and pages."""
     weights, answers = params(model) if weights is None else weights, {}
     while asks:
         batch = batch_of(asks, config)
@@ -517,7 +517,7 @@ def plain(
 
 
 def assert_equal_plain(run: Run, asks: Sequence[Ask], config: EngineConfig) -> None:
-    """Every request got the tokens and the ending that the plain loop gives."""
+    """Asserts that tokens and finish reasons equal those of the plain loop."""
     expected = plain(asks, config)
     got = {name: (each.tokens, each.reason) for name, each in run.outcomes.items()}
     assert got == expected
@@ -529,9 +529,9 @@ def logprobs_of(
     model: ModelConfig = MODEL,
     weights: transformer.Params | None = None,
 ) -> np.ndarray:
-    """Log-probabilities [place, vocab] that one full forward pass gives, in float64.
+    """Returns log-probabilities [position, vocab] of one forward pass, in float64.
 
-    Row i is the law of token i + 1 of prompt and answer.
+    Row i is the distribution of token i + 1 of prompt and answer.
     """
     weights = params(model) if weights is None else weights
     tokens = np.zeros((1, model.max_positions), np.int32)
@@ -544,7 +544,7 @@ def logprobs_of(
 
 
 def pages_of(ask: Ask, page_size: int = TIGHT.page_size) -> int:
-    """Most pages that a request can need."""
+    """Returns the largest number of pages that a request can need."""
     shared = len(ask.prompt) // page_size
     limit = min(len(ask.prompt) + ask.sampling.max_tokens, TIGHT.max_length)
     return shared + ask.sampling.num_sequences * (-(-(limit - 1) // page_size) - shared)

@@ -1,4 +1,4 @@
-"""The mechanical part of the rubric that every figure is held to.
+"""Mechanical checks of the rubric for figures.
 
 Type of at least 9 points at print width, a title on every panel, a unit in every label,
 bars from zero, legends off the data, no text over another, and one colour for a system
@@ -16,17 +16,17 @@ from experiments.plotting import systems
 
 LEAST_POINTS = 9.0
 WIDTH_INCHES = 6.8
-"""Width of a page's text, at which a figure is printed."""
+"""Width of a printed figure: the text width of a page."""
 UNIT = re.compile(r"\[[^\[\]]+\]$")
 """A label ends with its unit; `[1]` declares that there is none."""
 _PLAIN = re.compile(r"\\\\[a-z]+")
 """Commands in the labels of logarithmic axes."""
 SLACK = 0.01
-"""Inches by which boxes may overlap."""
+"""Allowed overlap of boxes in inches."""
 
 
 class Saved(Exception):
-    """Ends a drawing at its first file."""
+    """Ends a drawing at its first saved file."""
 
 
 def drawn(draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -48,7 +48,7 @@ def drawn(draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def faults(figure: Any) -> list[str]:
-    """What the rubric finds wrong with a drawn figure, a line each."""
+    """Returns the violations of the rubric by a figure, a line each."""
     renderer = figure.canvas.get_renderer()
     found = [*_small_type(figure), *_overlaps(figure, renderer)]
     for ax in figure.axes:
@@ -57,7 +57,7 @@ def faults(figure: Any) -> list[str]:
 
 
 def looks(figure: Any) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """Names in legends that are names of systems, and the colours that they have."""
+    """Returns the names of systems in legends, with their colours."""
     from matplotlib.colors import to_rgb
 
     for ax in figure.axes:
@@ -99,7 +99,7 @@ def _small_type(figure: Any) -> Iterator[str]:
 
 
 def _overlaps(figure: Any, renderer: Any) -> Iterator[str]:
-    """Texts over one another, and texts that leave the figure."""
+    """Returns texts that overlap, and texts outside the figure."""
     slack = SLACK * figure.dpi
     boxes = []
     for text in _texts(figure):

@@ -1,4 +1,4 @@
-"""Inputs of attention over whole sequences, and a scalar of all its outputs."""
+"""Inputs of attention over whole sequences, and a scalar function of its outputs."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def draw(
 
 
 def total(attend: Any, *arrays: Any) -> Any:
-    """A number that depends on every output, and on every finite log-sum-exp."""
+    """Returns a number that depends on every output and every finite log-sum-exp."""
     out, lse = attend(*arrays)
     lse = jnp.where(jnp.isfinite(lse), lse, jnp.zeros_like(lse))
     weights = jnp.sin(jnp.arange(out.size, dtype=jnp.int32).astype(lse.dtype))

@@ -1,4 +1,4 @@
-"""Where things lie: the checkout, and the files that the tests compare with."""
+"""Paths of the checkout and of the golden files."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "experiments" / "records"
 GOLDEN = ROOT / "tests" / "golden"
 TOKENIZED = GOLDEN / "tokenized"
-"""A small llama and its tokenizer, as transformers saved them."""
+"""A small Llama and its tokenizer, saved by transformers."""

@@ -1,4 +1,4 @@
-"""Grouped products to try, and their meaning: a loop over groups in float64."""
+"""Cases of grouped products, and the reference: a loop over groups in float64."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ class Case:
     group_sizes: jax.Array
 
     def runs(self) -> list[slice]:
-        """Rows of each group."""
+        """Number of rows of each group."""
         ends = np.cumsum(self.group_sizes)
         return [
             slice(int(end - size), int(end))
@@ -33,7 +33,7 @@ def make_case(
     num_columns: int = 64,
     dtype: Any = "bfloat16",
 ) -> Case:
-    """Draws rows and weights; more rows than the sizes say belong to nobody."""
+    """Draws rows and weights; rows beyond the sizes belong to no group."""
     rng, num_grouped = np.random.default_rng(0), sum(sizes)
     x = rng.normal(size=(num_rows or num_grouped, width))
     x[num_grouped:] = np.nan
@@ -50,7 +50,7 @@ def wide(x: Any) -> np.ndarray:
 
 
 def exact(case: Case) -> np.ndarray:
-    """The product in float64, from numbers as they were rounded for the case."""
+    """Returns the product in float64, of the rounded inputs."""
     x, w = wide(case.x), wide(case.w)
     out = np.zeros((len(x), w.shape[2]))
     for run, weights in zip(case.runs(), w, strict=True):
@@ -59,7 +59,7 @@ def exact(case: Case) -> np.ndarray:
 
 
 def plain(case: Case) -> np.ndarray:
-    """The same as one writes it: sums in float32, and the type of the case."""
+    """Returns the product by a plain implementation: sums in float32, rounded."""
     out = np.zeros((len(case.x), case.w.shape[2]), np.float32)
     for run, weights in zip(case.runs(), case.w, strict=True):
         out[run] = wide(case.x)[run].astype("f4") @ wide(weights).astype("f4")
@@ -67,6 +67,6 @@ def plain(case: Case) -> np.ndarray:
 
 
 def assert_within_rule(out: Any, wanted: np.ndarray, plain: np.ndarray) -> None:
-    """At most twice the error of the plain implementation, plus 1e-5."""
+    """Asserts at most twice the error of the plain implementation, plus 1e-5."""
     allowed = 2 * np.abs(plain - wanted).max(initial=0) + 1e-5
     assert np.abs(wide(out) - wanted).max(initial=0) <= allowed

@@ -1,13 +1,13 @@
-"""What a prefix cache should find, keep and evict: the stated rules in plain Python.
+"""A reference of the prefix cache in plain Python: hits, insertion and eviction.
 
-The model is told who had a slot in each step and how many tokens were fed there, as the
-infos tell it; that much is scheduling. What was found, which page holds it, what enters
-and what is evicted for whom it works out from the tokens alone, by a dictionary from
-(salt, all tokens up to the end of a page) to the page. It shares no code with the cache
-in the engine, and has no hashes: that a bucket is full, it does not know.
+The model reads the schedule from the `StepInfo` of the engine: the sequence of each
+slot and its fed tokens. From the tokens it computes cache hits, their pages, insertions
+and evictions, by a dictionary from (salt, all tokens up to the end of a page) to the
+page. It shares no code with the engine's cache and has no hashes, so it does not model
+full hash buckets.
 
-Wherever an engine could tell that it did something else, the model fails: a request
-that found more or fewer pages would draw its next token in another step.
+The model fails if the engine differs: a request with more or fewer cached pages would
+emit its next token in another step.
 """
 
 import collections
@@ -29,27 +29,27 @@ type Key = tuple[int, tuple[int, ...]]
 
 @dataclasses.dataclass
 class Known:
-    """A sequence: its tokens, and how it stands with the others of its request."""
+    """A sequence: its tokens, and its part in the shared prefill of its request."""
 
     tokens: list[int]
     salt: int
     use_prefix_cache: bool
     was_fed: bool = False
     source: int | None = None
-    """Slot that feeds the common tokens for it."""
+    """Slot that feeds the common tokens for this sequence."""
     num_common: int = 0
-    """Tokens that it feeds for others; 0 if none wait for it."""
+    """Common tokens that it feeds for its group; 0 if no sequence waits for it."""
 
     @property
     def goal(self) -> int:
-        """Tokens that it has to have fed."""
+        """Tokens that it must have fed."""
         if self.source is not None:
             return 0
         return self.num_common or len(self.tokens)
 
 
 class HitModel:
-    """The cache, and the pages of all slots: `Oracle` says which page is handed out."""
+    """The cache and the pages of all slots; `Oracle` allocates the pages."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.size = config, config.page_size
@@ -64,9 +64,9 @@ class HitModel:
         self.used: dict[int, int] = {}
         self.tick = 0
         self.num_cached: collections.Counter[int] = collections.Counter()
-        """Tokens that each request found when it came; none before it was admitted."""
+        """Cached tokens of each request at its first admission."""
         self.num_found = self.num_entered = self.num_evicted = 0
-        """Pages found by anybody, those who came back included; entered; evicted."""
+        """Pages found, also after preemptions; pages inserted; pages evicted."""
 
     def submit(self, ask: Ask) -> None:
         wish = ask.sampling
@@ -76,7 +76,7 @@ class HitModel:
             )
 
     def replay(self, info: StepInfo) -> None:
-        """Goes through the steps of one call."""
+        """Replays the steps of one call."""
         for step in range(len(info.num_rows)):
             self.step(jax.tree.map(lambda values, step=step: values[step], info))
 
@@ -134,7 +134,7 @@ class HitModel:
         self.let_go([name is not None and name[0] == request_id for name in self.slots])
 
     def let_go(self, gone: list[bool]) -> None:
-        """Empties slots; their pages were used until now."""
+        """Empties slots; the last use of their pages is now."""
         leaving = [slot for slot, leaves in enumerate(gone) if leaves]
         self.touch(page for slot in leaving for page in self.pages.rows[slot])
         self.pages.drop(gone)
@@ -149,7 +149,7 @@ class HitModel:
         ]
 
     def seat(self, came: Sequence[int]) -> list[int]:
-        """Of the slots of each new request, the first one feeds what all begin with."""
+        """Makes the first slot of each new request feed the common tokens."""
         groups: dict[int, list[int]] = {}
         for slot in came:
             name = self.slots[slot]
@@ -170,7 +170,7 @@ class HitModel:
         return [first for first, *_ in groups.values()]
 
     def fork(self, fed: list[bool]) -> None:
-        """Gives those who wait the pages of who has read all that is common."""
+        """Forks waiting sequences onto the pages of the common tokens."""
         sequences = dict(self.running())
         source = [-1] * len(self.slots)
         for slot, sequence in sequences.items():
@@ -184,7 +184,7 @@ class HitModel:
             sequences[reader].num_common = 0
 
     def match(self, slot: int) -> list[int]:
-        """Cached pages of its first tokens; one token at least is left to feed."""
+        """Returns the cached pages of a slot; at least one token is left to feed."""
         sequence = dict(self.running())[slot]
         found: list[int] = []
         if sequence.use_prefix_cache:
@@ -196,7 +196,7 @@ class HitModel:
         return found
 
     def start(self, found: dict[int, list[int]]) -> None:
-        """Puts new requests on what they found; the first time, it counts for them."""
+        """Starts new requests on cached pages, and counts the first time."""
         self.touch(page for ids in found.values() for page in ids)
         for slot, ids in found.items():
             name = self.slots[slot]
@@ -209,7 +209,7 @@ class HitModel:
                 self.num_cached[name[0]] += len(ids) * self.size
 
     def keep(self, before: list[int]) -> None:
-        """Enters filled pages: the first of every slot, then the second, and so on."""
+        """Inserts filled pages: the first of every slot, then the second, and so on."""
         pages, size = self.pages, self.size
         first = [length // size for length in before]
         num_filled = [
@@ -247,9 +247,9 @@ class HitModel:
         return len(self.key_of[page][1]) // self.size - 1
 
     def last_uses(self) -> dict[int, int]:
-        """When each page was last used, itself or a page after it.
+        """Returns the time at which each page, or a page after it, was last used.
 
-        Of the cached pages of which nobody uses the page or one after it.
+        Pages that are in use, or have a later page in use, are left out.
         """
         last: dict[int, int] = {}
         busy: set[int] = set()
@@ -264,7 +264,7 @@ class HitModel:
         return {page: tick for page, tick in last.items() if page not in busy}
 
     def evict(self, num: int) -> None:
-        """Least recently used first, then the deepest, then the lowest id."""
+        """Evicts the least recently used page, then the deepest, then the lowest id."""
         if not num:
             return
         last = self.last_uses()
@@ -276,7 +276,7 @@ class HitModel:
         self.pages.release(victims)
 
     def check(self, state: EngineState) -> None:
-        """Fails unless all tables, counts and cached pages are those of the engine."""
+        """Asserts that tables, counts and cached pages equal those of the engine."""
         self.pages.check(state.pool, state.table)
         assert state.prefixes is not None
         cache = state.prefixes

@@ -20,7 +20,7 @@ KEY = "a-secret-key"
 
 
 class Scripted:
-    """A backend that answers with the prompt's letters, each one letter on.
+    """A backend that answers with the prompt, each letter replaced by the next one.
 
     A prompt that begins with "wait" gets one token and then waits until `go`; one with
     "fail" a failure after one token; one with "nan" an answer that broke down; one with
@@ -120,7 +120,7 @@ class Scripted:
 
 
 def _best(token: int, logprob: float, num: int) -> dict[int, float]:
-    """The token itself first, then others."""
+    """Returns the token and further ones as alternatives."""
     return {token + i: logprob - i for i in range(num)}
 
 
@@ -130,7 +130,7 @@ class Serving(NamedTuple):
     service: app.HttpService
     port: int
     stop: Callable[[], None]
-    """Has the server stop, and waits until it has."""
+    """Stops the server, and waits for its end."""
 
     def ask(
         self,
@@ -140,7 +140,7 @@ class Serving(NamedTuple):
         key: str | None = KEY,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """Status and body of an answer; JSON unless the body is bytes already."""
+        """Returns status and body of a response; the request is JSON unless bytes."""
         headers = dict(headers or {})
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
@@ -166,7 +166,7 @@ class Serving(NamedTuple):
         return status, json.loads(body)["error"]
 
     def chunks(self, path: str, **fields: Any) -> list[Any]:
-        """The documents of a stream; the last is [DONE] or an error."""
+        """Returns the documents of a stream; the last is [DONE] or an error."""
         status, body = self.ask(path, fields | {"stream": True})
         assert status == 200, body
         lines = [x.removeprefix("data: ") for x in body.decode().split("\n\n") if x]

@@ -1,4 +1,4 @@
-"""A person who stops an experiment, at a place that the test names."""
+"""Progress reporters that stop an experiment at a chosen point."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
@@ -7,7 +7,7 @@ from jaxkv.progress import Quiet
 
 
 class Impatient(Quiet):
-    """Stops when the named work has begun its second piece."""
+    """Stops when the named work begins its second piece."""
 
     def __init__(self, label: str) -> None:
         self.label, self.stopped = label, False
@@ -21,12 +21,12 @@ class Impatient(Quiet):
 
 
 class Stopping(Quiet):
-    """Asks to stop after so many reports, or raises what it is given.
+    """Stops after `after` reports, or raises an error.
 
     Args:
-      after: how many; after 0 it has asked before anything begins.
-      of: whether those of bars count that something is done, or the lines shown.
-      error: raised instead of asking.
+      after: number of reports; 0 stops before the start.
+      of: counted reports: updates of bars, or lines shown.
+      error: raised in place of the stop.
     """
 
     def __init__(

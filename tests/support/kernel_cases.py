@@ -1,4 +1,4 @@
-"""Attention over pages worked out in float64, and cases where all else is poisoned."""
+"""Attention over pages in float64, and cases with NaN in all unused places."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from tests.support import attention_cases
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Arguments of paged attention, in numpy; float arrays in float64."""
+    """Arguments of paged attention in NumPy; floating arrays in float64."""
 
     q: np.ndarray
     k_pages: np.ndarray
@@ -29,7 +29,7 @@ class Case:
     dtype: str = "bfloat16"
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays by name, as the kernel gets them; None where there is none."""
+        """Returns the arrays by name for the kernel; None for missing ones."""
 
         def one(name: str, value: Any) -> Any:
             if not isinstance(value, np.ndarray):
@@ -58,8 +58,8 @@ def make_case(
 ) -> Case:
     """Makes a case from (places before, rows) of each slot, slot by slot.
 
-    Places that no row sees hold NaN, and ids that no row needs name no page. With
-    `decode` a slot of no row gets one of position -1.
+    Places that no row reads have NaN, and unused page ids are invalid. With
+    `decode`, a slot without rows gets one of position -1.
     """
     rng = np.random.default_rng(seed)
     base = attention_cases.make_case(
@@ -74,7 +74,7 @@ def make_case(
         window=features.get("window"),
     )
     q, positions, owners = base.q, base.positions, base.slots
-    if owners is not None:  # those of nobody last
+    if owners is not None:  # rows without a slot last
         order = np.argsort(np.where(owners < 0, len(slots), owners), kind="stable")
         q, positions, owners = q[order], positions[order], owners[order]
     kin = None
@@ -123,14 +123,14 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(case: Case) -> tuple[attention_cases.Case, dict[str, Any]]:
-    """What `attention_cases` calls the case, and its features."""
+    """Returns the case in the form of `attention_cases`, and its features."""
     names = ("context", "ancestors", "scale", "window", "softcap", "alibi", "sinks")
     arrays = (getattr(case, name) for name in attention_cases.Case._fields)
     return attention_cases.Case(*arrays), {name: getattr(case, name) for name in names}
 
 
 def assert_within_rule(case: Case, out: Any, lse: Any) -> None:
-    """At most twice the error of the plain implementation, plus 1e-5."""
+    """Asserts at most twice the error of the plain implementation, plus 1e-5."""
     out, lse = (np.asarray(x, np.float64) for x in (out, lse))
     exact_out, exact_lse = exact(case)
     arrays, features = _parts(case)

@@ -1,4 +1,4 @@
-"""The laws as their papers print them, with coefficients and data to try."""
+"""Formulas of the laws as printed in their papers, with coefficients and data."""
 
 import numpy as np
 
@@ -43,7 +43,7 @@ EXAMPLES = {
 
 
 def plainly(name: str, coefficients: list[float], data: dict) -> np.ndarray:
-    """The laws as their papers print them, in NumPy."""
+    """Returns the laws as printed in their papers, in NumPy."""
     N, D, C = data["num_params"], data["num_tokens"], data["flops"]
     U, S, G = data["num_unique_tokens"], data["steps"], data["granularity"]
     n, experts = data["num_samples"], data["num_experts"]

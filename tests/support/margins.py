@@ -1,4 +1,4 @@
-"""How close a choice of token was, in float64: may rounding have decided it?"""
+"""Margins of sampled tokens in float64: how much rounding may change the choice."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from tests.support.engines import MODEL, Ask
 
 
 def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
-    """The least change of a score that could change the next token.
+    """Returns the smallest change of a score that could change the next token.
 
     Args:
       ask: the request.
       answer: its tokens so far.
-      seed: the engine's.
+      seed: the engine's seed.
 
     Returns:
-      The gap between the best two scores, perturbed ones if the request draws, or the
-      distance to a cut-off, whichever is smaller.
+      The gap between the best two scores (with Gumbel noise if sampled), or the
+      distance to a truncation threshold, whichever is smaller.
     """
     known = [*ask.prompt, *answer]
     with jax.enable_x64(True):
@@ -38,7 +38,7 @@ def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
 
 
 def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
-    """The Gumbel noise of a draw, in float64."""
+    """Returns the Gumbel noise of a sample in float64."""
     key = random_keys.request_key(ask.sampling.seed, seed, ask.request_id)
     keys = random_keys.draw_key(
         jnp.asarray(key)[None],
@@ -51,7 +51,7 @@ def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
 
 
 def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:
-    """Repetition, frequency and presence, one token at a time."""
+    """Applies repetition, frequency and presence penalties, token by token."""
     scores, s = scores.copy(), ask.sampling
     for token in {*ask.prompt, *answer}:
         factor = s.repetition_penalty
@@ -63,7 +63,7 @@ def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray
 
 
 def gap_of(scores: np.ndarray, noise: np.ndarray, ask: Ask) -> float:
-    """The margin of final scores under the request's cut-offs."""
+    """Returns the margin of final scores under the request's truncation."""
     s = ask.sampling
     order = np.argsort(-scores, kind="stable")
     if s.temperature == 0:

@@ -1,4 +1,4 @@
-"""States such as the programs of the decode kernel leave, all else poisoned."""
+"""Partial states of the decode kernel, with NaN in all unused entries."""
 
 from typing import Any, NamedTuple
 
@@ -23,23 +23,23 @@ class Case(NamedTuple):
 
     @property
     def parts(self) -> np.ndarray:
-        """First and last program of each item."""
+        """Returns the first and last program of each item."""
         return parts_of(self.plan, self.tiling)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The arguments that are arrays."""
+        """Returns the array arguments."""
         return self.states, self.plan.schedule.ends, self.plan.packing
 
     def by_twin(self) -> tuple[Any, Any]:
-        """What comes out by plain `jnp`."""
+        """Returns the result of plain `jnp`."""
         return merging.merge_and_unpack(
             *self.arrays, group=self.group, tiling=self.tiling, dtype=jnp.float32
         )
 
 
 def parts_of(plan: DecodePlan, tiling: Tiling) -> np.ndarray:
-    """First and last program of each item, of two KV heads."""
+    """Returns the first and last program of each item, for two KV heads."""
     return np.asarray(
         stream_k.all_item_programs(plan.schedule.ends, kv_heads=2, tiling=tiling)
     )
@@ -55,7 +55,7 @@ def make(
     block_rows: int = 64,
     **trees: Any,
 ) -> Case:
-    """A plan of two KV heads, and states: NaN where nobody wrote."""
+    """Makes a plan of two KV heads, and states with NaN in unwritten entries."""
     tiling = Tiling(num_programs=PROGRAMS, stages=2, block_rows=block_rows)
     plan = decode_plan.plan_decode(
         jnp.asarray(positions, jnp.int32),
@@ -79,7 +79,7 @@ def make(
     for first, last in parts[parts[:, 0] < parts[:, 1]]:
         written[first, 1] = written[first + 1 : last + 1, 0] = True
     part_out[~written], part_lse[~written] = np.nan, np.nan
-    # A row that saw nothing in one part of its item.
+    # A row without keys in one part of its item.
     part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
     return Case(merging.PartialStates(*states), plan, group, tiling)

@@ -1,6 +1,6 @@
-"""What is divided over the devices that a CPU plays.
+"""Models, windows and requests to distribute over simulated CPU devices.
 
-A small model to be trained, and its windows; and requests of all kinds for an engine.
+A small model for training with its windows, and requests of all kinds for an engine.
 """
 
 from pathlib import Path
@@ -45,11 +45,11 @@ ALL_AT_ONCE: dict[str, Any] = {
     "prefix_cache": True,
     "debug": True,
 }
-"""An engine whose pages are few: prompts are found again, requests swapped."""
+"""An engine with few pages: prefix cache hits and swapping occur."""
 PAGE_SIZE = 8
 LENGTHS = 13, 7
-"""Tokens of two prompts, that are read in two chunks each: 16 rows, which eight devices
-divide, and 4, which all of eight have."""
+"""Tokens of two prompts of two chunks each: 16 rows, which eight devices
+divide, and 4, which all eight devices replicate."""
 CHUNKS = (0, 9), (9, 13)
 PROMPTS = [list(range(3, 20)), list(range(3, 17)), [5, 9, 5, 9, 5], [7] * 11]
 ASKS = [
@@ -61,14 +61,14 @@ ASKS = [
 
 
 def answers(folder: Path, mesh: Mesh | None, **fields: Any) -> list[Any]:
-    """The tokens of all answers of an engine, which `ALL_AT_ONCE` bounds."""
+    """Returns the tokens of all answers of an engine with `ALL_AT_ONCE`."""
     return answers_of(jaxkv.Engine.load(folder, mesh=mesh, **(ALL_AT_ONCE | fields)))
 
 
 def engine_on(
     config: ModelConfig, params: Any, mesh: Mesh | None, **fields: Any
 ) -> jaxkv.Engine:
-    """An engine of a model that lies in no folder, which `ALL_AT_ONCE` bounds."""
+    """Makes an engine with `ALL_AT_ONCE` of a model without a folder."""
     bounds = EngineConfig(**(ALL_AT_ONCE | fields))
     if mesh is not None:
         params = tensor.place_params(config, params, mesh)
@@ -81,14 +81,14 @@ def engine_on(
 
 
 def answers_of(engine: jaxkv.Engine) -> list[Any]:
-    """The tokens of all answers; devices have the same afterwards."""
+    """Returns the tokens of all answers, and checks replicated state."""
     found = engine.generate(PROMPTS, ASKS)
     check_the_same_everywhere(engine)
     return [[each.tokens for each in one.answers] for one in found]
 
 
 def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
-    """What every device has of the state is the same on all."""
+    """Asserts that replicated state is equal on all devices."""
     for leaf in jax.tree.leaves(engine.core.state):
         if leaf.sharding.is_fully_replicated:
             first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
@@ -103,7 +103,7 @@ def divided(
     page_size: int = PAGE_SIZE,
     taps: tuple[int, ...] = (),
 ) -> tuple[Any, Any, Any]:
-    """A step of logits and pages, jitted; its parameters; and empty pages."""
+    """Returns a jitted forward step, its parameters, and empty pages."""
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
     config = tensor.fit_config(config, degree, num_expert=num_expert)
@@ -133,7 +133,7 @@ def divided(
 
 
 def chunk(first: int, end: int) -> kv_pages.Rows:
-    """Rows from `first` to `end` of both prompts, as far as they go."""
+    """Returns rows `first` to `end` of both prompts, clipped to their lengths."""
     each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
     slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
     position = np.concatenate(each)

@@ -1,4 +1,4 @@
-"""Policies that stall, thrash, mask or wait: one type, so that they share a program."""
+"""Faulty policies that stall, thrash, mask or wait, as one type for one program."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ PLAIN, REFUSES, THRASHES, SHORTEST, FILLS, PAUSES = range(6)
 
 
 class Moody(NamedTuple):
-    """First come, first served, but for a mood."""
+    """First come, first served, with the fault of `mood`."""
 
     mood: jax.Array
     holds_finished = False
@@ -36,7 +36,7 @@ class Moody(NamedTuple):
             ]
         )
         plan = fcfs.fcfs().plan(c._replace(waiting=masks[mood]))
-        # Whoever has read a part of a prompt is preempted before the rest.
+        # A sequence is preempted in the middle of its prefill.
         out = c.running & (mood == THRASHES)
         pauses = out | (c.running & (mood == PAUSES))
         thrashes = mood == THRASHES

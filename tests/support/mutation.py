@@ -1,4 +1,4 @@
-"""Bugs on trial: one plausible mistake in a function's text, for a check to notice."""
+"""Mutation tests: a plausible mistake in a function's source must fail a test."""
 
 import inspect
 import textwrap
@@ -9,7 +9,7 @@ import pytest
 
 
 class Bug(NamedTuple):
-    """One place of a function, what stands there then, and the test that notices."""
+    """A change of a function's source, and the test that must fail."""
 
     owner: Any
     """Module or class of the function."""
@@ -18,21 +18,21 @@ class Bug(NamedTuple):
     added: str
     noticed_by: Callable[..., None]
     arguments: tuple[Any, ...] = ()
-    """Of that test."""
+    """Arguments of the test."""
 
 
 def seed(patch: pytest.MonkeyPatch, bug: Bug) -> None:
-    """Puts the bug in place."""
+    """Replaces the function by the mutated one."""
     function = inspect.unwrap(getattr(bug.owner, bug.name))
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(bug.removed) == 1, f"{bug.name} has changed: write the bug anew"
+    assert source.count(bug.removed) == 1, f"{bug.name} has changed: update the bug"
     source, space = source.replace(bug.removed, bug.added), {}
     exec(compile(source, f"{bug.name}, wrong", "exec"), function.__globals__, space)
     patch.setattr(bug.owner, bug.name, space[bug.name])
 
 
 def assert_noticed(patch: pytest.MonkeyPatch, bug: Bug) -> None:
-    """Runs the test without the bug, which it passes, and with it, which it fails."""
+    """Asserts that the test passes without the bug and fails with it."""
     bug.noticed_by(*bug.arguments)
     seed(patch, bug)
     with pytest.raises(AssertionError):

@@ -1,7 +1,7 @@
-"""A page manager in plain Python lists: slow, obvious, and by the same rules.
+"""A page manager in plain Python lists with the rules of the library.
 
-It hands out the very page ids that `jaxkv.paging` and `jaxkv.tables` hand out, so that
-tests compare states and not just sizes.
+It allocates the same page ids as `memory.page_pool` and `memory.page_table`, so that
+tests compare states, not only sizes.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxkv.memory.page_table import Table
 
 
 class Oracle:
-    """Pool and tables of one engine. A refused operation returns False or None."""
+    """Pool and page tables of an engine. A refused operation returns False or None."""
 
     def __init__(
         self, num_pages: int, max_slots: int, max_pages_per_slot: int, page_size: int
@@ -52,12 +52,12 @@ class Oracle:
     def release(self, ids: list[int]) -> None:
         for page in ids:
             self.ref[page] -= 1
-            assert self.ref[page] >= 0, "the test released a page that nobody used"
+            assert self.ref[page] >= 0, "the test released an unused page"
             if self.ref[page] == 0:
                 self.free.append(page)
 
     def needs_copy(self, num_rows: list[int]) -> list[bool]:
-        """Every slot that writes to a page leaves it, unless it is the last owner."""
+        """Returns the slots that copy their last page before a write to it."""
         uses, copies = list(self.ref), [False] * len(self.rows)
         for slot, n in enumerate(num_rows):
             column = self.length[slot] // self.page_size
@@ -102,7 +102,7 @@ class Oracle:
                 self.tokens[slot] = []
 
     def write(self, tokens: list[list[int]]) -> None:
-        """Writes behind each slot's tokens; none of them is accepted yet."""
+        """Writes drafts after each slot's tokens, before any is accepted."""
         for slot, new in enumerate(tokens):
             for place, token in enumerate(new, self.length[slot]):
                 page = self.rows[slot][place // self.page_size]
@@ -110,19 +110,19 @@ class Oracle:
                 self.content[page][place % self.page_size] = token
 
     def accept(self, tokens: list[list[int]]) -> None:
-        """Advances over the first tokens that were written."""
+        """Accepts the first tokens that were written."""
         self.advance([len(new) for new in tokens])
         for slot, new in enumerate(tokens):
             self.tokens[slot] += new
 
     def read(self, slot: int) -> list[int]:
-        """What stands in the slot's pages, which should be its tokens."""
+        """Returns the contents of a slot's pages, which should be its tokens."""
         places = (divmod(n, self.page_size) for n in range(self.length[slot]))
         row = self.rows[slot]
         return [self.content[row[column]][offset] for column, offset in places]
 
     def owned_pages(self, group: list[int], pinned: set[int]) -> list[int]:
-        """Pages of each slot that no slot before it in its group has counted."""
+        """Counts the pages of each slot that no earlier slot of its group has."""
         seen: dict[int, set[int]] = {}
         counts = []
         for slot, row in enumerate(self.rows):
@@ -132,7 +132,7 @@ class Oracle:
         return counts
 
     def swap_out(self, group: int, slots: list[int], places: int) -> bool:
-        """Moves what the slots of a group have written to a buffer of some places."""
+        """Moves the written pages of a group to a buffer of limited size."""
         moved: dict[tuple[int, int], int] = {}
         new = {}
         free = [place for place in range(places) if place not in self.buffer]
@@ -153,7 +153,7 @@ class Oracle:
         return True
 
     def swap_in(self, group: int, seats: dict[int, int]) -> None:
-        """Brings a group back; `seats` are the slots of its sequences."""
+        """Swaps a group in; `seats` are the slots of its sequences."""
         mine = [
             place for place in sorted(self.buffer) if self.buffer[place][0] == group
         ]
@@ -167,12 +167,12 @@ class Oracle:
             self.tokens[slot], self.length[slot] = tokens, len(tokens)
 
     def take(self, group: int) -> None:
-        """The host takes a group's pages out of the buffer."""
+        """Moves a group's pages from the buffer to the host."""
         mine = [place for place, (owner, _) in self.buffer.items() if owner == group]
         self.host[group] = {place: self.buffer.pop(place)[1] for place in mine}
 
     def bring(self, group: int, new: dict[int, int]) -> None:
-        """The host brings them back, to new places."""
+        """Moves a group's pages from the host to new places of the buffer."""
         for place, content in self.host.pop(group).items():
             self.buffer[new[place]] = (group, content)
         self.out[group] = {
@@ -220,7 +220,7 @@ class Oracle:
         return list(zip(self.rows, self.length, self.ahead, strict=True))
 
     def check(self, pool: Pool, table: Table) -> None:
-        """Fails unless the state in JAX is this one, id for id."""
+        """Asserts that the state in JAX has the same page ids."""
         free = set(self.free)
         assert len(free) == len(self.free)
         assert free == {page for page, uses in enumerate(self.ref) if uses == 0}
@@ -235,4 +235,4 @@ class Oracle:
             (self.ahead, table.ahead),
         ):
             if not np.array_equal(mine, theirs):
-                np.testing.assert_array_equal(theirs, mine)  # slower, and says where
+                np.testing.assert_array_equal(theirs, mine)  # better message

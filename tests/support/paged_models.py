@@ -1,4 +1,4 @@
-"""A model over pages against the same model over whole sequences."""
+"""Compares a model over pages with the same model over whole sequences."""
 
 import functools
 from typing import Any
@@ -38,9 +38,9 @@ def check_paged_equals_contiguous(
     seed: int,
     decode_share: float,
 ) -> None:
-    """Feeds sequences piece by piece, in random company, and compares every logit.
+    """Feeds sequences in chunks and random batches, and compares all logits.
 
-    A share of the steps feeds one row a slot, by the program for that.
+    Some steps feed one row per slot, by the decode program.
     """
     rng = np.random.default_rng(seed)
     length = min(config.max_positions, 70)

@@ -1,4 +1,4 @@
-"""Counts written by hand, and the plan that a policy makes of them."""
+"""`Counts` written by hand, and the plans of policies."""
 
 import functools
 from typing import Any
@@ -29,20 +29,20 @@ def counts(
     max_length: int = 32,
     **fields: list[int],
 ) -> Counts:
-    """Counts of four places in line and four at the head of the queue.
+    """Makes `Counts` of four slots and four waiting requests.
 
     Args:
-      line: for each place (tokens known, tokens written, pages held), None where it is
-        empty, the pages held as text where its sequence has finished.
+      line: (tokens known, tokens written, pages held) of each slot, None if it is
+        empty, or the pages held as a string if its sequence has finished.
       waiting: tokens of each waiting request.
       free_pages: as in `Counts`.
       token_budget: as in `Counts`.
-      arrived: which of the waiting have arrived; None means all.
-      scored: places in line, and in the queue, whose prompts are scored.
+      arrived: waiting requests that have arrived; None means all.
+      scored: slots, and waiting requests, whose prompts need log-probabilities.
       spare_logit_rows: as in `Counts`.
       free_swap_pages: as in `Counts`.
       max_length: as in `Counts`.
-      **fields: other fields of `Counts`; else everybody stands alone.
+      **fields: further fields of `Counts`; by default each request has one sequence.
     """
     rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
     rows += [(0, 0, 0)] * (LINE - len(rows))
@@ -100,7 +100,7 @@ def counts(
 
 @functools.cache
 def compiled(page_size: int, max_length: int) -> Any:
-    """The sizes that the engine knows statically stay static."""
+    """Compiles a policy with the sizes static that are static in the engine."""
 
     def decide(arrays: dict, policy) -> Plan:
         sizes = dict(page_size=page_size, max_length=max_length)
@@ -119,7 +119,7 @@ def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
 
 
 def check(plan: Plan, **expected: list) -> None:
-    """Compares the fields named; all others, and all places beyond, must be zero."""
+    """Compares the named fields; all remaining entries must be zero."""
     for name, value in plan._asdict().items():
         want = [int(each) for each in expected.get(name, [])]
         want += [0] * (LINE - len(want))

@@ -1,4 +1,4 @@
-"""How much of its arrays a program looks at: that must not grow with the pool."""
+"""Size of the arrays that a program reads, which must not grow with the pool."""
 
 import math
 from typing import Any
@@ -7,19 +7,19 @@ import jax
 import jax.extend
 
 AT_PLACES = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
-"""What reads or writes some places of an array, and leaves the rest."""
+"""Primitives that read or write only some places of an array."""
 FREE = ("reshape", "squeeze", "optimization_barrier")
-"""What gives an array another shape, or an order in time, and moves nothing."""
+"""Primitives that move no data."""
 
 
 def largest_look(f: Any, arguments: Any) -> int:
-    """Finds the largest array of which an operation takes or makes every element.
+    """Returns the size of the largest array that an operation reads or makes whole.
 
-    Loops are looked into. That writes at places are in place is for others to say.
+    The bodies of loops are included. Whether writes are in place is not checked.
 
     Args:
       f: a function of arrays.
-      arguments: shapes of these.
+      arguments: shapes of its arguments.
     """
     largest = 0
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, each a process group of its own."""
+"""A Ray cluster of several nodes on this machine, each in its own process group."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ class Nodes:
         }
 
     def add(self) -> subprocess.Popen[bytes]:
-        """Starts a node, the head first, and waits until it is there."""
+        """Starts a node, the head first, and waits until it is up."""
         host, port = self.address.split(":")
         command = [str(Path(sys.executable).parent / "ray"), "start", "--block"]
         command += ["--node-ip-address", host, "--num-cpus", "2"]
@@ -66,7 +66,7 @@ class Nodes:
         return node
 
     def raylet(self, node: subprocess.Popen[bytes]) -> psutil.Process | None:
-        """The raylet of a node; None until it is there."""
+        """Returns the raylet of a node; None until it has started."""
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(node.pid).children(recursive=True):
                 if process.name() == "raylet":
@@ -74,7 +74,7 @@ class Nodes:
         return None
 
     def kill(self, node: subprocess.Popen[bytes]) -> None:
-        """Ends a node's raylet with SIGKILL, and with it the node."""
+        """Kills a node by SIGKILL to its raylet."""
         if (raylet := self.raylet(node)) is not None:
             raylet.kill()
         self.remove(node)
@@ -103,7 +103,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def started(num: int) -> Generator[Nodes]:
-    """A cluster of `num` nodes, whose token is in this process's environment."""
+    """Starts a cluster of `num` nodes, with its token in this process's environment."""
     nodes, before = Nodes(), dict(os.environ)
     os.environ.update(nodes.environment)
     try:

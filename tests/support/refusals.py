@@ -1,4 +1,4 @@
-"""Bad input, and the line that refuses it."""
+"""Checks of error messages for bad input."""
 
 import contextlib
 import re
@@ -9,7 +9,7 @@ import pytest
 
 @contextlib.contextmanager
 def refused(line: str, *others: str) -> Generator[None]:
-    """Expects a ValueError of one line that says this, and these."""
+    """Expects a ValueError of one line with these texts."""
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         yield
     for said in others:

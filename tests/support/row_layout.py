@@ -1,6 +1,6 @@
-"""A layout of one leaf, whose values are the first part of the keys, and a model of it.
+"""A KV layout of one leaf, whose values are the first part of the keys, and its model.
 
-A row for each token is the same for all query heads; in 8 bits it has one scale.
+All query heads share a row per token; in 8 bits it has one scale.
 """
 
 import functools
@@ -17,7 +17,7 @@ VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4
 
 
 def make_pages(config: Any, *, num_layers: int = 2) -> Pages:
-    """Pages for `forward`, in the `kv_dtype` of the engine's bounds."""
+    """Makes pages for `forward` in the configured `kv_dtype`."""
     layout = KVLayout(config.kv_dtype, VALUE_WIDTH)
     shape = num_layers, config.num_pages, 1, config.page_size, WIDTH
     return layout.make(shape, "float32")

@@ -1,4 +1,4 @@
-"""Laws of sampling in plain NumPy, and whether draws follow one."""
+"""Distributions of sampling in plain NumPy, and a test of fit."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def penalised_slowly(
 
 
 def kept_slowly(logits: np.ndarray, request: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """The mask by a full sort in float64, and how far each token is from the edge."""
+    """Returns the mask by a full sort in float64, and distances to the threshold."""
     vocab, mask = len(logits), np.zeros(len(logits), bool)
     sure = np.full(vocab, np.inf)
     if np.isnan(logits).any() or logits.max() == -np.inf:
@@ -64,14 +64,14 @@ def kept_slowly(logits: np.ndarray, request: Sampling) -> tuple[np.ndarray, np.n
     if request.min_p > 0:
         edge = math.log(np.float32(request.min_p))
         mask &= scaled >= edge
-        # Two infinities have no distance.
+        # The difference of two infinities is NaN.
         distance = np.abs(np.where(np.isfinite(scaled), scaled, -1e9) - edge)
         sure = np.minimum(sure, distance)
     return mask & (logits > -np.inf), sure
 
 
 def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
-    """The probability of a fit at least as bad."""
+    """Returns the p-value of the chi-square test."""
     assert not observed[law == 0].any()
     expected = observed.sum() * law[law > 0]
     statistic = ((observed[law > 0] - expected) ** 2 / expected).sum()
@@ -82,7 +82,7 @@ def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
 
 
 def law_slowly(logits: np.ndarray, request: Sampling) -> np.ndarray:
-    """Probabilities in float64 under which a request's tokens are drawn."""
+    """Returns the probabilities of a request's next token in float64."""
     kept, _ = kept_slowly(logits, request)
     law = np.zeros(len(logits))
     if kept.any():

@@ -16,7 +16,7 @@ DECODE = WorkerSpec(role="decode", folder="model")
 
 
 def tokens_of(prompt: list[int], ask: Sampling, key_id: int, sample: int) -> list[int]:
-    """The tokens that every worker answers with."""
+    """Returns the answer of every worker."""
     start = f"{prompt}{key_id if ask.seed is None else -ask.seed}{sample}".encode()
     return [zlib.crc32(start + bytes([i])) % 1000 for i in range(ask.max_tokens)]
 
@@ -31,7 +31,7 @@ class ScriptedWorker:
         self.described: dict[str, Any] = {}
         self.pace_s = 0.0
         self.dies_after: int | None = None
-        """Tokens after which it dies."""
+        """Number of tokens after which the worker fails."""
         self.token_offset = 0
         """Added to every token, so that answers differ from other workers'."""
         self.brings = True

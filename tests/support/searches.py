@@ -44,7 +44,7 @@ TIGHT = dataclasses.replace(ROOMY, num_pages=31)
 
 @functools.cache
 def asks(name: str) -> tuple[Ask, ...]:
-    """All searches of the golden file, and between them requests that draw."""
+    """All searches of the golden file, mixed with sampled requests."""
     prompt, stops = (EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops"))
     found = []
     for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
@@ -81,10 +81,10 @@ def check(name: str, run: Run, num: int = 54) -> None:
             )
 
 
-class Moody(NamedTuple):
-    """First come, first served, but every few steps it believes that pages are gone.
+class SimulatedShortage(NamedTuple):
+    """First come, first served, with a simulated shortage of pages every few steps.
 
-    Whoever is preempted then is swapped out, if there is room for its pages.
+    Preempted requests are swapped out if there is room for their pages.
     """
 
     most: jax.Array
@@ -101,4 +101,4 @@ class Moody(NamedTuple):
         return scheduling_fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False)
 
 
-MOODY = Moody(jnp.asarray(4, jnp.int32))
+MOODY = SimulatedShortage(jnp.asarray(4, jnp.int32))

@@ -1,4 +1,4 @@
-"""Shapes of small models, from which tests make their own by `dataclasses.replace`."""
+"""Shapes of small models, to be modified by `dataclasses.replace`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SMALL = ModelConfig(
     mlp_size=24,
     max_positions=64,
 )
-"""Reads bytes."""
+"""A byte-level model."""
 
 GROUPED = ModelConfig(
     vocab_size=97,
@@ -26,7 +26,7 @@ GROUPED = ModelConfig(
     mlp_size=40,
     max_positions=130,
 )
-"""Three query heads share keys and values; as wide as no product of its heads."""
+"""Three query heads per KV head; the width differs from heads times head size."""
 
 BIASED: dict[str, Any] = {
     "norm": "layer",
@@ -36,4 +36,4 @@ BIASED: dict[str, Any] = {
     "out_bias": True,
     "mlp_bias": True,
 }
-"""What GPT-2 and OPT have in common."""
+"""Common settings of GPT-2 and OPT."""

@@ -1,4 +1,4 @@
-"""Workloads for the simulation, what a step costs, and the engine beside it."""
+"""Workloads and costs for simulations, and comparison with the engine."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from jaxkv.workloads import arrivals
 
 
 class Cost(NamedTuple):
-    """Seconds of a step, and what its work adds."""
+    """Cost of a step in s: a constant, plus a term for its work."""
 
     base: jax.Array
 
@@ -52,7 +52,7 @@ run_simulation = jax.jit(
 def workload(
     seed: int, num: int, *, max_samples: int = 1, rate: float = 200.0, longest: int = 30
 ) -> arrivals.Workload:
-    """Requests of up to `longest` tokens each way, some of which come at once."""
+    """Requests of up to `longest` prompt and answer tokens, some arriving together."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, num))
     arrival[:3] = 0
@@ -71,11 +71,11 @@ def workload(
 
 
 VOCAB = 4099
-"""So many that two sequences hardly ever draw the same token."""
+"""Large enough that two sequences rarely sample the same token."""
 
 
 def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
-    """A model without an opinion."""
+    """A model with equal logits."""
     return ForwardResult(jnp.zeros((rows.logit_rows.shape[0], VOCAB)), pages)
 
 
@@ -90,7 +90,7 @@ _submit = jax.jit(
 
 
 def with_attributes(w: arrivals.Workload, seed: int) -> arrivals.Workload:
-    """The workload with limits and random attributes; some are left at the defaults."""
+    """Adds limits and random attributes to a workload; some keep the defaults."""
     rng, num = np.random.default_rng(seed), w.prompt.shape[0]
 
     def some(low: int, high: int, default: int) -> jax.Array:
@@ -111,7 +111,7 @@ def with_attributes(w: arrivals.Workload, seed: int) -> arrivals.Workload:
 
 
 class Case(NamedTuple):
-    """A policy, and bounds under which it has something to decide."""
+    """A policy, and bounds under which its rules apply."""
 
     policy: interface.Policy
     max_samples: int = 1
@@ -154,29 +154,29 @@ BY_ATTRIBUTES = {
         fcfs.fcfs(victim="longest_remaining", preemption="swap"), max_swap_pages=20
     ),
 }
-"""Cases of policies that read attributes of requests."""
+"""Cases of policies that read request attributes."""
 
 
-class Beside(NamedTuple):
-    """A simulation and an engine that have served the same workload."""
+class EngineComparison(NamedTuple):
+    """A simulation and an engine that served the same workload."""
 
-    mine: state.Simulation
-    real: EngineState
+    simulation: state.Simulation
+    engine: EngineState
     infos: Any
-    """What every step of the simulation did."""
-    theirs: Any
-    """What every step of the engine did."""
+    """Steps of the simulation."""
+    engine_infos: Any
+    """Steps of the engine."""
 
 
-def beside_engine(
+def compare_with_engine(
     w: arrivals.Workload,
     case: Case,
     seed: int,
     *,
     acceptance: Acceptance | None = None,
     speculation: Speculation | None = None,
-) -> Beside:
-    """Runs a simulation to its end, and an engine by the clock of its steps."""
+) -> EngineComparison:
+    """Runs a simulation to its end, and an engine with the same clock."""
     num = w.prompt.shape[0] * case.max_samples
     config = EngineConfig(
         num_pages=case.num_pages,
@@ -202,8 +202,8 @@ def beside_engine(
         max_samples=case.max_samples,
         head=case.head,
     )
-    infos, theirs = [], []
-    # Left out where there is none, so that the program is that of other tests.
+    infos, engine_infos = [], []
+    # Left out if None, so that the program is that of other tests.
     judged: Any = {} if speculation is None else {"speculation": speculation}
     while int(mine.num_done) < int(mine.num_served):
         mine, some = run_simulation(
@@ -229,42 +229,46 @@ def beside_engine(
                 num_steps=1,
                 **judged,
             )
-            theirs.append(one)
+            engine_infos.append(one)
     joined: Any = (
-        jax.tree.map(lambda *x: np.concatenate(x), *each) for each in (infos, theirs)
+        jax.tree.map(lambda *x: np.concatenate(x), *each)
+        for each in (infos, engine_infos)
     )
-    return Beside(mine, real, *joined)
+    return EngineComparison(mine, real, *joined)
 
 
-def assert_alike(run: Beside) -> None:
-    """In every step both did the same."""
-    infos, theirs = run.infos, run.theirs
-    work, there = infos.work, theirs.sequence >= 0
+def assert_equal_steps(run: EngineComparison) -> None:
+    """Asserts that both have equal steps."""
+    infos, engine_infos = run.infos, run.engine_infos
+    work, there = infos.work, engine_infos.sequence >= 0
     drafts = 0 if work.num_drafts is None else work.num_drafts
-    stay = (infos.num_finished == 0) & ~theirs.held.any(axis=1)
+    stay = (infos.num_finished == 0) & ~engine_infos.held.any(axis=1)
     did = {
         "rows": (
             work.num_decodes + work.num_prompt_rows + drafts,
-            theirs.num_rows.sum(axis=1),
+            engine_infos.num_rows.sum(axis=1),
         ),
-        "drawn": (work.num_drawn, np.where(there, theirs.num_emitted, 0).sum(axis=1)),
-        "finished": (infos.num_finished, (theirs.reason > 0).sum(axis=1)),
-        "copied": (work.num_copied, theirs.num_copied),
-        # The engine looks when those who end have left.
-        "places": (infos.split.tokens[stay], theirs.used_places[stay]),
+        "drawn": (
+            work.num_drawn,
+            np.where(there, engine_infos.num_emitted, 0).sum(axis=1),
+        ),
+        "finished": (infos.num_finished, (engine_infos.reason > 0).sum(axis=1)),
+        "copied": (work.num_copied, engine_infos.num_copied),
+        # The engine counts after ended sequences have released their pages.
+        "places": (infos.split.tokens[stay], engine_infos.used_places[stay]),
     }
-    if theirs.num_drafts is not None:
-        did["drafts"] = work.num_drafts, theirs.num_drafts.sum(axis=1)
+    if engine_infos.num_drafts is not None:
+        did["drafts"] = work.num_drafts, engine_infos.num_drafts.sum(axis=1)
     for name in ("num_admitted", "num_preempted", "used_pages", "enough"):
-        did[name] = getattr(infos, name), getattr(theirs, name)
+        did[name] = getattr(infos, name), getattr(engine_infos, name)
     for name, (mine, real) in did.items():
         np.testing.assert_array_equal(mine, real, name)
-    for name, broken in theirs.violations._asdict().items():
+    for name, broken in engine_infos.violations._asdict().items():
         assert not np.any(broken), name
 
 
 def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineState:
-    """An engine to which the whole workload has been submitted."""
+    """Returns an engine with the whole workload submitted."""
     rng = np.random.default_rng(seed)
     pages = kv_layout.make_pages(
         num_layers=1,

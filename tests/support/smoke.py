@@ -1,4 +1,4 @@
-"""The smoke run of every experiment: once in a process, in a folder of its own."""
+"""Smoke runs of all experiments: once per process, in a temporary folder."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from experiments.plotting import style
 from tests.support import engines, texts
 
 QUICK = {"bench_fit", "cost_check"}
-"""Whose smoke run takes a few seconds."""
+"""Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
     *("bundled_heads", "chatbot", "chunked_prefill", "disaggregation"),
@@ -24,19 +24,19 @@ SLOW = {
     *("jacobi", "known_entropy", "learning_rate", "memory_waste", "page_tables"),
     *("preemption", "prefix_caching", "sharing", "speculation", "speculation_zoo"),
 }
-"""Whose smoke run takes a minute or more."""
+"""Experiments whose smoke run takes a minute or more."""
 
 TRACE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [0, 1, 2]},
     {"timestamp": 5, "input_length": 700, "output_length": 1, "hash_ids": [3, 4]},
     {"timestamp": 9, "input_length": 1536, "output_length": 2, "hash_ids": [0, 1, 5]},
 ]
-"""A recording: 8 chunks, 2 of them known."""
+"""A recorded trace: 8 chunks, 2 of them repeated."""
 
 
 @functools.cache
 def folder() -> Path:
-    """Where the runs lie; it goes with the process."""
+    """Returns the folder of the runs, deleted with the process."""
     _folder = tempfile.TemporaryDirectory(prefix="jaxkv-smoke-")
     _kept.append(_folder)
     return Path(_folder.name)
@@ -47,7 +47,7 @@ _kept: list[tempfile.TemporaryDirectory] = []
 
 @functools.cache
 def model(max_positions: int) -> str:
-    """A tiny model with room for so many tokens."""
+    """Returns the folder of a tiny model with room for `max_positions` tokens."""
     return engines.save_tiny_model(
         folder() / f"model_{max_positions}", max_positions=max_positions
     )
@@ -68,7 +68,7 @@ def _swept(config: Any) -> dict[str, Any]:
 
 
 def _trained(config: Any) -> dict[str, Any]:
-    # A small text: the standard library takes a second to read.
+    # A small text, since the standard library takes 1 s to read.
     pattern = texts.write_functions(folder() / "text", num=30, times=20)
     corpus = dataclasses.replace(config.trunk.corpus, pattern=pattern, held_out=0.2)
     return {
@@ -106,11 +106,11 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "speculation": _served(64),
     "speculation_zoo": _served(64),
 }
-"""What differs from the smoke config: small models, and what lies elsewhere."""
+"""Changes of the smoke configs: small models, and other folders."""
 
 
 def ours(claims: Iterable[Claim]) -> dict[str, float]:
-    """Our numbers by statement: what a test asserts, whatever the verdict."""
+    """Returns measured numbers by claim; tests assert these, not the verdicts."""
     listed = list(claims)
     found = {claim.claim: claim.ours for claim in listed}
     assert len(found) == len(listed)
@@ -118,7 +118,7 @@ def ours(claims: Iterable[Claim]) -> dict[str, float]:
 
 
 def draw(study: Study, result: Any) -> dict[str, bytes]:
-    """The files of a figure, of a result that lies in no folder."""
+    """Renders the files of a figure from a result without a folder."""
     return style.render_figure(
         lambda axes: study.plot(axes, result),
         panels=study.panels,
@@ -128,7 +128,7 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
 
 @functools.cache
 def run(name: str) -> run_folder.SavedRun:
-    """The run folder of an experiment's smoke config, read back."""
+    """Returns the run folder of an experiment's smoke config."""
     experiment = registry.load_experiment(name)
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))

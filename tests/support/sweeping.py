@@ -18,7 +18,7 @@ def model(width: int) -> ModelConfig:
 
 
 def config(folder: Path, **changes: Any) -> SweepConfig:
-    """The sweep over a text that is written into a folder, but for the changes."""
+    """Returns a config of the sweep over a text in a folder, with some changes."""
     pattern = texts.write_functions(folder / "text")
     settings: dict[str, Any] = {
         "num_tokens": (32 * 20, 32 * 40),

@@ -1,15 +1,15 @@
-"""Texts to train small models on."""
+"""Training texts for small models."""
 
 from pathlib import Path
 
 
 def write_functions(folder: Path, *, num: int = 20, times: int = 9) -> str:
-    """Writes files of short functions, and gives the pattern that finds them.
+    """Writes files of short functions; returns the glob pattern of the files.
 
     Args:
-      folder: made.
-      num: how many files.
-      times: how often a file says its function.
+      folder: folder to make.
+      num: number of files.
+      times: repetitions of the function in each file.
     """
     folder.mkdir()
     for i in range(num):

@@ -63,7 +63,7 @@ ADDED = ("<think>", "<0x0A>x")
 
 
 def tokenizer_of(decoder: Any, **settings: Any) -> Tokenizer:
-    """A tokenizer of single words, with all byte tokens, special and added ones."""
+    """Returns a word tokenizer with byte, special and added tokens."""
     words = dict.fromkeys((*WORDS, *(f"<0x{i:02X}>" for i in range(256)), "<s>"))
     vocab = {word: i for i, word in enumerate(words)}
     core = tokenizers.Tokenizer(models.WordLevel(vocab, "<s>"))
@@ -75,7 +75,7 @@ def tokenizer_of(decoder: Any, **settings: Any) -> Tokenizer:
 
 
 def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
-    """The ids of tokens, given by their texts; "bytes:x" gives the bytes of x."""
+    """Returns the ids of tokens by their texts; "bytes:x" means the bytes of x."""
     found: list[int | None] = []
     for text in texts:
         words = [text]
@@ -86,7 +86,7 @@ def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer, num: int) -> list[int]:
-    """Words, special and unknown tokens; bytes of characters, whole, cut and broken."""
+    """Random words, special and unknown tokens, and complete and broken byte tokens."""
     ids: list[int] = []
     while len(ids) < num:
         match rng.choices(range(5), (35, 10, 15, 5, 35))[0]:
@@ -107,7 +107,7 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer, num: int) -> list[int]:
 def text_after(
     tokenizer: Any, prompt: list[int], answer: list[int], skip: bool = True
 ) -> str:
-    """The text of an answer by its definition: two whole decodes."""
+    """Returns the text of an answer by its definition: two full decodes."""
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
     text = tokenizer.decode(prompt + answer, skip_special_tokens=skip)
     shared = 0

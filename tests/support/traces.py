@@ -1,4 +1,4 @@
-"""Request traces that others published: kept beside the repository, if anywhere."""
+"""Published request traces, which are not part of the repository."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ from tests.support.folders import ROOT
 
 
 def folders() -> list[Path]:
-    """Where data may lie: in the folder JAXKV_DATA, or else beside the checkout."""
+    """Returns the folders with data: JAXKV_DATA, or a folder next to the checkout."""
     if named := os.environ.get("JAXKV_DATA"):
         return [Path(named)]
     return [ROOT.parent / "shared" / "data"]
 
 
 def find(name: str) -> Path:
-    """Finds a file by its path in the data folder, or skips the test that asks."""
+    """Finds a file by its path in the data folder, or skips the test."""
     for folder in folders():
         if (folder / name).is_file():
             return folder / name

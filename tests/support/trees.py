@@ -13,17 +13,17 @@ def ints(*values: int) -> jax.Array:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Every leaf equal."""
+    """Asserts that all leaves are equal."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def assert_maps(
-    run: Callable[..., Any], calls: Sequence[tuple], alone: Callable[..., Any]
+    run: Callable[..., Any], calls: Sequence[tuple], single: Callable[..., Any]
 ) -> None:
-    """`run`, mapped over calls stacked to one, gives what `alone` gives for each."""
+    """Asserts that `run`, mapped over stacked calls, equals `single` for each."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
     together = jax.jit(jax.vmap(run))(*stacked)
     for i, call in enumerate(calls):
         member = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        assert_same(member, alone(*call))
+        assert_same(member, single(*call))

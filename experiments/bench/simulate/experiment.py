@@ -25,8 +25,8 @@ from experiments.plotting import style
 from jaxkv import clock, validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Bounds, Cost, Members, driver, state
-from jaxkv.simulation import Part as Runner
+from jaxkv.simulation import Cost, ProgramSizes, SimulationMember, driver, state
+from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import Workload, arrivals, lengths
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
@@ -124,7 +124,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-def make_members(config: Config) -> list[Members]:
+def make_members(config: Config) -> list[SimulationMember]:
     """Returns one machine per rate, with requests for all of its steps."""
     capacity = state.Capacity.of(
         num_pages=NUM_PAGES,
@@ -137,7 +137,7 @@ def make_members(config: Config) -> list[Members]:
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
     policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
     loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
-    return [Members(x, capacity, policy, cost) for x in loads]
+    return [SimulationMember(x, capacity, policy, cost) for x in loads]
 
 
 def make_load(rate: float, num: int, seed: int) -> Workload:
@@ -149,9 +149,9 @@ def make_load(rate: float, num: int, seed: int) -> Workload:
     return arrivals.make_workload(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
-def _runner(group: list[Members], config: Config) -> Runner:
+def _runner(group: list[SimulationMember], config: Config) -> Runner:
     """Returns compiled machines that advance together."""
-    bounds = Bounds(config.max_slots, 1, config.head, config.num_steps, False)
+    bounds = ProgramSizes(config.max_slots, 1, config.head, config.num_steps, False)
     runner = Runner(driver.stack(group), bounds, 0.0, None)
     runner.start()
     return runner
@@ -172,7 +172,11 @@ def _advance(runners: list[Runner]) -> float:
     return sum(float(runner.num_steps().sum()) for runner in runners)
 
 
-def _plain(all_members: list[Members], config: Config) -> Callable[[bool], int]:
+def _plain(
+    all_members: list[SimulationMember], config: Config
+) -> Callable[[bool], int]:
+    all_members: list[SimulationMember], config: Config
+) -> Callable[[bool], int]:
     """Returns a function that runs the Python scheduler, and returns its steps."""
     asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
     bounds = plain_scheduler.SchedulerLimits(

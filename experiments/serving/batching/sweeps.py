@@ -22,7 +22,7 @@ from experiments.serving.batching import lectures
 from jaxkv import validation
 from jaxkv.progress import Progress
 from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.simulation import Capacity, Cost, Served, driver, step
+from jaxkv.simulation import Capacity, Cost, SimulationResult, driver, step
 from jaxkv.workloads import Workload, arrivals, lengths
 
 SYSTEMS = ("static", "continuous", "paged")
@@ -306,7 +306,7 @@ def _simulate(
     return {name: [next(runs) for _ in group] for name, group in groups.items()}
 
 
-def _run(load: Workload, served: Served, index: int) -> LoadResult:
+def _run(load: Workload, served: SimulationResult, index: int) -> LoadResult:
     output = np.asarray(load.output)
     arrival_s, first_s, finish_s = (
         x[index, : output.size]

@@ -10,7 +10,7 @@ from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
 from jaxkv import clock
-from jaxkv.simulation import Served, driver
+from jaxkv.simulation import SimulationResult, driver
 from jaxkv.workloads import arrivals, lengths, load_curves, metrics
 
 HEAD = 16
@@ -126,7 +126,9 @@ def simulate_systems(
     return PrefillRuns.of(rows)
 
 
-def _drawn(served: Served, member: int, until_s: float) -> tuple[np.ndarray, ...]:
+def _drawn(
+    served: SimulationResult, member: int, until_s: float
+) -> tuple[np.ndarray, ...]:
     """Returns the generating sequences and the end of each step of a member."""
     assert served.trace is not None
     trace = served.trace.member(member)

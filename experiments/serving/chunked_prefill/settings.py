@@ -16,8 +16,8 @@ import numpy as np
 from experiments.harness import cost_models
 from experiments.harness.cost_models import PAGE_SIZE
 from jaxkv import validation
-from jaxkv.scheduling.chunked_prefill import reading
-from jaxkv.simulation import Apart, Capacity, Members, costs
+from jaxkv.scheduling.chunked_prefill import chunked_prefill
+from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, costs
 from jaxkv.workloads import arrivals, lengths
 from scaling.costs import devices, parameters
 from scaling.shapes import huggingface, published
@@ -126,7 +126,7 @@ class System(NamedTuple):
 
     Attributes:
       name: name in tables.
-      whole: see `scheduling.chunked_prefill.reading`.
+      whole: see `scheduling.chunked_prefill`.
       first: see `scheduling.chunked_prefill.reading`.
       is_serialized: True if prefill and decode take separate steps.
       budget: token budget of a step; None for whole prompts, see `budget_of`.
@@ -151,20 +151,20 @@ class System(NamedTuple):
 
     def member(
         self, model: ServedModel, law: lengths.Pair, workload: arrivals.Workload
-    ) -> Members:
+    ) -> SimulationMember:
         """Returns the simulated machine for a workload."""
         most = None
         if self.reserves_longest:
             most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
-        policy = reading(whole=self.whole, first=self.first, max_running=most)
+        policy = chunked_prefill(whole=self.whole, first=self.first, max_running=most)
         capacity = Capacity.of(
             num_pages=model.num_pages,
             page_size=PAGE_SIZE,
             max_length=law.max_length,
             token_budget=self.budget_of(law),
         )
-        cost = Apart(model.cost, jnp.asarray(self.is_serialized))
-        return Members(workload, capacity, policy, cost)
+        cost = SerializedPhases(model.cost, jnp.asarray(self.is_serialized))
+        return SimulationMember(workload, capacity, policy, cost)
 
 
 def chunked_and_mixed(budget: int) -> System:
@@ -190,7 +190,7 @@ def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> 
     size = tokens if budget is None else budget
     edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
-        costs.work(
+        costs.make_work(
             num_prompt_rows=after - before,
             prompt_context=after,
             prompt_squares=after**2 - before**2,

@@ -47,7 +47,13 @@ from jaxkv.models import checkpoints, transformer
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import Answers, Job, Replica, ReplicaRequests, Split
+from jaxkv.simulation.disaggregated import (
+    Job,
+    PhasePlacement,
+    Replica,
+    RequestLoad,
+    RequestTiming,
+)
 from jaxkv.simulation.state import Capacity
 from jaxkv.text.tokenizer import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths
@@ -184,7 +190,7 @@ class OfferedLoad(NamedTuple):
     """
 
     rate: float
-    requests: ReplicaRequests
+    requests: RequestLoad
     prompts: list[list[int]]
 
 
@@ -215,7 +221,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             arrival_s = arrivals.poisson(rng, rate=rate, num=num)
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
-            requests = ReplicaRequests(arrival_s, lengths.Lengths(*sizes))
+            requests = RequestLoad(arrival_s, lengths.Lengths(*sizes))
             offered.append(OfferedLoad(rate, requests, tokens))
         jobs = [(way, load) for way in WAYS for load in offered]
         found: list[list[RoutedAnswer]] = []
@@ -363,18 +369,20 @@ def _simulated(
     """Returns the simulated median time to first token and between tokens."""
     until_s = 10 * config.seconds
     slots: Any = {"max_slots": config.max_slots}
-    found: list[Answers]
+    found: list[RequestTiming]
     if way == WAYS[0]:
         turns = [
             disaggregated.select_requests(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
         ]
         jobs = [Job(replica, "both", x) for x in turns]
-        found = disaggregated.serve(jobs, until_s, **slots)
+        found = disaggregated.simulate_jobs(jobs, until_s, **slots)
     else:
         # On one machine the cost of a transfer is time of the workers.
-        placement = Split(replica, replica, 1, 1, 1e9)
-        found = disaggregated.split([(placement, load.requests)], until_s, **slots)
+        placement = PhasePlacement(replica, replica, 1, 1, 1e9)
+        found = disaggregated.simulate_placements(
+            [(placement, load.requests)], until_s, **slots
+        )
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
     pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]
     # An arrival of NaN does not count; a request without an answer is the slowest.

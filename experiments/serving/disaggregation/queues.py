@@ -15,7 +15,7 @@ from experiments.harness import cost_models
 from experiments.serving.disaggregation.settings import Config
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Members, driver
+from jaxkv.simulation import Capacity, SimulationMember, driver
 from jaxkv.workloads import metrics
 from jaxkv.workloads.arrivals import make_workload, poisson
 
@@ -111,7 +111,7 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
     """Returns the end of prefill of every request of every member."""
     one = np.ones(came.shape[1], np.int32)
     members = [
-        Members(
+        SimulationMember(
             workload=make_workload(arrival_s, PROMPT * one, one),
             capacity=Capacity.of(
                 num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT

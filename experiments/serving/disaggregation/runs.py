@@ -9,7 +9,12 @@ from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import Progress
 from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import Answers, Job, Role, Split
+from jaxkv.simulation.disaggregated import (
+    Job,
+    PhasePlacement,
+    ReplicaRole,
+    RequestTiming,
+)
 from jaxkv.workloads import metrics
 
 SHARE = 0.9
@@ -63,7 +68,7 @@ class PhaseGoodputs(ResultTable):
 
 def judge_load(
     name: str,
-    answers: Answers,
+    answers: RequestTiming,
     objectives: metrics.Objectives,
     placement: Placement,
     rate: float,
@@ -91,7 +96,7 @@ def judge_load(
 
 
 def serve_single_replicas(
-    cases: Sequence[tuple[str, Role, Instance, float]],
+    cases: Sequence[tuple[str, ReplicaRole, Instance, float]],
     config: Config,
     progress: Progress,
 ) -> PlacementLoads:
@@ -104,16 +109,18 @@ def serve_single_replicas(
     """
     jobs, seconds = [], config.seconds
     for name, role, instance, rate in cases:
-        requests = disaggregated.ask(KNOWN[name].law, rate, seconds, config.seed)
+        requests = disaggregated.sample_requests(
+            KNOWN[name].law, rate, seconds, config.seed
+        )
         if role == "decode":  # a request for one token ends with its prefill
             requests = disaggregated.select_requests(
                 requests, requests.tokens.output > 1
             )
         jobs.append(Job(instance.replica, role, requests))
-    served = disaggregated.serve(
+    served = disaggregated.simulate_jobs(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
     )
-    counted = [disaggregated.counted(answers, seconds) for answers in served]
+    counted = [disaggregated.drop_late_arrivals(answers, seconds) for answers in served]
     placed: list[Placement] = [
         ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
         for _, role, (_, num), _ in cases
@@ -122,12 +129,19 @@ def serve_single_replicas(
 
 
 def serve_split_replicas(
-    cases: Sequence[tuple[str, Split, float]], config: Config, progress: Progress
+    cases: Sequence[tuple[str, PhasePlacement, float]],
+    config: Config,
+    progress: Progress,
 ) -> PlacementLoads:
     """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
-    served = disaggregated.split(
+    served = disaggregated.simulate_placements(
         [
-            (p, disaggregated.ask(KNOWN[name].law, rate, config.seconds, config.seed))
+            (
+                p,
+                disaggregated.sample_requests(
+                    KNOWN[name].law, rate, config.seconds, config.seed
+                ),
+            )
             for name, p, rate in cases
         ],
         config.seconds,
@@ -144,7 +158,7 @@ def serve_split_replicas(
 def _loads(
     cases: list[tuple[str, float]],
     placed: list[Placement],
-    served: Iterable[Answers],
+    served: Iterable[RequestTiming],
 ) -> PlacementLoads:
     rows = zip(cases, placed, served, strict=True)
     return PlacementLoads.of(
@@ -155,7 +169,7 @@ def _loads(
 
 def search_limits(
     application: settings.Application, instance: Instance
-) -> dict[Role, float]:
+) -> dict[ReplicaRole, float]:
     """Returns upper ends of the rate search of a replica, by role."""
     prompt, output = application.law.prompt.mean, application.law.output.mean
     prefill, decode = (
@@ -224,7 +238,7 @@ def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
     )
 
 
-def best_placement(name: str, found: PhaseGoodputs) -> tuple[Split, float]:
+def best_placement(name: str, found: PhaseGoodputs) -> tuple[PhasePlacement, float]:
     """Returns the placement with the highest predicted goodput per GPU, and its rate.
 
     Each phase takes the replica of the highest goodput per GPU, then the numbers of
@@ -244,9 +258,11 @@ def best_placement(name: str, found: PhaseGoodputs) -> tuple[Split, float]:
         chosen.append(Instance(KNOWN[name].model, ways).replica)
         rates.append(float(selected.rate_per_s[most]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
-    placements = [Split(*chosen, n, m, settings.LINK) for n in nums for m in nums]
+    placements = [
+        PhasePlacement(*chosen, n, m, settings.LINK) for n in nums for m in nums
+    ]
 
-    def sustains(p: Split) -> float:
+    def sustains(p: PhasePlacement) -> float:
         return min(p.num_prefill * rates[0], p.num_decode * rates[1])
 
     placed = max(placements, key=lambda p: (sustains(p) / p.num_gpus, -p.num_gpus))

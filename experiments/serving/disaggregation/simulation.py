@@ -26,7 +26,7 @@ from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, Queue
 from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation.disaggregated import Role, Split
+from jaxkv.simulation.disaggregated import PhasePlacement, ReplicaRole
 
 PANELS = (3, 2)
 CONFIGS = {
@@ -60,10 +60,10 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates all parts."""
-    cases: list[tuple[str, Role, Instance, float]] = []
+    cases: list[tuple[str, ReplicaRole, Instance, float]] = []
     for name in (EXAMPLE, *config.applications):
         x = KNOWN[name]
-        phases: dict[Role, tuple[int, ...]]
+        phases: dict[ReplicaRole, tuple[int, ...]]
         phases = {"both": (x.colocated_gpus,), "prefill": x.ways, "decode": x.ways}
         for role, ways in phases.items():
             for instance in [Instance(x.model, num) for num in ways]:
@@ -79,7 +79,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     reads, decodes = found.where(name=EXAMPLE).rate_per_s
     one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
     placements += [
-        (EXAMPLE, Split(one, one, 2, 1, link), sustained)
+        (EXAMPLE, PhasePlacement(one, one, 2, 1, link), sustained)
         for link in (settings.LINK, *config.links)
     ]
     top = [1.15 * x / max(config.shares) for x in config.shares if x >= 0.2]

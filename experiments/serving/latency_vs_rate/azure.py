@@ -20,7 +20,7 @@ from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Members, Served, driver
+from jaxkv.simulation import Capacity, SimulationMember, SimulationResult, driver
 from jaxkv.workloads import metrics as latency
 from jaxkv.workloads import recordings
 from scaling.costs import devices
@@ -118,7 +118,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         recording = recordings.read_recording(find_recording(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
-            Members(
+            SimulationMember(
                 recording.workload(),
                 gpu_capacity(name, config.device, num),
                 fcfs.fcfs(),
@@ -141,7 +141,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def _row(served: Served, index: int, recording: recordings.Recording) -> Row:
+def _row(served: SimulationResult, index: int, recording: recordings.Recording) -> Row:
     arrival_s, first_s, finish_s = (
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )

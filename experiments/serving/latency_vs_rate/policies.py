@@ -29,7 +29,7 @@ from jaxkv.scheduling import (
     interface,
     shortest_remaining,
 )
-from jaxkv.simulation import Members, driver
+from jaxkv.simulation import SimulationMember, driver
 from jaxkv.workloads import Workload, arrivals, metrics, recordings
 
 MAX_SLOTS, HEAD = 128, 511
@@ -151,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 attributes=drawn_attributes._replace(predicted_length=truth)
             )
         served = driver.simulate(
-            driver.stack([Members(seen, capacity, policy, cost)]),
+            driver.stack([SimulationMember(seen, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
             head=HEAD,
             progress=progress,

@@ -14,7 +14,14 @@ from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import Capacity, Cost, Members, Served, contiguous, driver
+from jaxkv.simulation import (
+    Capacity,
+    Cost,
+    SimulationMember,
+    SimulationResult,
+    contiguous,
+    driver,
+)
 from jaxkv.workloads import LatencyCurve, Load, arrivals, lengths, load_curves
 from jaxkv.workloads.load_curves import draw_load as draw_load
 
@@ -113,7 +120,7 @@ def make_member(
     rate: float,
     cost: Cost,
     groups: int,
-) -> Members:
+) -> SimulationMember:
     """Returns the simulated machine of a system at a rate.
 
     Args:
@@ -125,7 +132,7 @@ def make_member(
       groups: sequences per request; 1 simulates each sequence as a request.
     """
     pages = setting.server.num_places // settings.PAGE_SIZE
-    plain = Members(
+    plain = SimulationMember(
         workload=requests.at(rate, groups),
         capacity=pool_capacity(pages),
         policy=fcfs.fcfs(),
@@ -162,7 +169,7 @@ def pool_capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capaci
 
 
 def _row(
-    served: Served,
+    served: SimulationResult,
     index: int,
     workload: arrivals.Workload,
     samples: int,

@@ -18,7 +18,7 @@ from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Members, driver
+from jaxkv.simulation import SimulationMember, driver
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -88,7 +88,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         cases = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
         places, cost = server.num_places, settings.step_time(server)
         members = [
-            Members(
+            SimulationMember(
                 load.at(rate),
                 runs.pool_capacity(places // size, size),
                 fcfs.fcfs(),

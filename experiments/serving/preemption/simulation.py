@@ -32,7 +32,7 @@ from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs, victims
-from jaxkv.simulation import Members, driver
+from jaxkv.simulation import SimulationMember, driver
 from jaxkv.workloads import arrivals
 from scaling.costs import serving
 
@@ -200,7 +200,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(SimulatedServings.of(rows))
 
 
-def _member(load: arrivals.Workload, way: SimulatedSetting) -> Members:
+def _member(load: arrivals.Workload, way: SimulatedSetting) -> SimulationMember:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
@@ -217,7 +217,7 @@ def _member(load: arrivals.Workload, way: SimulatedSetting) -> Members:
     cost = settings.step_time(server)._replace(
         swap_s=jnp.float32(swap_s(way.page_size))
     )
-    return Members(load, capacity, policy, cost)
+    return SimulationMember(load, capacity, policy, cost)
 
 
 @CLAIMS.judge

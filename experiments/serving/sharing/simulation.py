@@ -42,7 +42,7 @@ from experiments.serving.sharing.requests import published_share
 from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Cost, Members, Work, contiguous, driver
+from jaxkv.simulation import Capacity, Cost, SimulationMember, Work, contiguous, driver
 from jaxkv.workloads import arrivals, lengths
 
 PANELS = (2, 2)
@@ -226,7 +226,9 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
                 samples=n,
             )
             pool = _capacity(SERVER.num_places)
-            members.append(Members(load, pool, fcfs.fcfs(), settings.step_time(SERVER)))
+            members.append(
+                SimulationMember(load, pool, fcfs.fcfs(), settings.step_time(SERVER))
+            )
         served = driver.simulate(
             driver.stack(members),
             max_slots=128,
@@ -279,7 +281,7 @@ def simulate_translations(config: Config, progress: Progress) -> TranslationRate
 
 def _translations(
     system: str, prefix: int, rate: float, seconds: float, seed: int
-) -> Members:
+) -> SimulationMember:
     page, places = settings.PAGE_SIZE, SERVER.num_places
     shared = prefix // page * page if system == "paged" else 0
     rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
@@ -289,7 +291,7 @@ def _translations(
         num_leaves=places // page,
         leaves_per_region=settings.MAX_LENGTH // page,
     )
-    return Members(
+    return SimulationMember(
         load._replace(prompt=load.prompt + prefix - shared),
         _capacity(places - shared),
         fcfs.fcfs(),

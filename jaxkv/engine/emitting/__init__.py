@@ -1,6 +1,6 @@
-"""Tokens from logits: one for each slot, or as many drafts as are verified, and one."""
+"""Samples the tokens of a step from its logits, and verifies drafts."""
 
 from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
-from jaxkv.engine.emitting.sampling_step import Emitted, emit
+from jaxkv.engine.emitting.sampling_step import SamplerOutput, emit
 
-__all__ = ["Answer", "Emitted", "LogitsFn", "emit"]
+__all__ = ["Answer", "LogitsFn", "SamplerOutput", "emit"]

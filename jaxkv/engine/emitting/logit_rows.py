@@ -1,4 +1,4 @@
-"""Rows of logits, and what a draw may know of the sequence behind each."""
+"""Logit rows with tokens and sampling parameters of their sequences."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,32 +15,32 @@ from jaxkv.sampling import Params
 
 
 class Answer(NamedTuple):
-    """What a `logits_fn` may know of the sequences about to get a token."""
+    """Sequences of the logit rows, the first argument of a `logits_fn`."""
 
     tokens: Int32[Array, "rows max_length"]
-    """Prompt and answer so far; meaningless beyond `num_tokens`."""
+    """Prompt and answer so far; arbitrary from `num_tokens` on."""
     num_tokens: Int32[Array, " rows"]
-    """Tokens known."""
+    """Number of known tokens, prompt included."""
     prompt_length: Int32[Array, " rows"]
-    """How many of them are the prompt."""
+    """Prompt length in tokens."""
     request_id: Int32[Array, " rows"]
-    """The caller's names."""
+    """Caller's ids of the requests."""
 
 
 type LogitsFn = Callable[
     [Answer, Float[Array, "rows vocab"]], Float[Array, "rows vocab"]
 ]
-"""Changes logits before penalties and cut-offs: masks, biases, grammars. Beams do not
-pass through it, so the facade refuses them beside one."""
+"""Changes logits before penalties and truncation: masks, biases, grammars. It does not
+apply to beam search; an `Engine` with a `logits_fn` refuses beam search requests."""
 
 
-def change(
+def apply_logits_fn(
     logits_fn: LogitsFn | None, answer: Answer, raw: Float[Array, "rows vocab"]
 ) -> Float[Array, "rows vocab"]:
-    """Returns the logits as changed by a `logits_fn`; None changes none.
+    """Applies a `logits_fn` to logits; None returns them unchanged.
 
     Raises:
-      ValueError: the function returns another shape, or numbers that are not floating.
+      ValueError: the function returns another shape, or a type that is not floating.
     """
     if logits_fn is None:
         return raw
@@ -58,7 +58,7 @@ def change(
 
 
 class LogitRows(NamedTuple):
-    """What a draw needs of every slot, or of every place of one."""
+    """Inputs of sampling: one row per slot, or `width` rows with speculation."""
 
     answer: Answer
     logits: Float[Array, "rows vocab"]
@@ -66,19 +66,20 @@ class LogitRows(NamedTuple):
     keep_logprobs: Bool[Array, " rows"]
 
 
-def look_up(
+def gather_rows(
     state: EngineState,
     logits: Float[Array, "rows vocab"],
     emits: Bool[Array, " slots"],
     width: int = 1,
 ) -> LogitRows:
-    """Gathers what the draws need, for `width` places of each slot."""
+    """Gathers the inputs of sampling for `width` places of each slot."""
     s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
-    # Drafts stand behind the known tokens: each place knows one more of them.
-    known = places(state.slots.num_tokens, width)
-    row, emits = by_place(row, width), by_place(emits, width)
+    # Drafts follow the known tokens: each place has one more token as known.
+    known = place_positions(state.slots.num_tokens, width)
+    row, emits = repeat_places(row, width), repeat_places(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
-    # An idle row must not make a batch look sampled, or scored.
+    # Idle rows are greedy and without log-probabilities: they must not select a slower
+    # program for the batch.
     temperature = jnp.where(emits, params.temperature, 0.0)
     return LogitRows(
         answer=Answer(
@@ -93,21 +94,21 @@ def look_up(
     )
 
 
-def by_place(of_slots: Array, width: int) -> Array:
-    """What each slot has, for each of its places."""
+def repeat_places(of_slots: Array, width: int) -> Array:
+    """Repeats values of slots for each of their places."""
     return of_slots if width == 1 else jnp.repeat(of_slots, width)
 
 
-def places(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
-    """Where the tokens behind the known ones will stand, those of a slot in order."""
+def place_positions(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
+    """Returns the positions of the `width` tokens after the known ones of each slot."""
     if width == 1:
         return known
     index = jnp.arange(width, dtype=jnp.int32)[None, :]
     return (known[:, None] + index).reshape(-1)
 
 
-def of_all[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
-    """A function of rows, in tiles if bits must not depend on their number."""
+def map_rows[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
+    """Applies a function to rows, in tiles of `TILE` under reproducible numerics."""
     if config.numerics == "fast":
         return function(*rows)
     num = jax.tree.leaves(rows)[0].shape[0]

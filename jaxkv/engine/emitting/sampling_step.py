@@ -1,8 +1,7 @@
-"""The sampling step: a token for every slot whose known tokens are all fed.
+"""The sampling step: samples a token for each slot whose known tokens are all fed.
 
-With speculation there may be several: the drafts that the verifier accepts, and one
-more. Then each slot has several places, and the law of each is asked as if all tokens
-before it were known.
+With speculation a slot may emit several tokens: the accepted drafts and one more. Each
+of its places is then judged as if all tokens before it were known.
 """
 
 import functools
@@ -19,7 +18,12 @@ from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.drafting import Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import logit_rows, verification
-from jaxkv.engine.emitting.logit_rows import LogitRows, LogitsFn, by_place, places
+from jaxkv.engine.emitting.logit_rows import (
+    LogitRows,
+    LogitsFn,
+    place_positions,
+    repeat_places,
+)
 from jaxkv.engine.state import (
     FULL,
     NOT_A_NUMBER,
@@ -35,67 +39,72 @@ from jaxkv.sampling import beam_search as sampling_beam_search
 from jaxkv.sampling import sampler, top_k
 
 
-class Emitted(NamedTuple):
-    """What the slots drew."""
+class SamplerOutput(NamedTuple):
+    """Tokens emitted by the slots."""
 
     tokens: Int32[Array, "slots emit_width"]
-    """Tokens of every slot, in order; those that do not count mean nothing."""
+    """Tokens of each slot in order; arbitrary from `num_emitted` on."""
     logprobs: Float[Array, "slots emit_width"]
-    """Their log-probabilities under the raw logits, where asked for; else 0."""
+    """Log-probabilities under the raw logits, where requested; else 0."""
     num_emitted: Int32[Array, " slots"]
-    """How many of the tokens count."""
+    """Number of emitted tokens."""
     begins: Bool[Array, " slots"]
-    """Slots whose sequence has got its first token."""
+    """Slots whose sequence got its first token."""
     reason: Int32[Array, " slots"]
-    """Why each slot's sequence has ended, or NOT_ENDED."""
+    """Finish reason of each slot's sequence, or `NOT_ENDED`."""
     verified: VerifyOutput | None = None
-    """With speculation, what became of the drafts."""
+    """Results of verification; None without speculation."""
 
 
-class _Drawn(NamedTuple):
-    """What could follow the known tokens of every slot, ends apart."""
+class _Candidates(NamedTuple):
+    """Candidate tokens of the slots, before stop conditions are applied."""
 
     tokens: Int32[Array, " rows"]
-    """Those of a slot side by side, `emit_width` each."""
+    """Tokens in order of slots, `emit_width` for each."""
     logprobs: Float[Array, " rows"]
     num: Int32[Array, " slots"] | None
-    """How many tokens follow; of slots that emit nothing any number. None: one, if it
-    is valid."""
+    """Number of tokens, arbitrary in slots that do not emit. None: one token, none if
+    it is invalid."""
     invalid: Bool[Array, " slots"]
-    """Slots of which nothing can be drawn behind these."""
+    """Slots without a valid token after these."""
     keep_logprobs: Bool[Array, " rows"]
-    """Whether log-probabilities are kept."""
+    """True if log-probabilities are kept."""
     logits: Callable[[], Float[Array, "rows vocab"]]
-    """The raw logits that gave each token."""
+    """Returns the raw logits of each token."""
     verified: VerifyOutput | None = None
 
 
 def emit(
     state: EngineState,
     fed: Bool[Array, " slots"],
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
     speculation: Speculation | None = None,
     drafts: Drafts | None = None,
-) -> tuple[EngineState, Emitted]:
-    """Draws for every slot that has logits and no known token to feed.
+) -> tuple[EngineState, SamplerOutput]:
+    """Samples for each slot that has logits and no known token left to feed.
 
-    The rows of this step are counted as written, drafts apart. `fed` marks slots that
-    fed something, or were forked; `result` has their logits, of any other slot
-    anything. With speculation, the `drafts` follow the known tokens, and were fed.
+    Args:
+      state: the engine, with the rows of this step counted as written, drafts excluded.
+      fed: slots that fed tokens or were forked.
+      result: output of the model; arbitrary in slots that `fed` does not mark.
+      logits_fn: changes logits before sampling.
+      config: the engine's configuration.
+      speculation: drafter and verifier.
+      drafts: the drafts, which were fed after the known tokens.
 
     Returns:
-      The new state, and what was drawn.
+      The new state, and the emitted tokens.
     """
     known = state.slots.num_tokens
     ready = fed & (state.table.length == known)
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:
-        rows = logit_rows.look_up(state, logits, emits)
-        draw = _draw(rows, emits, logits_fn, config)
-        drawn = _Drawn(
+        rows = logit_rows.gather_rows(state, logits, emits)
+        draw = _sample(rows, emits, logits_fn, config)
+        drawn = _Candidates(
             draw.token,
             draw.logprob,
             None,
@@ -108,79 +117,78 @@ def emit(
             state, result, emits, drafts, speculation, logits_fn, config
         )
         is_tree = drafts.tree is not None
-        drawn = _as_drawn(state, judged, emits, is_tree, result, config)
-    state, emitted = _note(state, drawn, emits)
-    # Log-probabilities: of the tokens drawn, of alternatives, and of prompts.
+        drawn = _from_verification(state, judged, emits, is_tree, result, config)
+    state, emitted = _append_tokens(state, drawn, emits)
+    # Log-probabilities of the emitted tokens, of prompts, and of alternatives.
     s, width = state.sequences, config.emit_width
-    sequence, place = by_place(state.slots.sequence, width), places(known, width)
-    counts = place < by_place(known + emitted.num_emitted, width)
+    sequence = repeat_places(state.slots.sequence, width)
+    place = place_positions(known, width)
+    counts = place < repeat_places(known + emitted.num_emitted, width)
     place = jnp.where(counts, place, NO_SEQUENCE)
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
     at = jnp.where(drawn.keep_logprobs, sequence, NO_SEQUENCE), place
-    s = _with_alternatives(s, drawn, at, result, config)
+    s = _store_alternatives(s, drawn, at, result, config)
     state = state._replace(sequences=s)
 
     def choices(logits: Array) -> tuple[Array, Array]:
         sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
         ids, logprobs = sampling_beam_search.choices(logits, **sizes)
-        # No beam goes on from logits that are not all finite.
+        # A beam with logits that are not finite has no continuation.
         finite = top_k.is_finite(logits)[:, None]
         return ids, jnp.where(finite, logprobs, jnp.nan)
 
     def choose(logits: Array) -> tuple[Array, Array]:
-        return logit_rows.of_all(choices, (logits,), config)
+        return logit_rows.map_rows(choices, (logits,), config)
 
-    state, found = engine_beam_search.advance_searches(
-        state, logits, ready, choose, config
-    )
+    state, found = engine_beam_search.step_beams(state, logits, ready, choose, config)
     ended = found != NOT_ENDED
     reason = jnp.where(ended, found, emitted.reason)
-    # The tokens of a search come with its end.
+    # The answers of a beam search are available only at its end.
     return state, emitted._replace(reason=reason, begins=emitted.begins | ended)
 
 
-def _as_drawn(
+def _from_verification(
     state: EngineState,
-    judged: verification.Judged,
+    judged: verification.Continuation,
     emits: Bool[Array, " slots"],
     is_tree: bool,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
-) -> _Drawn:
-    """The tokens of verified drafts, with their log-probabilities where asked for."""
+) -> _Candidates:
+    """Returns the tokens of verified drafts, with requested log-probabilities."""
     path = judged.verified.path if is_tree else None
-    logits = functools.partial(verification.in_order, result, path, config)
+    logits = functools.partial(verification.token_logits, result, path, config)
     tokens = judged.tokens.reshape(-1)
     keep_logprobs = (
         state.sequences.keep_logprobs[jnp.maximum(state.slots.sequence, 0)] & emits
     )
-    keep_logprobs = by_place(keep_logprobs, config.emit_width)
-    nothing = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
+    keep_logprobs = repeat_places(keep_logprobs, config.emit_width)
+    zeros = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
     found = lax.cond(
         jnp.any(keep_logprobs),
         lambda: sampler.token_logprobs(logits(), tokens),
-        lambda: nothing,
+        lambda: zeros,
     )
-    logprobs = jnp.where(keep_logprobs, found, nothing)
+    logprobs = jnp.where(keep_logprobs, found, zeros)
     drawn = tokens, logprobs, judged.num, judged.invalid, keep_logprobs
-    return _Drawn(*drawn, logits, judged.verified)
+    return _Candidates(*drawn, logits, judged.verified)
 
 
-def _draw(
+def _sample(
     rows: LogitRows,
     emits: Bool[Array, " slots"],
     logits_fn: LogitsFn | None,
     config: EngineConfig,
 ) -> sampler.Draw:
-    """Draws for all rows, if anybody draws at all."""
+    """Samples a token for each row; skipped if no slot emits."""
     asks = emits & ~sampler.is_plain(rows.params, rows.keep_logprobs)
     any_emits, any_asks = arrays.any_of(emits, asks)
 
     def of_rows(*leaves: Any) -> sampler.Draw:
         answer, raw, params, keep_logprobs = leaves
-        logits = logit_rows.change(logits_fn, answer, raw)
+        logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 
         def asked() -> sampler.Draw:
             known = answer.num_tokens
@@ -195,7 +203,7 @@ def _draw(
             return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
 
     def of_all() -> sampler.Draw:
-        return logit_rows.of_all(of_rows, rows, config)
+        return logit_rows.map_rows(of_rows, rows, config)
 
     with jax.named_scope("draw"):
         shapes = jax.eval_shape(of_all)
@@ -203,14 +211,14 @@ def _draw(
         return lax.cond(any_emits, of_all, lambda: blank)
 
 
-def _note(
-    state: EngineState, drawn: _Drawn, emits: Bool[Array, " slots"]
-) -> tuple[EngineState, Emitted]:
-    """Appends the tokens up to an end, and says who has ended, and why."""
+def _append_tokens(
+    state: EngineState, drawn: _Candidates, emits: Bool[Array, " slots"]
+) -> tuple[EngineState, SamplerOutput]:
+    """Appends tokens up to the first stop condition, and sets finish reasons."""
     s, sequence = state.sequences, state.slots.sequence
     row = jnp.maximum(sequence, 0)
     known, width = state.slots.num_tokens, drawn.tokens.shape[0] // row.shape[0]
-    place, owner = places(known, width), by_place(row, width)
+    place, owner = place_positions(known, width), repeat_places(row, width)
     stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
     if drawn.num is None:
         counts = emits & ~drawn.invalid
@@ -222,7 +230,7 @@ def _note(
     else:
         full = place + 1 == s.limit[owner]
         why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
-        # The first end among the tokens and its reason, packed in one number.
+        # The first stop condition and its reason, packed in one integer.
         why = why.reshape(row.shape[0], -1)
         num = jnp.where(emits, drawn.num, 0)
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -233,23 +241,23 @@ def _note(
         reason = first % len(REASONS)
         broken = emits & drawn.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
-        counts = place < by_place(known + num, width)
-    at = (by_place(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
+        counts = place < repeat_places(known + num, width)
+    at = (repeat_places(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
     begins = (num > 0) & (known == s.prompt_length[row])
     s = s._replace(tokens=arrays.put(s.tokens, at, drawn.tokens))
     slots = state.slots._replace(num_tokens=known + num)
     state = state._replace(sequences=s).with_slots(slots)
     tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
-    return state, Emitted(tokens, logprobs, num, begins, reason, drawn.verified)
+    return state, SamplerOutput(tokens, logprobs, num, begins, reason, drawn.verified)
 
 
 def _score_prompts(
     logprobs: Float[Array, "sequences max_length"],
     s: Sequences,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
 ) -> Float[Array, "sequences max_length"]:
-    """Keeps the log-probabilities of prompt tokens whose rows were spare logit rows."""
+    """Stores the log-probabilities of prompt tokens, from the spare logit rows."""
     if config.num_logit_rows == config.max_slots:
         return logprobs
     logits = result.logits[config.max_slots :]
@@ -269,14 +277,14 @@ def _score_prompts(
     return arrays.put(logprobs, at, values)
 
 
-def _with_alternatives(
+def _store_alternatives(
     s: Sequences,
-    drawn: _Drawn,
+    drawn: _Candidates,
     at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     config: EngineConfig,
 ) -> Sequences:
-    """Keeps the most likely tokens where they are asked for, also at prompt places."""
+    """Stores the most likely tokens where requested, also at prompt positions."""
     if not config.max_logprobs:
         return s
 
@@ -294,7 +302,7 @@ def _with_alternatives(
         keep_logprobs = arrays.take(s.keep_logprobs, reader, fill=False)
         own = jnp.where(keep_logprobs, reader, NO_SEQUENCE), result.spare_position + 1
         own = *own, *top(keep_logprobs, lambda: result.logits[config.max_slots :])
-        # One write for both: each put is a launch.
+        # One write for both, since each `put` is a kernel launch.
         found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))
     sequence, place, ids, values = found
     return s._replace(

@@ -1,8 +1,8 @@
-"""What becomes of the drafts: the verifier judges them, and one path is accepted.
+"""Verification of drafts: the verifier judges them, and one path is accepted.
 
-All places of a slot are judged at once, each as if all tokens before it were known. A
-step in which few are drafted judges few places: there is a program for each of
-`EngineConfig.draft_buckets`, and one for none.
+All places of a slot are judged at once, each as if all tokens before it were known.
+There is a program for each draft length of `EngineConfig.draft_buckets`, and one for
+length 0, so that a step with short drafts judges few places.
 """
 
 import functools
@@ -22,33 +22,33 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.sampling import Params, random_keys, sampler
 
 
-class Judged(NamedTuple):
-    """What follows the known tokens of every slot."""
+class Continuation(NamedTuple):
+    """Tokens that follow the known tokens of each slot."""
 
     tokens: Int32[Array, "slots places"]
-    """Accepted drafts, and the token behind them."""
+    """Accepted drafts, then the token sampled after them."""
     num: Int32[Array, " slots"]
-    """How many of these count; of slots that emit nothing any number."""
+    """Number of these tokens; arbitrary in slots that do not emit."""
     invalid: Bool[Array, " slots"]
-    """Slots of which nothing can be drawn behind these."""
+    """Slots without a valid token after the accepted drafts."""
     verified: VerifyOutput
 
 
 def verify(
     state: EngineState,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> Judged:
-    """Judges the drafts of every slot, and draws what follows the accepted ones.
+) -> Continuation:
+    """Judges the drafts of each slot, and samples the token after the accepted ones.
 
-    The arguments are those of `sampling_step.emit`; `emits` marks slots that draw.
+    The arguments are those of `sampling_step.emit`; `emits` marks slots that emit.
     """
 
-    def judge(length: int) -> Judged:
+    def judge(length: int) -> Continuation:
         draft_probs, parents, tree = drafts.draft_probs, drafts.parents, drafts.tree
         if tree is not None:
             ancestors = tree.ancestors[:, :length, :length]
@@ -87,21 +87,23 @@ def _wide(x: Int32[Array, "slots places"], config: EngineConfig) -> Array:
 
 def _judge(
     state: EngineState,
-    result: model_runner.Fed,
+    result: model_runner.ModelOutput,
     emits: Bool[Array, " slots"],
     drafts: Drafts,
     speculation: Speculation,
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> Judged:
-    """Judges as many places of each slot as there are columns of drafts, and one."""
+) -> Continuation:
+    """Judges `1 + length` places of each slot, where `drafts` has `length` columns."""
     num_slots, length = drafts.tokens.shape
-    logits = of_places(result, length, config)
-    rows = logit_rows.look_up(state, logits, emits, 1 + length)
-    answer = rows.answer if drafts.tree is None else by_branch(rows.answer, drafts)
+    logits = place_logits(result, length, config)
+    rows = logit_rows.gather_rows(state, logits, emits, 1 + length)
+    answer = rows.answer
+    if drafts.tree is not None:
+        answer = known_tokens_by_branch(answer, drafts)
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.find_children(drafts, speculation.drafter.width)
-    # By place; what stands at the root is no draft.
+    # By place; the root is not a draft.
     known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
     token = arrays.take(known, (slot[:, :, None], child), fill=-1)
     token, draft_probs = token.reshape(-1, child.shape[2]), drafts.draft_probs
@@ -117,7 +119,7 @@ def _judge(
         draft_probs: Array | None,
     ) -> tuple[AcceptResult, Array]:
         known = answer.num_tokens
-        logits = logit_rows.change(logits_fn, answer, raw)
+        logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
         logits = sampler.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )
@@ -135,26 +137,26 @@ def _judge(
         return ruling, lax.cond(unsure, flip, lambda: accept > 0)
 
     judged = answer, logits, rows.params, token, draft_probs
-    ruling, accepts = logit_rows.of_all(of_rows, judged, config)
-    accepted, path = walk(child, accepts.reshape(child.shape), drafts)
-    return _along(path, accepted, ruling, known, drafts, emits)
+    ruling, accepts = logit_rows.map_rows(of_rows, judged, config)
+    accepted, path = accept_path(child, accepts.reshape(child.shape), drafts)
+    return _follow_path(path, accepted, ruling, known, drafts, emits)
 
 
-def _along(
+def _follow_path(
     path: Int32[Array, "slots drafts"],
     accepted: Int32[Array, " slots"],
     ruling: AcceptResult,
     known: Int32[Array, "slots places"],
     drafts: Drafts,
     emits: Bool[Array, " slots"],
-) -> Judged:
-    """The drafts along a path, and what the verifier drew behind the last of them.
+) -> Continuation:
+    """Returns the drafts along a path, and the token that follows the last of them.
 
     `known` are the drafts by place.
     """
     slot = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None]
     follows, invalid = (x.reshape(known.shape) for x in (ruling.token, ruling.invalid))
-    # The place that each token follows; behind the last one nothing counts.
+    # The place before each token; arbitrary after the last accepted draft.
     place = jnp.pad(path, ((0, 0), (1, 0)))
     index = jnp.arange(known.shape[1], dtype=jnp.int32)[None, :]
     last = index == accepted[:, None]
@@ -163,7 +165,7 @@ def _along(
     tokens = jnp.where(last, jnp.take_along_axis(follows, place, axis=1), tokens)
     ends = last & jnp.take_along_axis(invalid, place, axis=1)
     invalid = jnp.any(ends, axis=1)
-    return Judged(
+    return Continuation(
         tokens=tokens,
         num=accepted + (~invalid).astype(jnp.int32),
         invalid=invalid,
@@ -171,31 +173,31 @@ def _along(
     )
 
 
-def of_places(
-    result: model_runner.Fed, length: int, config: EngineConfig
+def place_logits(
+    result: model_runner.ModelOutput, length: int, config: EngineConfig
 ) -> Float[Array, "rows vocab"]:
-    """The logits of the first places of every slot, those of a slot side by side."""
+    """Returns the logits of `1 + length` places of each slot, in order of slots."""
     assert result.drafted is not None
     last = result.logits[: config.max_slots, None]
     logits = jnp.concatenate([last, result.drafted[:, :length]], axis=1)
     return logits.reshape(-1, logits.shape[2])
 
 
-def in_order(
-    result: model_runner.Fed,
+def token_logits(
+    result: model_runner.ModelOutput,
     path: Int32[Array, "slots drafts"] | None,
     config: EngineConfig,
 ) -> Float[Array, "rows vocab"]:
-    """The logits that gave each token of `Judged`; of None the path is a chain."""
-    logits = of_places(result, config.max_drafts, config)
+    """Returns the logits of each token of a step; `path` None means a chain."""
+    logits = place_logits(result, config.max_drafts, config)
     if path is None:
         return logits
     first = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None] * config.emit_width
     return logits[(first + jnp.pad(path, ((0, 0), (1, 0)))).reshape(-1)]
 
 
-def by_branch(answer: Answer, drafts: Drafts) -> Answer:
-    """What each place of a tree knows: the tokens on the way to it."""
+def known_tokens_by_branch(answer: Answer, drafts: Drafts) -> Answer:
+    """Sets the known tokens of each place in a tree to those on its path."""
     tree = drafts.tree
     assert tree is not None
     num_slots, num = drafts.tokens.shape
@@ -213,15 +215,15 @@ def by_branch(answer: Answer, drafts: Drafts) -> Answer:
     )
 
 
-def walk(
+def accept_path(
     child: Int32[Array, "slots places width"],
     accepts: Bool[Array, "slots places width"],
     drafts: Drafts,
 ) -> tuple[Int32[Array, " slots"], Int32[Array, "slots drafts"]]:
-    """Goes from each root to the first accepted child, and on, while there is one.
+    """Follows the first accepted child of each place, from the root on.
 
     Returns:
-      How many drafts are accepted, and their places in order.
+      The number of accepted drafts of each slot, and their places in order.
     """
     place = jnp.arange(1, drafts.tokens.shape[1] + 1, dtype=jnp.int32)[None, :]
     accepts &= child >= 0

@@ -9,8 +9,8 @@ import pytest
 from experiments.harness import cost_models
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.experiment import Result
-from jaxkv.scheduling.chunked_prefill import reading
-from jaxkv.simulation import Apart, costs
+from jaxkv.scheduling.chunked_prefill import chunked_prefill
+from jaxkv.simulation import SerializedPhases, costs
 from tests.support import smoke
 from tests.support.plans import counts, plan_of
 
@@ -19,7 +19,7 @@ DECODES = [(6, 5, 2), (9, 8, 3)]
 
 def rows(line: list, waiting: list[int], **rules: Any) -> tuple[list, list]:
     """Returns rows of running and of admitted requests; 12 rows, enough pages."""
-    plan = plan_of(counts(line, waiting, free_pages=9), reading(**rules))
+    plan = plan_of(counts(line, waiting, free_pages=9), chunked_prefill(**rules))
     assert plan.admit.tolist() == (plan.head_rows > 0).tolist()
     assert ((plan.head_places > 0) == plan.admit).all()
     return plan.num_rows.tolist(), plan.head_rows.tolist()
@@ -45,12 +45,12 @@ def test_prefill_first_stalls_decoding() -> None:
 def test_max_running_limits_admission() -> None:
     assert rows([*DECODES], [2, 2], max_running=3)[1] == [2, 0, 0, 0]
     with pytest.raises(ValueError, match="max_running=0 must be at least 1"):
-        reading(max_running=0)
+        chunked_prefill(max_running=0)
 
 
 def test_a_serialized_step_costs_the_sum_of_both() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    both = costs.work(
+    both = costs.make_work(
         num_decodes=2,
         num_prompt_rows=8,
         decode_context=30,
@@ -59,17 +59,21 @@ def test_a_serialized_step_costs_the_sum_of_both() -> None:
         num_drawn=3,
     )
     # Mixed, the step's constant is paid once: 5 + 38 / 10 + 2, and 8 for the prompt.
-    assert float(Apart(cost, jnp.asarray(False))(both)) == pytest.approx(18.8)
+    assert float(SerializedPhases(cost, jnp.asarray(False))(both)) == pytest.approx(
+        18.8
+    )
     # Serialized: 10 + 8 for prefill, 5 + 3 + 2 for decode.
-    assert float(Apart(cost, jnp.asarray(True))(both)) == pytest.approx(28.0)
+    assert float(SerializedPhases(cost, jnp.asarray(True))(both)) == pytest.approx(28.0)
     alone = both._replace(num_decodes=jnp.int32(0), decode_context=jnp.int32(0))
-    assert float(Apart(cost, jnp.asarray(True))(alone)) == pytest.approx(18.0)
+    assert float(SerializedPhases(cost, jnp.asarray(True))(alone)) == pytest.approx(
+        18.0
+    )
 
 
 def decode_s(model: settings.ServedModel, batch: int, context: int) -> float:
     """Returns the time of a decode step."""
     every = batch * context
-    work = costs.work(num_decodes=batch, decode_context=every, num_drawn=batch)
+    work = costs.make_work(num_decodes=batch, decode_context=every, num_drawn=batch)
     return float(model.cost(work))
 
 

@@ -88,7 +88,7 @@ def test_no_bit_depends_on_the_batch_in_float64() -> None:
 
 
 def print_float64() -> None:
-    """What the subprocess runs."""
+    """Prints the float64 results; the subprocess runs it."""
     assert engines.params(MODEL, "float64")["embed"]["weight"].dtype == "float64"
     print(json.dumps(check_workloads(range(8), QUICK)))
 

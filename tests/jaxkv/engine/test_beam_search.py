@@ -22,7 +22,7 @@ from tests.support.searches import GOLDEN, MOODY, ROOMY, TIGHT, asks, check, ser
     "name",
     ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "mistral"))],
 )
-def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
+def test_answers_equal_transformers_in_a_batch_with_sampling(name: str) -> None:
     run = serve(name, ROOMY)
     check(name, run)
     assert run.info.num_copied.sum() > 50
@@ -30,8 +30,8 @@ def test_answers_of_transformers_beside_requests_that_draw(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_preempted_beams_go_on_as_if_nothing_had_happened() -> None:
-    # In a buffer for some of them: the others' tokens are fed again.
+def test_preempted_beams_continue_unchanged() -> None:
+    # The buffer has room for some beams; the rest are recomputed.
     config = dataclasses.replace(TIGHT, max_swap_pages=8)
     run = serve("llama", config, policy=MOODY)
     check("llama", run)
@@ -50,7 +50,7 @@ def test_static_batching_searches_without_a_cache_too() -> None:
 
 
 @pytest.mark.thorough
-def test_a_cancelled_search_leaves_nothing() -> None:
+def test_a_cancelled_search_frees_all_pages() -> None:
     loaded = checkpoints.load_model(GOLDEN / "llama")
     search = asks("llama")[4]
     state = engines.start(ROOMY, loaded.config)
@@ -65,7 +65,7 @@ def test_a_cancelled_search_leaves_nothing() -> None:
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
     assert state.slots.sequence.max() >= 0
-    # One beam named, all are meant.
+    # Cancelling one beam cancels all of them.
     names = jnp.asarray([search.request_id, -1], jnp.int32)
     state = engines.cancel(state, names, jnp.asarray([1, -1], jnp.int32))
     state, sequences = engines.drain(state)
@@ -80,7 +80,7 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
     loaded = checkpoints.load_model(GOLDEN / "llama")
     head = "embed" if loaded.config.tie_embeddings else "head"
     table = loaded.params[head]["weight"]
-    # A token that no prompt holds: only its own logits tell.
+    # A token that is in no prompt, so that only its own logits are not finite.
     table = table.at[loaded.config.vocab_size - 1, 0].set(jnp.inf)
     weights = loaded.params | {head: {"weight": table}}
     searches = [ask for ask in asks("llama") if ask.sampling.beam_width][:3]

@@ -1,4 +1,4 @@
-"""One program each for `run_steps`, `submit` and `drain`, whatever comes in."""
+"""`run_steps`, `submit` and `drain` compile once, for all requests."""
 
 import dataclasses
 from collections.abc import Generator
@@ -17,9 +17,9 @@ from tests.support.folders import TOKENIZED
 
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
 MOVE = "jit(move)"
-"""And one for pages that go to the host's memory or come back."""
+"""And one program for each direction of the host swap."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports for every program that it makes, taken from its cache or not."""
+"""Event that JAX reports for every compilation, cached or not."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ BOUNDS = dataclasses.replace(
 
 
 def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
-    """A request of any number of answers, on or off the cache, of some tenant."""
+    """Requests with each number of answers, cached or not, of several tenants."""
     n = int(rng.integers(1, BOUNDS.max_slots + 1))
     best_of = None if rng.random() < 0.5 else int(rng.integers(n, BOUNDS.max_slots + 1))
     return dataclasses.replace(
@@ -83,9 +83,9 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
     rng = np.random.default_rng(0)
     with compilations() as names:
         engine = make_engine(jaxkv.fcfs(preemption="swap", hold_new=False))
-        # Making states is nobody's step; from here on every program counts.
+        # The programs that make states do not count; from here on, all programs do.
         names.clear()
-        # Every length that a prompt may have, in workloads of every kind.
+        # Every prompt length, in workloads of every kind.
         lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
         modes, num_cached, num_swapped = set(), 0, 0
         for workload in range(21):
@@ -104,14 +104,14 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
             modes |= {(ask.n, ask.num_sequences) for ask in samplings}
             if workload == 0:
                 assert sorted({*names} - {MOVE}) == sorted(PROGRAMS)
-        # Three that want all pages: two are swapped out, and one goes to the host.
+        # Each of three requests needs all pages: two are swapped out, one to the host.
         done = engine.generate([[1, 2, 3, 4]] * 3, jaxkv.Sampling(max_tokens=50))
         num_swapped += sum(each.num_swapped for each in done)
         assert not lengths
         assert len(modes) == 6  # all that three slots allow
         assert num_cached > 0
         assert num_swapped > 0
-        # A cancellation, an idle engine, an arrival to come: nothing new.
+        # A cancellation, an idle engine, a future arrival: no new program.
         name = engine.submit([1, 2, 3], jaxkv.Sampling.greedy(max_tokens=50))
         engine.submit([1, 2, 3], arrival_s=engine.now() + 0.05)
         for event in engine.stream():

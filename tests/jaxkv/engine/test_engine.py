@@ -1,4 +1,4 @@
-"""The engine against a plain loop, and what it promises about order, pages and ends."""
+"""The engine compared with a plain loop; order of service, pages and finish reasons."""
 
 import dataclasses
 import functools
@@ -80,8 +80,8 @@ def test_first_come_first_served(chunk_size, watermark) -> None:
     before, ended = set(), set()
     for step in range(len(info.enough)):
         now = present(info, step)
-        # Request ids rise with arrival. Nobody gets or keeps a slot while one before it
-        # waits, whether that one was preempted or is new.
+        # Request ids are in order of arrival. No request has a slot while an earlier
+        # one waits, new or preempted.
         assert len(ended | now) == len(ended) + len(now)
         assert ended | now == set(range(100, 100 + len(ended | now)))
         lost = before - now
@@ -126,7 +126,7 @@ def test_rows_keep_to_the_budget_and_decoding_comes_first(
         before = set(kept)
 
 
-def test_the_smallest_pool_starves_nobody() -> None:
+def test_the_smallest_pool_starves_no_request() -> None:
     rng = np.random.default_rng(3)
     asks = [
         greedy(100 + index, rng.integers(0, 61, size).tolist(), 64)
@@ -136,7 +136,7 @@ def test_the_smallest_pool_starves_nobody() -> None:
     engines.assert_equal_plain(run, asks, TIGHT)
     assert {each.reason for each in run.outcomes.values()} == {"length"}
     assert run.info.num_preempted.sum() > 5
-    # The first in line feeds in every step, so this is the time for all one by one.
+    # The first request feeds in every step, so this is the time of all in sequence.
     alone = [-(-len(ask.prompt) // 12) + 64 - len(ask.prompt) for ask in asks]
     assert len(run.info.enough) <= sum(alone) + 10 * TIGHT.steps_per_call
 
@@ -154,7 +154,7 @@ def test_preempted_requests_count_what_they_compute_again() -> None:
         assert fed[ask.request_id] == once + outcome.num_recomputed
 
 
-def test_nobody_is_admitted_before_arrival() -> None:
+def test_no_request_is_admitted_before_arrival() -> None:
     asks = [
         greedy(1, [4, 5], 2, arrival_s=1.5),
         greedy(2, [4, 5, 6], 2, arrival_s=1.500001),
@@ -173,7 +173,7 @@ def test_nobody_is_admitted_before_arrival() -> None:
 
 
 def test_no_request_overtakes_one_that_has_not_arrived() -> None:
-    """The engine marks the queue up to it, since policies skip unmarked rows."""
+    """The engine blocks requests after it, since policies skip unmarked rows."""
     asks = [greedy(1, [4, 5], 2, arrival_s=5.0), greedy(2, [4, 5, 6], 2)]
     state, info = run_on(engines.submitted(asks, TIGHT), 1.0)
     assert not present(info, 3)
@@ -214,7 +214,7 @@ def test_static_batching() -> None:
     for step in range(len(info.enough)):
         now = present(info, step)
         if info.num_admitted[step]:
-            # Into an empty engine only, in order of arrival, as many as pages allow.
+            # Admission is to an idle engine only, in order of arrival, as pages allow.
             assert not batch
             batch, num_batches = now, num_batches + 1
             left = len(asks) - len(done)
@@ -302,7 +302,7 @@ def test_cancel_a_preempted_request() -> None:
     assert outcomes[2].num_recomputed == 0  # it was never fed again
 
 
-def test_refused_requests_change_nothing() -> None:
+def test_refused_requests_do_not_change_the_state() -> None:
     config = dataclasses.replace(TIGHT, num_pages=9)  # 36 places
     good = greedy(1, [1, 2], 3)
     requests = engines.requests_of([good] * 8, config)
@@ -310,8 +310,8 @@ def test_refused_requests_change_nothing() -> None:
     limit: Any = np.array([3, 5, 65, 65, 37, 37, 38, 9], np.int32)
     requests = requests._replace(prompt_length=prompt_length, limit=limit)
     state, taken = engines.submit(engines.start(config), requests, config=config)
-    # Without tokens; without room for an answer; three too long for a slot or for the
-    # pool; the rest is fine, the last token being one that is never fed.
+    # An empty prompt; no room for an answer; three requests too long for a slot or for
+    # the pool. The last ones fit, since the last token is never fed.
     fits = [False, False, False, False, True, True, False, True]
     assert np.asarray(taken).tolist() == fits
     assert int(state.ledger.num_waiting) == 3
@@ -326,7 +326,7 @@ def test_a_scored_prompt_needs_spare_logit_rows() -> None:
     assert np.asarray(taken)[:2].tolist() == [False, True]
 
 
-def test_a_full_queue_refuses_and_loses_nobody() -> None:
+def test_a_full_queue_refuses_and_loses_no_request() -> None:
     config, state = TIGHT, engines.start(TIGHT)
     asks = [greedy(index, [index], 4) for index in range(40)]
     accepted: list[int] = []
@@ -343,16 +343,16 @@ def test_a_full_queue_refuses_and_loses_nobody() -> None:
     assert int(state.ledger.num_waiting) == 16
 
 
-def test_the_queue_has_room_for_all_who_may_come_back() -> None:
-    # 16 rows would do, but the queue holds 3, and 8 who run may all be preempted.
+def test_the_queue_has_room_for_all_running_requests() -> None:
+    # The queue has 3 places, and 8 running sequences may all be preempted.
     state, taken = submit_twice([greedy(index, [index], 4) for index in range(8)])
     assert taken == [True] * 8 + [True] * 3 + [False] * 5
     assert int(state.ledger.num_waiting) == 11
 
 
-def test_a_refused_request_keeps_those_behind_it_out() -> None:
-    # One that is impossible takes no place and stops nobody; one for which there is no
-    # room stops all.
+def test_a_request_without_room_blocks_later_ones() -> None:
+    # A request that can never fit is refused by itself; a request without room blocks
+    # all later ones.
     asks = [greedy(index, [index] * (index != 2), 4) for index in range(8)]
     _, taken = submit_twice(asks)
     possible = [index != 2 for index in range(8)]
@@ -361,7 +361,7 @@ def test_a_refused_request_keeps_those_behind_it_out() -> None:
 
 
 def submit_twice(asks: list[Ask]) -> tuple[EngineState, list[bool]]:
-    """The same eight requests two times, to an engine whose queue holds three."""
+    """Submits the same eight requests twice, to an engine with a queue of three."""
     config = dataclasses.replace(TIGHT, queue_capacity=3)
     requests, state = engines.requests_of(asks, config), engines.start(config)
     state, first = engines.submit(state, requests, config=config)
@@ -369,7 +369,7 @@ def submit_twice(asks: list[Ask]) -> tuple[EngineState, list[bool]]:
     return state, [*np.asarray(first).tolist(), *np.asarray(second).tolist()]
 
 
-def test_not_a_number_ends_a_request_and_nobody_else() -> None:
+def test_not_a_number_ends_only_its_request() -> None:
     weights = jax.tree.map(lambda x: x, engines.params())
     broken = 17
     weights["embed"] = {"weight": weights["embed"]["weight"].at[broken].set(jnp.nan)}
@@ -388,15 +388,15 @@ def test_not_a_number_ends_a_request_and_nobody_else() -> None:
     assert got[4] == ([], "nan")
     sound = [name for name in got if got[name][1] == "length"]
     assert len(sound) >= 5
-    # And their K and V, NaN all of it, did not harm who got their pages next.
+    # Their K and V were NaN; later sequences on the same pages are not affected.
     healthy = engines.plain(asks, TIGHT)
     assert all(got[name] == healthy[name] for name in sound)
 
 
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
-def test_an_infinity_in_the_head_ends_everybody(value: float) -> None:
+def test_an_infinity_in_the_head_ends_all_requests(value: float) -> None:
     weights = dict(engines.params())
-    # One token's logits: of this alone the others would not have told.
+    # Only the logits of one token are infinite.
     weights["head"] = {"weight": weights["head"]["weight"].at[60, 3].set(value)}
     run = engines.serve(singles(), TIGHT, weights=weights)
     assert {each.reason for each in run.outcomes.values()} == {"nan"}
@@ -404,7 +404,7 @@ def test_an_infinity_in_the_head_ends_everybody(value: float) -> None:
 
 
 class Hoarder(NamedTuple):
-    """Asks for more than there is, for the second request it admits."""
+    """Plans more pages than the pool has, once it admits a second request."""
 
     holds_finished = False
 
@@ -414,7 +414,7 @@ class Hoarder(NamedTuple):
 
 
 @pytest.mark.slow
-def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
+def test_a_plan_with_too_many_pages_feeds_no_rows() -> None:
     asks = [greedy(1, [3] * 5, 4), greedy(2, [3] * 5, 4)]
     state = engines.submitted(asks, TIGHT)
     state, info = engines.run_steps(
@@ -425,13 +425,13 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
         forward=paged.PagedForward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
     )
-    # Both got a slot, neither got a page; then nothing but growth is asked for.
+    # Both got a slot, neither got a page; later plans ask for growth only.
     assert np.asarray(info.enough).tolist() == [False, True, True, True]
     assert not np.asarray(info.num_rows[0]).any()
     assert int(info.used_pages[0]) == 0
     assert present(jax.tree.map(np.asarray, info), 0) == {1, 2}
     assert not any(np.asarray(counts).any() for counts in info.violations)
-    # A sound policy takes the engine over as it is.
+    # A correct policy can continue from this state.
     state, _ = run_on(state, calls=8)
     outcomes = engines.outcomes_of(engines.drain(state)[1])
     got = {name: (each.tokens, each.reason) for name, each in outcomes.items()}
@@ -439,7 +439,7 @@ def test_a_plan_that_asks_for_too_much_feeds_nothing_and_says_so() -> None:
 
 
 def assert_close(x: Any, y: Any) -> None:
-    """Integers equal bit for bit, floats up to rounding."""
+    """Asserts equal integers, and floats that are equal up to rounding."""
     tolerance = 1e-4 if jnp.issubdtype(x.dtype, jnp.floating) else 0
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 

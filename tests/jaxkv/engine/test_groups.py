@@ -44,7 +44,7 @@ def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
     ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
     run = engines.serve([ask], ROOMY, fcfs.fcfs(chunk_size=chunk_size))
     assert run.info.num_rows.sum() == length + 8 * 4
-    # Seven of the eight copy the page that is begun, if there is one.
+    # Seven of the eight copy the partial page, if there is one.
     assert run.info.num_copied.sum() == (7 if length % 4 else 0)
     assert len({tuple(tokens) for tokens in run.tokens.values()}) > 1
 
@@ -54,7 +54,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
     prompt = list(range(30))
     ask = Ask(0, prompt, Sampling(n=4, max_tokens=9))
     run = engines.serve([ask], ROOMY)
-    # 7 full pages once, and for each answer those of 3 tokens more and its own 8.
+    # 7 full pages once, and for each answer the pages of 3 more tokens and its own 8.
     assert run.info.used_pages.max() == 7 + 4 * 3
     alone = engines.serve([ask._replace(sampling=Sampling(max_tokens=9))], ROOMY)
     saved = 1 - run.info.used_pages.max() / (4 * alone.info.used_pages.max())
@@ -62,7 +62,7 @@ def test_pages_of_the_prompt_are_shared() -> None:
 
 
 @pytest.mark.slow
-def test_whoever_was_preempted_reads_what_all_have_in_common_once() -> None:
+def test_a_preempted_group_feeds_its_common_tokens_once() -> None:
     # A pool in which the second group is preempted for the first while both write.
     prompt = list(range(10))
     asks = [
@@ -76,17 +76,17 @@ def test_whoever_was_preempted_reads_what_all_have_in_common_once() -> None:
     again = sum(lost)
     answers_fed = sum(len(tokens) - 1 for tokens in run.tokens.values())
     assert run.info.num_rows.sum() == 2 * 10 + answers_fed + again
-    # The prompt was read once more for each time, not three times.
+    # The prompt was fed once per preemption, not three times.
     assert again < 3 * run.info.num_preempted.sum() // 3 * 10 + answers_fed
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("calls", [1, 2])
-def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
+def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
     gone: tuple[int, ...], calls: int
 ) -> None:
-    # Four or eight of the prompt's 22 tokens are read, by the first for all three.
+    # Four or eight of the prompt's 22 tokens are fed, by the first for all three.
     ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
     requests = engines.requests_of([ask], TIGHT)
     state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
@@ -106,7 +106,7 @@ def test_who_leaves_while_one_reads_for_all_leaves_them_reading(
         cancelled = sample in gone
         assert outcomes[name].reason == ("cancelled" if cancelled else "length")
         assert outcomes[name].tokens == ([] if cancelled else expected[name][0])
-    # Nothing is read again.
+    # No token is fed twice.
     assert num_rows == 22 + 8 * (3 - len(gone))
 
 

@@ -1,6 +1,6 @@
-"""The pages are never copied: temporary memory, and the compiled program's own text.
+"""The pages are never copied: checks of temporary memory and of the compiled program.
 
-Everything is lowered from shapes, so a large pool costs nothing.
+All programs are lowered from shapes, so a large pool takes no memory.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("compiled_as_served")
 
 
 def assert_in_place(program: Any, pages: Any) -> None:
-    # Below a twentieth of the whole pool, hence of its growth from any smaller one.
+    # Less than 5 % of the pool, and so of its growth from any smaller pool.
     assert temporary_bytes(program) < 0.05 * bytes_of(pages)
     assert not copies(program, pages)
 
@@ -76,7 +76,7 @@ def test_the_pages_stay_where_they_are(bounds: dict[str, Any], numerics: str) ->
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
 def test_pages_of_one_kv_head_stay_where_they_are(numerics: str) -> None:
-    """In whose axis XLA sees no order; a device of a mesh often has but one."""
+    """XLA may reorder an axis of size 1; a device of a mesh often has one head."""
     model = dataclasses.replace(MODEL, num_kv_heads=1)
     assert_in_place(*compile_steps(LARGE, numerics, model=model))
 
@@ -95,7 +95,7 @@ def test_static_batching_leaves_the_pages_where_they_are(numerics: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_slots", [1, 32])
 def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
-    # SmolLM2-135M: 30 layers, of which a compiler could slice or hoist something.
+    # SmolLM2-135M: 30 layers, which a compiler could slice or hoist.
     model = ModelConfig(
         vocab_size=49_152,
         hidden_size=576,
@@ -116,8 +116,8 @@ def test_the_pages_of_a_real_shape_stay_where_they_are(max_slots: int) -> None:
 @pytest.mark.parametrize(
     "extras", [{}, {"max_beams": 4, "max_swap_pages": 16}], ids=["plain", "all"]
 )
-def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
-    """Nor at every entry of the prefix cache: at what sequences hold or take alone."""
+def test_no_step_reads_every_page(extras: dict[str, int]) -> None:
+    """Nor at every entry of the prefix cache: only at pages that sequences use."""
     config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
     looks = []
     for num_pages in (SMALL, 64 * LARGE):
@@ -126,7 +126,7 @@ def test_no_step_looks_at_every_page(extras: dict[str, int]) -> None:
     assert looks[0] == looks[1] < LARGE * 2
 
 
-def test_a_look_at_every_page_would_be_found() -> None:
+def test_reading_every_page_would_be_detected() -> None:
     pool = jax.eval_shape(lambda: page_pool.make_pool(LARGE))
     assert pool_sized.largest_look(lambda pool: pool.ref.sum(), (pool,)) == LARGE
 
@@ -138,7 +138,7 @@ def test_a_look_at_every_page_would_be_found() -> None:
     ids=["plain", "all"],
 )
 def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
-    num_pages = 16381  # a prime, so that nothing else is as long
+    num_pages = 16381  # a prime, so that no other axis has this size
     config = dataclasses.replace(CONFIG, prefix_cache=True, **extras)
     program, _ = compile_steps(num_pages, config=config)
     assert not re.findall(rf"\[{num_pages}[\d,]*\]\S* copy\(", program.as_text())
@@ -176,12 +176,12 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
     assert_in_place(program, pages)
 
 
-def test_a_copy_would_be_found() -> None:
+def test_a_copy_would_be_detected() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
     pages = pages_of(MODEL, config)
 
     def layer_by_layer(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
-        """The bad layout: a scan that takes the pages apart and stacks them again."""
+        """A bad layout: a scan that unstacks the pages and stacks them again."""
 
         def body(carry, layer):
             return carry + 1, jax.tree.map(lambda x: x.at[carry, 0, 0].set(new), layer)

@@ -1,4 +1,4 @@
-"""The prefix cache in the engine: who finds what, and that nobody can tell."""
+"""The prefix cache in the engine: hits, and answers that do not depend on them."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tests.support.asks import alike
 from tests.support.engines import CACHED, ROOMY, Ask
 
 LARGE = dataclasses.replace(ROOMY, prefix_cache=True, token_budget=32)
-"""Nothing needs to be given up, and two prompts are read in one step."""
+"""Enough pages without eviction, and budget to prefill two prompts in one step."""
 SYSTEM = list(range(20, 33))
 """Three full pages and a token."""
 
@@ -30,7 +30,7 @@ def ask(name: int, prompt: list[int], **fields) -> Ask:
 
 
 def one_by_one(*asks: Ask) -> list[int]:
-    """Tokens that each request finds, if it comes when those before have ended."""
+    """Returns the cached tokens of each request, submitted one after the other."""
     state, found = None, []
     for each in asks:
         run = engines.serve([each], LARGE, state=state)
@@ -51,7 +51,7 @@ def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
 
 
 @pytest.mark.slow
-def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
+def test_salts_separate_tenants_and_a_request_may_opt_out() -> None:
     found = one_by_one(
         ask(0, SYSTEM, prefix_cache=False),
         ask(1, SYSTEM, salt=1),
@@ -65,10 +65,10 @@ def test_salts_keep_tenants_apart_and_a_request_may_stay_out() -> None:
 
 
 @pytest.mark.thorough
-def test_two_that_read_the_same_at_once_end_on_the_same_pages() -> None:
-    # Budget for both: they fill equal pages in the same step.
+def test_equal_prompts_in_one_step_share_pages() -> None:
+    # The budget suffices for both: they fill equal pages in the same step.
     run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], LARGE)
     assert [run.outcomes[name].num_cached for name in (1, 2)] == [0, 0]
-    # Three pages of the prompt once, then their answers: equal, too, page by page.
+    # Three pages of the prompt once, then equal pages of their answers.
     assert run.info.used_pages.max() < 2 * 5
     assert run.tokens[1] == run.tokens[2]

@@ -1,4 +1,4 @@
-"""A state put away and taken up: by another process, by other policies, once more."""
+"""Snapshots loaded by another process, under other policies, and repeatedly."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from tests.support.engine_programs import pages_of
 from tests.support.engines import MODEL, Ask
 from tests.support.folders import ROOT
 
-# Too few pages for all, so that somebody always waits and some are preempted.
+# Too few pages for all requests, so that some wait and some are preempted.
 CONFIG = dataclasses.replace(
     engines.TIGHT,
     max_slots=4,
@@ -40,7 +40,7 @@ CONFIG = dataclasses.replace(
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
 FCFS = fcfs.fcfs()
 
-# Nothing is donated: a state can be gone on with as often as one likes.
+# Not donated, so that a state can be continued several times.
 run_steps: Any = jax.jit(
     step.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
@@ -48,7 +48,7 @@ run_steps: Any = jax.jit(
 
 
 class Rest(NamedTuple):
-    """What became of a state."""
+    """Results of a continued state."""
 
     state: EngineState
     outcomes: dict[Any, engines.Outcome]
@@ -65,7 +65,7 @@ def go_on(
     policy: interface.Policy = FCFS,
     num_calls: int = 60,
 ) -> Rest:
-    """Runs a state, as many calls as are asked for, and drains it in between."""
+    """Continues a state for some calls, and drains it between them."""
     outcomes: dict[Any, engines.Outcome] = {}
     infos = []
     forward = paged.PagedForward(MODEL, config.numerics)
@@ -87,13 +87,13 @@ def go_on(
 
 @functools.cache
 def asks() -> tuple[Ask, ...]:
-    """Requests that come at once, some of them for several answers."""
+    """Requests that arrive together, some with several answers."""
     rng = np.random.default_rng(3)
     return tuple(engines.random_asks(rng, 10, max_prompt=20, max_answer=24, max_n=3))
 
 
 def busy(config: EngineConfig) -> EngineState:
-    """An engine in the middle of it: some run, some wait, someone has given way."""
+    """A busy engine with running, waiting and preempted requests."""
     rest = go_on(engines.submitted(asks(), config), config, num_calls=3)
     assert (np.asarray(rest.state.slots.sequence) >= 0).sum() > 1
     assert int(rest.state.ledger.num_waiting) > 0
@@ -102,18 +102,18 @@ def busy(config: EngineConfig) -> EngineState:
 
 
 def raw(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """Every array's type, shape and bits: NaN equals NaN, zero is not minus zero."""
+    """Type, shape and bits of every array: NaN equals NaN, 0 differs from -0."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     return [(leaf.dtype.name, leaf.shape, leaf.tobytes()) for leaf in leaves]
 
 
 def named(rest: Rest) -> dict[str, list[int]]:
-    """The answers, as JSON can hold them."""
+    """The answers in a form for JSON."""
     return {str(name): tokens for name, tokens in rest.tokens.items()}
 
 
 def main(folder: str, numerics: Any) -> None:
-    """What the other process does with what it finds in a folder."""
+    """Loads a snapshot and continues it; the other process runs this function."""
     config = dataclasses.replace(CONFIG, numerics=numerics)
     there = Path(folder)
     state = jaxkv.load_state(there / "busy", config, pages_of(MODEL, config))
@@ -126,7 +126,7 @@ def main(folder: str, numerics: Any) -> None:
 @pytest.mark.parametrize(
     "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
 )
-def test_another_process_goes_on_bit_for_bit(numerics: Any, tmp_path: Path) -> None:
+def test_another_process_continues_bit_for_bit(numerics: Any, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, numerics=numerics)
     state = busy(config)
     before = raw(state)
@@ -169,7 +169,7 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
         engines.assert_empty(rest.state)
         assert rest.tokens == rests[0].tokens
         assert all(plain[name][0] == tokens for name, tokens in rest.tokens.items())
-    # They did take other ways.
+    # The schedules differed.
     ways = {b"".join(info.num_rows.tobytes() for info in rest.infos) for rest in rests}
     assert len(ways) > 2
 
@@ -203,8 +203,8 @@ def test_a_loaded_state_needs_no_program_of_its_own(tmp_path: Path) -> None:
 def test_every_bit_of_every_type_comes_back(dtype: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     state = engines.start(CONFIG, dtype=dtype)
-    # Bits by chance: NaN of every payload, infinities, subnormals. And all minus zero,
-    # which no writer may take for the zeros that it leaves out.
+    # Random bits: NaN with any payload, infinities, subnormals. And -0 everywhere,
+    # which a writer that omits zeros must not omit.
     leaves, tree = jax.tree.flatten(state.pages)
     shape, kind = leaves[0].shape, jnp.dtype(dtype)
     bits = rng.bytes(leaves[0].size * kind.itemsize)
@@ -221,13 +221,13 @@ def test_every_bit_of_every_type_comes_back(dtype: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A snapshot of an idle engine, not to be changed."""
+    """A snapshot of an idle engine; tests must not change it."""
     folder = tmp_path_factory.mktemp("snapshots") / "state"
     return jaxkv.save_state(folder, engines.start(CONFIG), CONFIG)
 
 
 def refusal(folder: Path, config: EngineConfig = CONFIG, pages: Any = None) -> str:
-    """What is said of a snapshot that is not taken, in one line."""
+    """Returns the one-line message of a refused snapshot."""
     pages = pages_of(MODEL, config) if pages is None else pages
     with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
         jaxkv.load_state(folder, config, pages)
@@ -262,7 +262,7 @@ def test_another_model_is_refused_by_its_pages(saved: Path) -> None:
 
 
 def copied(saved: Path, tmp_path: Path) -> Path:
-    """A snapshot that may be broken."""
+    """A copy of the snapshot that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
@@ -282,7 +282,7 @@ def test_snapshots_of_other_versions_are_refused(saved: Path, tmp_path: Path) ->
     assert "pool.ref is absent in the snapshot, int32[16] asked" in refusal(folder)
 
 
-def test_what_is_no_snapshot_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     assert "no such snapshot" in refusal(tmp_path / "nowhere")
     assert "snapshot.json: no such file" in refusal(tmp_path)
     folder = copied(saved, tmp_path)
@@ -332,7 +332,7 @@ def test_files_that_the_header_does_not_list_are_refused(
     assert f"{name}: is damaged" in refusal(folder)
 
 
-def test_a_full_disk_is_told_in_one_line(
+def test_a_full_disk_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     state, folder = engines.start(CONFIG), tmp_path / "state"
@@ -343,7 +343,7 @@ def test_a_full_disk_is_told_in_one_line(
     )
     later = state._replace(pages=pages)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:  # a file that outgrows the limit is refused as on a disk that is full
+    try:  # a file above the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
         with pytest.raises(ValueError, match="cannot be written") as caught:
             jaxkv.save_state(folder, later, CONFIG, overwrite=True)
@@ -356,10 +356,10 @@ def test_a_full_disk_is_told_in_one_line(
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
 
 
-def test_what_is_there_is_replaced_only_when_told(tmp_path: Path) -> None:
+def test_an_existing_snapshot_is_replaced_only_on_request(tmp_path: Path) -> None:
     state, later = engines.start(CONFIG), engines.submitted(asks(), CONFIG)
     folder = tmp_path / "state"
-    folder.mkdir()  # An empty folder is nobody's.
+    folder.mkdir()  # An empty folder may be replaced.
     jaxkv.save_state(folder, state, CONFIG)
     with pytest.raises(ValueError, match="is there already; say overwrite"):
         jaxkv.save_state(folder, later, CONFIG)
@@ -381,7 +381,7 @@ def test_a_state_of_another_configuration_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_call_leaves_what_was_there(
+def test_an_interrupted_call_keeps_the_old_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, folder = engines.start(CONFIG), tmp_path / "state"
@@ -404,7 +404,7 @@ def test_an_interrupted_call_leaves_what_was_there(
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
 
 
-def test_pages_with_the_host_are_not_left_out(tmp_path: Path) -> None:
+def test_pages_in_host_memory_are_refused(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, max_swap_pages=4)
     state = engines.start(config)
     saved = jaxkv.save_state(tmp_path / "state", state, config)
@@ -412,6 +412,6 @@ def test_pages_with_the_host_are_not_left_out(tmp_path: Path) -> None:
     assert state.staging is not None
     away = state.staging.on_host.at[1].set(True)
     state = state._replace(staging=state.staging._replace(on_host=away))
-    with pytest.raises(ValueError, match="in the memory of the host"):
+    with pytest.raises(ValueError, match="are in host memory"):
         jaxkv.save_state(tmp_path / "other", state, config)
     assert not (tmp_path / "other").exists()

@@ -1,4 +1,4 @@
-"""Preemption by swapping: pages leave the pool and come back as they were."""
+"""Preemption by swapping: pages come back with the same contents."""
 
 import dataclasses
 import functools
@@ -25,9 +25,9 @@ from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
 
 SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
-"""A buffer that some requests are too large for."""
+"""A buffer that is too small for some requests."""
 fcfs = functools.partial(scheduling_fcfs.fcfs, stackable=True)
-"""Every rule is in the program, so that all policies here share one."""
+"""Every rule is compiled, so that all policies here share one program."""
 ASKS = groups(1, 30)
 
 
@@ -39,7 +39,7 @@ def served(
     victim: Any = "latest",
     hold_new: bool = False,
 ) -> Run:
-    """Admits whoever there is room for, unless told else: many are preempted."""
+    """Serves the requests; by default new ones are admitted after preemptions."""
     policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
     space = None if host is None else host_swap.HostSpace(host, programs.LOCAL.move)
     return engines.serve(ASKS, config, policy, host=space)
@@ -56,7 +56,7 @@ def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
     engines.assert_equal_plain(run, ASKS, TIGHT)
     info = run.info
     assert info.num_swapped_out.sum() > 10
-    # Nothing is computed twice: there was room for all, and all came back.
+    # No token is recomputed: the buffer had room for all pages.
     assert (info.num_swapped_out == info.num_preempted).all()
     assert info.num_swapped_in.sum() == info.num_swapped_out.sum()
     assert num_recomputed(run) == 0
@@ -68,7 +68,7 @@ def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [None, 2, 24])
-def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
+def test_requests_beyond_the_buffer_are_recomputed(host: int | None) -> None:
     run = served(NARROW, host)
     engines.assert_equal_plain(run, ASKS, TIGHT)
     info = run.info
@@ -84,7 +84,7 @@ def test_what_finds_no_room_is_computed_again(host: int | None) -> None:
         for name in victims.NAMES
     ],
 )
-def test_whoever_is_preempted_gets_the_same_answers(victim: str) -> None:
+def test_answers_do_not_depend_on_the_victim(victim: str) -> None:
     ways = set()
     for preemption in ("recompute", "swap"):
         run = served(preemption=preemption, victim=victim)
@@ -99,7 +99,7 @@ def test_whoever_is_preempted_gets_the_same_answers(victim: str) -> None:
 def steps(
     state: EngineState, config: EngineConfig, policy: Any, num: int
 ) -> Iterator[tuple[EngineState, step.StepInfo]]:
-    """The state after every single step."""
+    """Yields the state after every step."""
     for _ in range(num):
         state, info = engines.run_steps(
             engines.params(),
@@ -115,7 +115,7 @@ def steps(
 
 
 def crowd(num: int = 5, **fields: Any) -> list[Ask]:
-    """Requests that are admitted at once and soon want more pages than there are."""
+    """Requests that are admitted together and soon exceed the pool."""
     rng = np.random.default_rng(4)
     return [
         greedy(i, rng.integers(0, 61, 7 + i).tolist(), 16, ignore_eos=True, **fields)
@@ -125,8 +125,8 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hold_new", [True, False])
-def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> None:
-    # The last one is so small that there is nearly always room for it.
+def test_new_requests_wait_until_preempted_ones_complete(hold_new: bool) -> None:
+    # The last one is small: there is nearly always room for it.
     asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
     state = start = engines.submitted(asks, SWAP)
@@ -147,8 +147,8 @@ def test_nobody_new_comes_in_until_all_preempted_are_done(hold_new: bool) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 2])
-def test_several_answers_leave_and_return_together(chunk_size: int | None) -> None:
-    """Half read or forked: the prompt is computed once all the same."""
+def test_a_group_is_swapped_out_and_in_as_one(chunk_size: int | None) -> None:
+    """During prefill or after the fork: the prompt is computed once in both cases."""
     asks = crowd(4)
     asks = [
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
@@ -164,7 +164,7 @@ def test_several_answers_leave_and_return_together(chunk_size: int | None) -> No
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("at_host", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
+def test_cancelling_a_swapped_request_frees_its_pages(at_host: bool) -> None:
     asks = [
         each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
         for each in crowd(4)
@@ -187,7 +187,7 @@ def test_who_is_cancelled_while_away_leaves_nothing(at_host: bool) -> None:
     )
     names = set(np.asarray(state.sequences.request_id)[waits].tolist())
     some, other = sorted(names)[0], sorted(names)[-1]
-    # One answer of one request, and all of another.
+    # One answer of one request, and all answers of another.
     state = engines.cancel(
         state, jnp.asarray([some, other], "int32"), jnp.asarray([1, -1], "int32")
     )

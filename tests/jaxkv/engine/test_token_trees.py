@@ -1,4 +1,4 @@
-"""Token trees: who descends from whom, the way that is accepted, and what moves."""
+"""Token trees: ancestors, the accepted path, and moves of K and V."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SEEDS = range(4)
 
 
 def random_drafts(seed: int) -> Drafts:
-    """Trees of up to `NUM` drafts; what stands behind their number means nothing."""
+    """Random trees of up to `NUM` drafts; later entries are arbitrary."""
     rng = np.random.default_rng(seed)
     parents = [
         [rng.integers(0, place) for place in range(1, NUM + 1)] for _ in "slots!"
@@ -33,7 +33,7 @@ def random_drafts(seed: int) -> Drafts:
 
 
 def way_to(parents: np.ndarray, place: int) -> list[int]:
-    """Places from the first draft to this one; none of the root."""
+    """Returns the places on the path to a draft, the root excluded."""
     way = []
     while place:
         way.append(place)
@@ -53,7 +53,7 @@ def test_descent_equals_a_walk_to_the_root(seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_children_stand_in_order(width: int) -> None:
+def test_children_are_in_order(width: int) -> None:
     drafts = random_drafts(0)
     found = np.asarray(drafting.find_children(drafts, width))
     num, parents = np.asarray(drafts.num), np.asarray(drafts.parents)
@@ -71,22 +71,22 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
     np.testing.assert_array_equal(one, drafting.find_children(as_tree, 1))
     accepts = jnp.asarray(np.random.default_rng(1).random((SLOTS, NUM + 1, 1)) < 0.8)
     plain = drafts._replace(parents=None)
-    num, path = verification.walk(one, accepts, plain)
+    num, path = verification.accept_path(one, accepts, plain)
     as_tree = as_tree._replace(tree=drafting.tree(chain))
-    other_num, other = verification.walk(one, accepts, as_tree)
+    other_num, other = verification.accept_path(one, accepts, as_tree)
     np.testing.assert_array_equal(num, other_num)
     for slot, length in enumerate(num.tolist()):
         np.testing.assert_array_equal(path[slot, :length], other[slot, :length])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
+def test_the_path_follows_the_first_accepted_child(seed: int) -> None:
     drafts, rng = random_drafts(seed), np.random.default_rng(seed)
     assert drafts.parents is not None
     child = drafting.find_children(drafts, 3)
     accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
-    num, path = verification.walk(child, jnp.asarray(accepts), drafts)
+    num, path = verification.accept_path(child, jnp.asarray(accepts), drafts)
     lengths = []
     for slot in range(SLOTS):
         place, way = 0, []
@@ -105,13 +105,13 @@ def test_the_way_goes_to_the_first_accepted_child(seed: int) -> None:
     assert max(lengths) > 1
 
 
-def test_every_place_knows_the_tokens_on_the_way_to_it() -> None:
+def test_every_place_has_the_tokens_on_its_path() -> None:
     drafts, length = random_drafts(2), 30
     assert drafts.parents is not None
     rng, width = np.random.default_rng(2), NUM + 1
     known = rng.integers(1, 10, SLOTS)
     tokens = rng.integers(50, 99, (SLOTS, length))
-    # As a chain they would stand behind each other.
+    # In a chain they would have consecutive positions.
     rows = Answer(
         tokens=jnp.asarray(tokens.repeat(width, axis=0), "int32"),
         num_tokens=jnp.asarray(
@@ -121,7 +121,7 @@ def test_every_place_knows_the_tokens_on_the_way_to_it() -> None:
         request_id=jnp.zeros(SLOTS * width, "int32"),
     )
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
-    found = verification.by_branch(rows, drafts)
+    found = verification.known_tokens_by_branch(rows, drafts)
     for slot, place in np.ndindex(SLOTS, width):
         way = way_to(np.asarray(drafts.parents)[slot], place)
         wanted = [*tokens[slot, : known[slot]]]
@@ -133,7 +133,7 @@ def test_every_place_knows_the_tokens_on_the_way_to_it() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
-    """Keys, values, scales, and those of a model beside; what shares a place stays."""
+    """K, V and scales of the model and of a draft model; shared places do not move."""
     rng = np.random.default_rng(3)
     shape = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
     both = [

@@ -26,8 +26,8 @@ from tests.support.plans import LINE, counts, plan_of
 
 
 def columns(**given: list[int]) -> Any:
-    """Columns of four requests; what is not given has the default."""
-    blank = attributes.blank(LINE)
+    """Columns of four requests; missing attributes have the default."""
+    blank = attributes.default_columns(LINE)
     return blank._replace(**{name: np.array(x, np.int32) for name, x in given.items()})
 
 
@@ -69,7 +69,9 @@ def test_times_become_relative_to_the_clock() -> None:
     arrival = np.array([[3, 250_000], [3, 999_000], [2**31 - 1, 0], [0, 0]], np.int32)
     limit = np.array([30, 30, 30, 30], np.int32)
     clock = jnp.asarray([3, 500_000], jnp.int32)
-    seen = attributes.relative(given, jnp.asarray(arrival), jnp.asarray(limit), clock)
+    seen = attributes.relative_to_clock(
+        given, jnp.asarray(arrival), jnp.asarray(limit), clock
+    )
     assert seen.arrival_ms.tolist() == [-250, 499, 999_999_500, -3500]
     assert seen.deadline_ms.tolist()[:2] == [250, 499]
     assert seen.deadline_ms.tolist()[3] == attributes.NO_DEADLINE
@@ -85,7 +87,7 @@ def test_the_shortest_comes_first_less_what_is_cached() -> None:
     # Each takes two pages: there is room for one, then for two.
     assert admitted(policy, [8, 8, 8], 2, **fields) == [2]
     assert admitted(policy, [8, 8, 8], 4, **fields) == [1, 2]
-    # A preempted request comes first, however much it has left.
+    # A preempted request comes first for any remaining length.
     fields["waiting_preempted"] = np.array([True, False, False, False])
     assert admitted(policy, [8, 8, 8], 2, **fields) == [0]
 
@@ -116,7 +118,7 @@ def test_sessions_take_turns() -> None:
     asked = columns(session=[4, 4, 6, -1])
     c = counts(line, [8, 8, 8, 8], free_pages=5)
     c = c._replace(attributes=running, waiting_attributes=asked)
-    # The running ones take none; of the others two are admitted: the two without slots.
+    # Two requests fit; those of sessions without slots are admitted: the last two.
     assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [2, 3]
 
 
@@ -124,7 +126,7 @@ def test_victims_are_chosen_by_attributes() -> None:
     line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2), (9, 8, 2)]
     running = columns(priority=[0, -3, 1, -2], predicted_length=[10, 12, 20, 30])
     c = counts(line, free_pages=0)._replace(attributes=running)
-    # Each needs a page, and the two that go leave four.
+    # Each needs a page, and the two preempted ones release four.
     for victim, gone in (("least_urgent", [2, 3]), ("longest_remaining", [2, 3])):
         plan = plan_of(c, fcfs.fcfs(victim=victim))
         assert np.flatnonzero(plan.preempt).tolist() == gone

@@ -1,4 +1,4 @@
-"""Who is preempted, what becomes of its pages, and who comes in then: by hand."""
+"""Preemption rules, swapping and admission after preemptions, computed by hand."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.mutation import Bug
 from tests.support.plans import check, counts, plan_of
 
 READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
-"""(known, written, pages): one has read little of its prompt, two decode."""
+"""(known, written, pages): one early in its prefill, and two that decode."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_one_is_preempted(victim: Any, out: list[int]) -> None:
     line: Any = [(9, 8, 2), READER, SHORT, LONG]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
     kept = [0 if gone else known for gone, (known, *_) in zip(out, line, strict=True)]
-    # Who decodes feeds one token, who reads a prompt the rest of 12.
+    # Decoding feeds one token per sequence, prefill the rest of 12.
     rows = [int(not gone) for gone in out]
     rows[1] = 0 if out[1] else 12 - rows[0] - rows[2] - rows[3]
     check(plan, preempt=out, places=kept, num_rows=rows)
@@ -43,7 +43,7 @@ def test_one_is_preempted(victim: Any, out: list[int]) -> None:
         ("latest", [0, 0, 1, 1]),
         ("least_computed", [0, 1, 0, 1]),
         ("fewest_pages", [0, 1, 0, 1]),
-        # One is enough, if it is the right one: of those, the one of fewer tokens.
+        # One preemption is enough for two of them: the one with fewer tokens.
         ("cheapest", [0, 1, 0, 0]),
     ],
 )
@@ -60,15 +60,15 @@ def test_of_equals_the_later_is_preempted(victim: Any) -> None:
     assert plan.preempt.tolist() == [False, False, False, True]
 
 
-def test_where_nobody_frees_enough_the_largest_is_preempted_first() -> None:
-    # The first wants three pages more, and none of the others has as many.
+def test_if_no_victim_frees_enough_the_largest_is_preempted() -> None:
+    # The first needs three more pages, and no later sequence has so many.
     line: Any = [(18, 8, 2), (5, 4, 2), (5, 4, 2), (1, 0, 1)]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim="cheapest"))
     assert plan.preempt.tolist() == [False, True, True, False]
 
 
 def test_when_pages_move_the_cheapest_has_the_fewest_to_move() -> None:
-    # Both free two pages; one shares them with a cache, so more would move.
+    # Both release two pages; one shares pages with the cache, so more would move.
     line: Any = [(9, 8, 2), (8, 7, 2), (8, 6, 2)]
     c = counts(line, free_pages=0, swap_pages=[2, 1, 2, 0], free_swap_pages=9)
     assert plan_of(c, fcfs(victim="cheapest")).preempt.tolist()[2]
@@ -91,14 +91,14 @@ def test_pages_are_kept_as_far_as_there_is_room() -> None:
         plan = plan_of(c, fcfs(preemption="swap"))
         assert plan.preempt.tolist() == [False, False, True, True]
         assert plan.swap.tolist() == [False, False, kept > 0, kept > 1]
-    # A group only as a whole, and nothing of those who have written nothing.
+    # Groups are swapped as a whole; sequences without written tokens are not swapped.
     shared: Any = dict(group=[0, 1, 2, 2], swap_pages=[2, 0, 2, 2])
     c = counts(line, free_pages=0, free_swap_pages=3, **shared)
     assert not plan_of(c, fcfs(preemption="swap")).swap.any()
     assert not plan_of(c, fcfs()).swap.any()
 
 
-def test_who_comes_back_gets_pages_and_no_rows() -> None:
+def test_a_swapped_in_request_gets_pages_and_no_rows() -> None:
     back: Any = dict(
         waiting_preempted=[True, False, False, False],
         waiting_swapped=[True, False, False, False],
@@ -114,7 +114,7 @@ def test_who_comes_back_gets_pages_and_no_rows() -> None:
         head_places=[9, 3],
         head_rows=[0, 3],
     )
-    # Under the rule of swapping the other one is new, and has to wait.
+    # With `hold_new`, the other request is new and must wait.
     plan = plan_of(c, fcfs(preemption="swap"))
     check(plan, places=[5], num_rows=[1], admit=[1], head_places=[9])
     tight = counts([(5, 4, 2)], waiting=[9, 3], free_pages=2, **back)
@@ -133,7 +133,7 @@ def test_new_requests_wait_while_a_preempted_one_runs() -> None:
 
 
 def test_the_longest_prefix_comes_first_if_asked_for() -> None:
-    # Two slots are free. Nobody gets ahead of one that was preempted before.
+    # Two slots are free. No request overtakes a preempted one.
     waiting: Any = dict(waiting_cached=[0, 4, 8, 8], waiting_pages=[3, 2, 1, 1])
     sizes: Any = dict(free_pages=9, token_budget=30)
     c = counts([(5, 4, 2)] * 2, waiting=[10, 10, 10, 10], **sizes, **waiting)
@@ -145,12 +145,12 @@ def test_the_longest_prefix_comes_first_if_asked_for() -> None:
     c = c._replace(waiting_preempted=second)
     plan = plan_of(c, fcfs(cached_first=True))
     assert plan.admit.tolist() == [False, True, True, False]
-    # Who has not arrived keeps nobody waiting then.
+    # A request that has not arrived blocks no other request.
     c = counts(waiting=[9, 2], free_pages=9, arrived=[False, True])
     assert plan_of(c, fcfs(cached_first=True)).admit.tolist()[:2] == [False, True]
 
 
-def test_static_batching_takes_back_what_was_swapped_out() -> None:
+def test_static_batching_admits_swapped_requests() -> None:
     back: Any = dict(waiting_swapped=[True, False, False, False])
     c = counts(waiting=[5, 2], free_pages=16, max_length=17, **back)
     plan = plan_of(c, static_batching.static())
@@ -160,7 +160,7 @@ def test_static_batching_takes_back_what_was_swapped_out() -> None:
 BUGS = {
     "the first may be a victim": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "jnp.where(is_first, _LAST, keys[victim])",
         "keys[victim]",
         test_the_first_is_never_preempted_and_groups_go_as_one,
@@ -168,7 +168,7 @@ BUGS = {
     ),
     "the earliest of equals": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "place[:, None] < place[None, :]",
         "place[:, None] > place[None, :]",
         test_of_equals_the_later_is_preempted,
@@ -176,7 +176,7 @@ BUGS = {
     ),
     "just enough is too little": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "frees >= shortage",
         "frees > shortage",
         test_three_pages_are_missing,
@@ -184,20 +184,20 @@ BUGS = {
     ),
     "the smallest of those that do not suffice": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "_LAST // 2 - frees",
         "_LAST // 2 + frees",
-        test_where_nobody_frees_enough_the_largest_is_preempted_first,
+        test_if_no_victim_frees_enough_the_largest_is_preempted,
     ),
     "tokens for pages": Bug(
         victims,
-        "ranks",
+        "rank_victims",
         "by_group(c.owned_pages)",
         "by_group(c.owned_tokens)",
         test_one_is_preempted,
         ("fewest_pages", [0, 0, 1, 0]),
     ),
-    "pages to move cost what they took to compute": Bug(
+    "pages to move cost as much as recomputation": Bug(
         scheduling_fcfs.FCFS,
         "_plan",
         "jnp.where(self.swap, c.swap_pages, cost)",
@@ -218,12 +218,12 @@ BUGS = {
         "< c.free_swap_pages",
         test_pages_are_kept_as_far_as_there_is_room,
     ),
-    "what comes back is fed": Bug(
+    "swapped-in requests feed tokens": Bug(
         interface,
         "share_budget",
         "admit & ~c.waiting_swapped",
         "admit",
-        test_who_comes_back_gets_pages_and_no_rows,
+        test_a_swapped_in_request_gets_pages_and_no_rows,
     ),
     "new requests are held for ever": Bug(
         scheduling_fcfs.FCFS,

@@ -1,4 +1,4 @@
-"""Plans worked by hand: counts in, decisions out."""
+"""Plans computed by hand."""
 
 from typing import Any, NamedTuple
 
@@ -21,30 +21,30 @@ def test_an_idle_engine_admits_until_the_budget_is_used_up() -> None:
     check(plan, admit=[1, 1, 0], head_places=[5, 9], head_rows=[5, 7])
 
 
-def test_a_chunk_size_leaves_rows_for_those_behind() -> None:
+def test_a_chunk_size_leaves_rows_for_later_prompts() -> None:
     plan = plan_of(counts(waiting=[5, 9, 3], free_pages=10), fcfs(chunk_size=4))
     check(plan, admit=[1, 1, 1], head_places=[5, 9, 3], head_rows=[4, 4, 3])
 
 
-def test_whoever_decodes_is_served_before_prompts() -> None:
+def test_decoding_is_served_before_prompts() -> None:
     line: list = [(8, 7, 2), (12, 4, 3), (5, 4, 1)]
     c = counts(line, free_pages=1, token_budget=6)
     # The third grows into the last free page; 6 rows less 2 are left for the prompt.
     check(plan_of(c, fcfs()), places=[8, 12, 5], num_rows=[1, 4, 1])
 
 
-def test_the_latest_is_preempted_and_nobody_is_admitted() -> None:
+def test_the_latest_is_preempted_and_no_request_is_admitted() -> None:
     line: list = [(8, 7, 2), (12, 4, 3), (5, 4, 1)]
     c = counts(line, waiting=[1], free_pages=0, token_budget=6)
     plan = plan_of(c, fcfs())
     check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 5])
-    # Not for want of a row, a page or a slot: the one that is left out has freed them.
+    # The preempted sequence has released a row, pages and a slot.
     plan = plan_of(counts(line, waiting=[1], free_pages=0), fcfs())
     check(plan, preempt=[0, 0, 1], places=[8, 12], num_rows=[1, 8])
 
 
-def test_everybody_behind_the_first_who_does_not_fit_is_preempted() -> None:
-    # The first needs a third page: 3 + 2 > 4. The third would fit beside it.
+def test_all_after_the_first_that_does_not_fit_are_preempted() -> None:
+    # The first needs a third page: 3 + 2 > 4. The third would still fit.
     line: list = [(9, 8, 2), (5, 4, 1), (4, 3, 1)]
     plan = plan_of(counts(line, free_pages=0), fcfs())
     check(plan, preempt=[0, 1, 1], places=[9], num_rows=[1])
@@ -68,7 +68,7 @@ def test_requests_are_admitted_as_far_as_the_pages_go() -> None:
     check(plan, admit=[1, 1], head_places=[4, 4], head_rows=[4, 4])
 
 
-def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
+def test_no_request_overtakes_one_that_does_not_fit() -> None:
     c = counts([(8, 7, 2)], waiting=[13, 1], free_pages=3)
     check(plan_of(c, fcfs()), places=[8], num_rows=[1])
 
@@ -76,14 +76,14 @@ def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
 MASKABLE = {
     "fcfs": fcfs(),
     "every rule": fcfs(stackable=True, preemption="swap", cached_first=True),
-    "chunked": chunked_prefill.reading(max_running=2),
-    "whole prompts": chunked_prefill.reading(whole=True, first=True),
+    "chunked": chunked_prefill.chunked_prefill(max_running=2),
+    "whole prompts": chunked_prefill.chunked_prefill(whole=True, first=True),
     "static": static_batching.static(),
 }
 
 
 @pytest.mark.parametrize("name", MASKABLE)
-def test_unmarked_rows_are_skipped_and_count_nothing(name: str) -> None:
+def test_unmarked_rows_are_skipped(name: str) -> None:
     """The hidden request takes more pages, slots and rows than there are."""
     hidden: Any = dict(
         waiting_pages=[99, 1, 99, 1],
@@ -108,13 +108,13 @@ def test_the_first_marked_request_that_does_not_fit_blocks_later_ones(
     marked = [False, True, False, True]
     c = counts(waiting=[1, 30, 1, 2], free_pages=4, arrived=marked)
     check(plan_of(c, MASKABLE[name]))
-    # It fits, but no row of a step may have the logits that it asks for.
+    # It fits, but its log-probabilities need spare logit rows, and there are none.
     scored: Any = ([], [1])
     c = counts(waiting=[1, 3, 1, 2], free_pages=9, arrived=marked, scored=scored)
     check(plan_of(c, MASKABLE[name]))
 
 
-def test_full_slots_admit_nobody() -> None:
+def test_full_slots_admit_no_request() -> None:
     line: list = [(3, 2, 1), (3, 2, 1), "2", (3, 2, 1)]
     c = counts(line, waiting=[1], free_pages=9)
     check(plan_of(c, fcfs()), places=[3, 3, 0, 3], num_rows=[1, 1, 0, 1])
@@ -160,7 +160,7 @@ def test_scored_prompts_feed_no_more_rows_than_have_logits() -> None:
     )
 
 
-def test_nobody_overtakes_a_scored_prompt_without_logit_rows() -> None:
+def test_no_request_overtakes_a_scored_prompt_without_logit_rows() -> None:
     c = counts(
         waiting=[4, 3, 2],
         free_pages=9,
@@ -177,7 +177,7 @@ def test_a_sequence_that_decodes_needs_no_spare_logit_row() -> None:
 
 
 def test_a_group_is_preempted_as_one() -> None:
-    # Places 1 and 2 are one request: its second sequence no longer fits.
+    # Slots 1 and 2 are one request: its second sequence no longer fits.
     line: Any = [(9, 8, 2), (9, 8, 2), (9, 8, 2)]
     shared: Any = dict(group=[0, 1, 1, 3], owned_pages=[2, 2, 0, 0])
     plan = plan_of(counts(line, free_pages=2, **shared), fcfs())
@@ -231,27 +231,27 @@ def test_static_feeds_prompts_as_the_budget_lets_it() -> None:
 
 
 @pytest.mark.parametrize("line", [[(5, 4, 5)], ["5"], ["5", (5, 4, 5)]])
-def test_static_admits_nobody_into_a_batch(line: list) -> None:
+def test_static_admits_no_request_into_a_batch(line: list) -> None:
     c = counts(line, waiting=[1], free_pages=16, max_length=17)
     runs = [int(isinstance(each, tuple)) for each in line]
     places = [5 * each for each in runs]
     check(plan_of(c, static_batching.static()), num_rows=runs, places=places)
 
 
-def test_static_lets_those_grow_that_another_policy_admitted() -> None:
+def test_static_grows_sequences_that_another_policy_admitted() -> None:
     # Full pages of 4 each: two find a page, the third waits for the next batch.
     c = counts([(5, 4, 1), (9, 8, 2), (5, 4, 1)], waiting=[1], free_pages=2)
     plan = plan_of(c, static_batching.static())
     check(plan, preempt=[0, 0, 1], places=[5, 9, 0], num_rows=[1, 1, 0])
 
 
-def test_static_admits_nobody_who_has_not_arrived() -> None:
+def test_static_admits_no_request_before_its_arrival() -> None:
     c = counts(waiting=[3, 1], free_pages=16, arrived=[False, False])
     check(plan_of(c, static_batching.static()))
 
 
 def test_static_serves_a_pool_smaller_than_the_longest_sequence() -> None:
-    # 3 pages, and 5 would be reserved: the first gets what there is.
+    # 3 pages, and 5 would be reserved: the first gets all 3.
     c = counts(waiting=[5, 1], free_pages=3, max_length=17)
     plan = plan_of(c, static_batching.static())
     check(plan, admit=[1, 0], head_places=[12], head_rows=[5])
@@ -263,32 +263,32 @@ BUGS = {
         "share_budget",
         " - jnp.sum(decodes, dtype=jnp.int32)",
         "",
-        test_whoever_decodes_is_served_before_prompts,
+        test_decoding_is_served_before_prompts,
     ),
     "chunks of any size": Bug(
         interface,
         "share_budget",
         "jnp.minimum(prompts, jnp.asarray(chunk_size, jnp.int32))",
         "prompts",
-        test_a_chunk_size_leaves_rows_for_those_behind,
+        test_a_chunk_size_leaves_rows_for_later_prompts,
     ),
     "logits for all": Bug(
         interface,
         "share_budget",
-        "_fill(jnp.where(scored, prompts, 0), c.spare_logit_rows)",
+        "_grant_in_order(jnp.where(scored, prompts, 0), c.spare_logit_rows)",
         "prompts",
         test_scored_prompts_feed_no_more_rows_than_have_logits,
     ),
     "the budget is used up too soon": Bug(
         interface,
-        "_fill",
+        "_grant_in_order",
         "jnp.cumsum(want, dtype=jnp.int32) - want",
         "jnp.cumsum(want, dtype=jnp.int32)",
         test_an_idle_engine_admits_until_the_budget_is_used_up,
     ),
     "copies need no page": Bug(
         interface,
-        "missing_pages_of_running",
+        "pages_to_grow",
         " + c.copies",
         "",
         test_copies_are_granted_with_growth,
@@ -315,19 +315,19 @@ BUGS = {
         "free - self.watermark",
         test_the_first_of_an_idle_engine_may_take_every_page,
     ),
-    "admission beside a preemption": Bug(
+    "admission in a step with a preemption": Bug(
         scheduling_fcfs.FCFS,
         "_plan",
         "c.waiting & ~jnp.any(preempt)",
         "c.waiting",
-        test_the_latest_is_preempted_and_nobody_is_admitted,
+        test_the_latest_is_preempted_and_no_request_is_admitted,
     ),
     "slots of finished sequences are free": Bug(
         scheduling_fcfs.FCFS,
         "_plan",
         "runs | c.held",
         "runs",
-        test_full_slots_admit_nobody,
+        test_full_slots_admit_no_request,
     ),
     "each request has all free slots": Bug(
         scheduling_fcfs.FCFS,
@@ -356,7 +356,7 @@ BUGS = {
         "admissible",
         "counts.waiting & ~fits",
         "~fits",
-        test_unmarked_rows_are_skipped_and_count_nothing,
+        test_unmarked_rows_are_skipped,
         ("fcfs",),
     ),
     **{
@@ -365,7 +365,7 @@ BUGS = {
             "skip_unmarked",
             "jnp.where(c.waiting, c.waiting_slots, 0)",
             "c.waiting_slots",
-            test_unmarked_rows_are_skipped_and_count_nothing,
+            test_unmarked_rows_are_skipped,
             (name,),
         )
         for name in ("fcfs", "chunked", "static")
@@ -375,7 +375,7 @@ BUGS = {
         "plan",
         "c.waiting & ~busy & (fits | first)",
         "c.waiting & (fits | first)",
-        test_static_admits_nobody_into_a_batch,
+        test_static_admits_no_request_into_a_batch,
         ([(5, 4, 5)],),
     ),
 }
@@ -391,7 +391,7 @@ def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
-    """What `fcfs` decides of sequences that stand alone, one request at a time."""
+    """Plans as `fcfs` for requests of one sequence, one request at a time."""
     places = range(len(c.running))
 
     def pages(tokens: int) -> int:
@@ -462,7 +462,7 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
 
 
 def random_counts(rng: np.random.Generator, *, masked: bool) -> Any:
-    """Counts of any engine of four slots; the queue is masked by a policy, or whole."""
+    """Random counts of an engine with four slots, the queue masked or not."""
     line: Any = [None] * 4
     for i in range(4):
         length, more = int(rng.integers(0, 14)), int(rng.integers(1, 7))

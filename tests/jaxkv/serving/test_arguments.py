@@ -320,7 +320,9 @@ NO_LOGITS = [
 )
 def test_logits_of_another_shape_or_type_are_refused(found: Any) -> None:
     rows: Any = None
-    message = refusal(lambda: logit_rows.change(lambda rows, raw: found, rows, RAW))
+    message = refusal(
+        lambda: logit_rows.apply_logits_fn(lambda rows, raw: found, rows, RAW)
+    )
     assert message.startswith("logits_fn returned ")
     assert "must return float32[3, 7]" in message
 
@@ -328,8 +330,10 @@ def test_logits_of_another_shape_or_type_are_refused(found: Any) -> None:
 def test_logits_that_fit_pass() -> None:
     rows: Any = None
     for found in (RAW - 1, RAW.astype(jnp.bfloat16)):
-        assert logit_rows.change(lambda rows, raw, x=found: x, rows, RAW) is found
-    assert logit_rows.change(None, rows, RAW) is RAW
+        assert (
+            logit_rows.apply_logits_fn(lambda rows, raw, x=found: x, rows, RAW) is found
+        )
+    assert logit_rows.apply_logits_fn(None, rows, RAW) is RAW
 
 
 def test_an_engine_refuses_such_logits_and_continues(

@@ -19,7 +19,7 @@ from jaxkv.engine import state as engine_state
 from jaxkv.memory.page_table import PageTableView, SlotPages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
-from jaxkv.simulation import served
+from jaxkv.simulation import results
 from jaxkv.speculation import SpeculationConfig
 from jaxkv.workloads import dataframes
 from tests.support import engines
@@ -151,9 +151,9 @@ def test_traces_results_and_logs_become_data_frames(
     assert {"step", "used_pages", "num_waiting"} <= frame.keys()
     info = jax.tree.map(lambda x: x[None], engine.trace[0])
     start_s = np.zeros((1, len(info.enough[0])))
-    trace = served.SimulationTrace(start_s, info).to_dataframe()
+    trace = results.StepTrace(start_s, info).to_dataframe()
     assert trace["member"].tolist() == [0] * start_s.size
-    assert len(repr(served.SimulationTrace(start_s, info))) < 100
+    assert len(repr(results.StepTrace(start_s, info))) < 100
     assert Counts.of([[1], [2]]).to_dataframe()["num"].tolist() == [1, 2]
     (tmp_path / "log.csv").write_text("N,D,loss\n1e8,2e9,3.0\n2e8,2e9,2.9\n")
     log = logs_log.read_log(tmp_path / "log.csv").to_dataframe()

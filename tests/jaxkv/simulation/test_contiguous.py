@@ -1,4 +1,4 @@
-"""Contiguous reservations against an allocator of lists that split and merge."""
+"""Contiguous reservations compared with a buddy allocator of split and merged lists."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ from tests.support.buddies import Buddies
 from tests.support.simulations import COST
 
 find = jax.jit(
-    lambda idle, start, num, order: contiguous.place(
+    lambda idle, start, num, order: contiguous.find_block(
         contiguous.free_leaves(idle, start, num), order
     )
 )
 
 
 @pytest.mark.parametrize("num_leaves", [59, 64, 7])
-def test_blocks_lie_where_lists_of_free_ones_have_them(num_leaves: int) -> None:
+def test_blocks_equal_those_of_free_lists(num_leaves: int) -> None:
     idle = contiguous.reservation(
         "max", num_leaves=num_leaves, leaves_per_region=16
     ).idle
@@ -48,11 +48,13 @@ def test_blocks_lie_where_lists_of_free_ones_have_them(num_leaves: int) -> None:
     assert 0 < refused < 80
 
 
-def test_what_is_reserved() -> None:
-    """As the paper has it: an answer of 25 tokens becomes 32."""
+def test_reserved_places_of_each_rule() -> None:
+    """As in the paper: an answer of 25 tokens becomes 32."""
     prompt, output = jnp.array([100, 100, 1, 900]), jnp.array([25, 32, 1, 1100])
     found = {
-        rule: contiguous.asked(jnp.int32(i), prompt, output, jnp.int32(2048)).tolist()
+        rule: contiguous.reserved_places(
+            jnp.int32(i), prompt, output, jnp.int32(2048)
+        ).tolist()
         for i, rule in enumerate(contiguous.RULES)
     }
     assert found == {
@@ -61,7 +63,7 @@ def test_what_is_reserved() -> None:
         "oracle": [125, 132, 2, 2000],
     }
     places = jnp.array([1, 16, 17, 2000, 2048])
-    orders = contiguous.order_of(places, jnp.int32(16))
+    orders = contiguous.block_order(places, jnp.int32(16))
     assert orders.tolist() == [0, 0, 1, 7, 7]
 
 
@@ -77,10 +79,10 @@ def load(num: int) -> Workload:
 
 
 @pytest.mark.thorough
-def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
-    """Each step of all three rules against the lists; nobody is ever preempted."""
+def test_orca_admits_in_order_while_blocks_are_free() -> None:
+    """Compares each step of all three rules with the lists, without preemptions."""
     w, num, leaf = load(60), 60, 2
-    # A sequence that ends in the step that admits it is in no state.
+    # A sequence that ends in the step of its admission is in no state.
     w = w._replace(output=jnp.maximum(w.output, 2))
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = fcfs.fcfs()
@@ -136,7 +138,7 @@ def test_orca_serves_in_order_whom_there_is_a_block_for() -> None:
     assert not states.ledger.progress[
         ..., SequenceProgress._fields.index("num_preempted")
     ].any()
-    # 203 leaves of 2 have three blocks of 128 places; who knows more runs more.
+    # 203 leaves of 2 have three blocks of 128 places; smaller reservations admit more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]
     assert steps[0] > 1.1 * steps[1] > 1.2 * steps[2]

@@ -1,4 +1,4 @@
-"""Simulations run to their end: what is added up on the host, and who is told of it."""
+"""The driver of simulations: sums on the host, warnings and errors."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from experiments.harness import cost_models
 from jaxkv import clock
 from jaxkv.progress import Quiet
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import Members, Served, driver, outcomes, step
+from jaxkv.simulation import SimulationMember, SimulationResult, driver, outcomes, step
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals, metrics
 from tests.support import simulations
@@ -20,11 +20,11 @@ from tests.support import simulations
 BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
-"""Requests of each member; the last one's can come only when others have gone."""
+"""Requests of each member; the last member is a closed loop."""
 
 
 def load(seed: int, num: int, clients: int) -> arrivals.Workload:
-    """Requests of which the middle one can never fit."""
+    """Requests, of which the middle one can never fit."""
     made = simulations.workload(seed, num, rate=20.0, longest=29)
     prompt = made.prompt.at[num // 2].set(70)
     return made._replace(prompt=prompt, clients=jnp.int32(clients))
@@ -39,8 +39,8 @@ LOADS = [
 
 
 @functools.cache
-def served(**options: Any) -> Served:
-    members = [Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
+def served(**options: Any) -> SimulationResult:
+    members = [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
     return driver.simulate(
         driver.stack(members),
         max_slots=6,
@@ -50,7 +50,7 @@ def served(**options: Any) -> Served:
     )
 
 
-def test_all_are_served_and_everything_is_added_up() -> None:
+def test_all_are_served_and_all_steps_are_summed() -> None:
     found = served()
     for i, load in enumerate(LOADS):
         num = TOTAL[i]
@@ -63,7 +63,7 @@ def test_all_are_served_and_everything_is_added_up() -> None:
         info: Any = trace.info
         assert found.totals.drawn[i] == np.asarray(load.output)[there[:num]].sum()
         assert found.totals.preempted[i] == found.preempted[i].sum()
-        # What was fed: every prompt, all but the last token drawn, what was lost.
+        # Fed: every prompt, all emitted tokens but the last one, and recomputed tokens.
         fed = found.totals.decoded[i] + found.totals.read[i]
         tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
         assert fed == tokens.sum() + found.recomputed[i].sum()
@@ -111,25 +111,25 @@ def test_a_simulation_ends_at_a_time() -> None:
     assert cut.totals.busy_s.max() < 0.55
 
 
-def test_who_stops_it_gets_what_there_is() -> None:
+def test_a_stopped_run_returns_partial_results() -> None:
     stopped = Quiet()
     stopped.stopped = True
     found = served(progress=stopped)
     assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
 
 
-def test_what_cannot_be_stacked_is_refused() -> None:
-    member = Members(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
+def test_members_of_different_types_are_refused() -> None:
+    member = SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
-    with pytest.raises(ValueError, match="a policy of one kind"):
+    with pytest.raises(ValueError, match="policy must have the same type in all"):
         driver.stack([member, other])
-    with pytest.raises(ValueError, match="nothing to simulate"):
+    with pytest.raises(ValueError, match="must have at least one member"):
         driver.stack([])
 
 
 @pytest.mark.slow
 def test_one_server_of_constant_service_waits_as_queues_do() -> None:
-    """M/D/1: each path by Lindley's recursion, their mean by the closed formula."""
+    """M/D/1: each path by Lindley's recursion, and the mean by the closed formula."""
     service_s, num, rates = 0.2, 4000, np.repeat([1.0, 2.5, 4.0], 8)
     rng = np.random.default_rng(0)
     arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
@@ -164,7 +164,9 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
 
 @pytest.mark.thorough
 def test_a_run_to_the_end_is_that_of_the_driver() -> None:
-    members = driver.stack([Members(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS])
+    members = driver.stack(
+        [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
+    )
 
     @jax.jit
     def run(loads: arrivals.Workload) -> Simulation:
@@ -175,21 +177,21 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 
     state, expected = run(members.workload), served()
     line = (
-        r"3 of 95 requests can never be served: they do not fit the engine even alone;"
+        r"3 of 95 requests were rejected: they do not fit into an idle engine;"
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read(state, members.workload)
+        found = outcomes.read_outcomes(state, members.workload)
     for name, values in vars(found).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(
-        outcomes.read(*one, warns=False).arrival_s, expected.arrival_s[2]
+        outcomes.read_outcomes(*one, warns=False).arrival_s, expected.arrival_s[2]
     )
 
 
 class Nobody(NamedTuple):
-    """Lets the first requests in, and then nobody."""
+    """A policy that admits the first requests, and then none."""
 
     most: jax.Array
     holds_finished = False
@@ -201,7 +203,7 @@ class Nobody(NamedTuple):
 
 
 @pytest.mark.thorough
-def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
+def test_a_run_without_admissions_ends_with_a_warning() -> None:
     load = arrivals.make_workload(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit
@@ -214,7 +216,7 @@ def test_where_nobody_is_let_in_a_run_ends_and_says_so() -> None:
     state = run(jnp.arange(2, dtype=jnp.int32))
     line = r"3 of 6 requests were not served to their end; the first is request 0 of"
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read(state, load)
+        found = outcomes.read_outcomes(state, load)
     np.testing.assert_array_equal(np.isfinite(found.finish_s).sum(1), [0, 3])
     assert not found.rejected.any()
 

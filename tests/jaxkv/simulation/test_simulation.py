@@ -1,4 +1,4 @@
-"""The simulation is the engine without a model: the same schedule, step for step."""
+"""The simulation has the schedule of the engine, step for step."""
 
 import functools
 from typing import Any
@@ -24,8 +24,8 @@ from tests.support.simulations import (
     CASES,
     COST,
     Cost,
-    assert_alike,
-    beside_engine,
+    assert_equal_steps,
+    compare_with_engine,
     with_attributes,
     workload,
 )
@@ -36,7 +36,7 @@ def events(state: simulation_state.Simulation) -> SequenceEvents:
 
 
 def seeds(*quick: str) -> list[Any]:
-    """One seed of some cases in the quick suite, many of all in the slow one."""
+    """One seed of some cases in the quick suite, many seeds of all in the slow one."""
     slow = pytest.mark.slow
     first = [
         pytest.param(name, 10, marks=[] if name in quick else [slow]) for name in CASES
@@ -60,13 +60,15 @@ def seeds(*quick: str) -> list[Any]:
     ],
 )
 def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) -> None:
-    """Heads longer and shorter than the slots, and victims by attributes, too."""
+    """With queue heads above and below the number of slots, and preemption rules."""
     case = BY_ATTRIBUTES[name]
     w = with_attributes(workload(seed, 40, max_samples=case.max_samples), seed)
-    run = beside_engine(w, case, seed)
-    assert_alike(run)
-    # The attributes decide: without them some step would do another thing.
-    plain = beside_engine(w._replace(attributes=None, limit=None), case, seed).infos
+    run = compare_with_engine(w, case, seed)
+    assert_equal_steps(run)
+    # Without the attributes, at least one step would differ.
+    plain = compare_with_engine(
+        w._replace(attributes=None, limit=None), case, seed
+    ).infos
     ours = run.infos.num_admitted, run.infos.num_preempted
     theirs = plain.num_admitted, plain.num_preempted
     assert any(not np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
@@ -74,23 +76,25 @@ def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) ->
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
-def test_it_does_what_the_engine_does(name: str, seed: int) -> None:
+def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     case, num = CASES[name], 30
     w = workload(seed, num, max_samples=case.max_samples)
     samples = np.asarray(w.samples)
-    run = beside_engine(w, case, seed)
-    assert_alike(run)
+    run = compare_with_engine(w, case, seed)
+    assert_equal_steps(run)
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
-    assert int(run.mine.num_served) == num
+    assert int(run.simulation.num_served) == num
     noted, theirs = (
-        SequenceEvents(*np.asarray(x.ledger.events).T) for x in (run.mine, run.real)
+        SequenceEvents(*np.asarray(x.ledger.events).T)
+        for x in (run.simulation, run.engine)
+        for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(
         noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
     )
     column = SequenceProgress._fields.index("num_preempted")
     times, their_times = (
-        np.asarray(x.ledger.progress)[:, column] for x in (run.mine, run.real)
+        np.asarray(x.ledger.progress)[:, column] for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(times[at], their_times[: len(at)])
     assert (times.sum() > 0) == (name not in ("static", "groups, static"))
@@ -103,7 +107,7 @@ def simulate(
     policy: interface.Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[simulation_state.Simulation, simulation_step.SimulationInfo]:
+) -> tuple[simulation_state.Simulation, simulation_step.SimulatedStep]:
     state = simulation_step.init_simulation(w, bounds, policy, max_slots=6)
     return simulation_step.simulate_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
@@ -111,7 +115,7 @@ def simulate(
 
 
 run = jax.jit(simulate)
-"""Twelve requests each time, so that one program serves all tests."""
+"""Requests of each workload, the same in all tests, so that they share a program."""
 
 RULE = fcfs.fcfs(stackable=True)
 
@@ -119,8 +123,8 @@ BOUNDS = simulation_state.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 
 
 @pytest.mark.thorough
-def test_a_mapped_run_equals_a_run_alone() -> None:
-    """Over rates and seeds, pages and their size, and a policy's parameters."""
+def test_a_mapped_run_equals_a_single_run() -> None:
+    """Mapped over rates, seeds, numbers and sizes of pages, and policy parameters."""
     loads = [workload(seed, 12, rate=50.0 + 100 * seed) for seed in range(4)]
     bounds = [
         BOUNDS._replace(num_pages=jnp.int32(pages), page_size=jnp.int32(size))
@@ -176,14 +180,14 @@ def test_a_closed_loop_holds_as_many_requests_as_it_has_clients() -> None:
     assert in_system.max() == 3
     assert int(infos.num_running.max()) == 3
     assert int(infos.num_waiting.min()) == 0
-    # Nobody idles while somebody has not asked yet.
+    # No client is idle while requests remain.
     done = np.cumsum(np.asarray(infos.num_finished))
     assert (in_system[1:][done[:-1] <= 12 - 3] == 3).all()
 
 
 @pytest.mark.parametrize("clients", [None, 9])
-def test_everybody_who_has_come_is_counted_as_waiting(clients: int | None) -> None:
-    # The policy sees the first six; all come at once, or most of them.
+def test_all_arrived_requests_are_counted_as_waiting(clients: int | None) -> None:
+    # The policy sees the first six; all requests arrive together, or most of them.
     for arrival_s in (np.zeros(12), np.repeat([0.0, 0.05, 0.3, 9.0], [2, 8, 1, 1])):
         w = workload(4, 12)._replace(
             arrival=jnp.asarray(from_seconds(arrival_s)),
@@ -202,7 +206,7 @@ def test_everybody_who_has_come_is_counted_as_waiting(clients: int | None) -> No
             assert infos.num_waiting[0] + infos.num_running[0] == (clients or 11)
 
 
-def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
+def test_requests_that_can_never_fit_are_rejected() -> None:
     w = workload(2, 12)._replace(
         prompt=jnp.asarray([5, 70, 5, 40] * 3, jnp.int32),
         output=jnp.asarray([5, 5, 5, 10] * 3, jnp.int32),
@@ -213,15 +217,15 @@ def test_who_can_never_fit_is_rejected_and_the_others_are_served() -> None:
     assert (events(state).finish_s > 0).tolist() == [True, False, True, False] * 3
 
 
-def test_places_are_split_into_what_they_are_good_for() -> None:
-    """A request of 6 + 4 tokens, on pages of 4, its prompt in two chunks."""
+def test_places_are_divided_by_their_use() -> None:
+    """A request of 6 + 4 tokens on pages of 4 tokens, its prompt in two chunks."""
     w = workload(0, 12)._replace(
         arrival=jnp.asarray(from_seconds(np.arange(12) * 10.0)),
         prompt=jnp.full(12, 6, jnp.int32),
         output=jnp.full(12, 4, jnp.int32),
     )
     _, infos = run(w, BOUNDS, RULE._replace(chunk_size=jnp.int32(4)))
-    # Nine tokens are written in the end, since the last one drawn is never fed.
+    # Nine tokens are written in the end, since the last token is never fed.
     assert infos.split.tokens[:5].tolist() == [4, 6, 7, 8, 9]
     assert infos.split.reserved[:5].tolist() == [4, 2, 1, 0, 0]
     assert infos.split.internal[:5].tolist() == [0, 0, 0, 0, 3]
@@ -244,7 +248,7 @@ def test_time_passes_in_microseconds() -> None:
     assert clock.tolist() == [86_400 * 400 + 1501, 250_000]
     times = np.array([0.0, 1.9999996, 12.5])
     np.testing.assert_array_equal(from_seconds(times), [[0, 0], [2, 0], [12, 500_000]])
-    # 2.3 - 2 is below 0.3, and what is cut off there is a whole microsecond.
+    # 2.3 - 2 is below 0.3 in float64; truncation would lose a microsecond.
     assert from_seconds(2.3).tolist() == [2, 300_000]
     assert from_seconds(2.0**31 - 1).tolist() == [2**31 - 1, 0]
     later = functools.partial(jaxkv_clock.latest, jnp.asarray([5, 7], jnp.int32))
@@ -258,40 +262,40 @@ BUGS = {
         "break_down",
         "jnp.maximum(limit - 1, pages.length)",
         "limit",
-        test_places_are_split_into_what_they_are_good_for,
+        test_places_are_divided_by_their_use,
     ),
     "places ahead count as tokens": Bug(
         counted_pages,
         "break_down",
         "tokens = within(pages.length)",
         "tokens = within(pages.places)",
-        test_places_are_split_into_what_they_are_good_for,
+        test_places_are_divided_by_their_use,
     ),
-    "clients ask as soon as they like": Bug(
+    "clients do not wait for answers": Bug(
         apply_plan,
-        "arrive",
+        "enqueue_arrivals",
         "comes &= index < state.num_done + workload.clients",
         "",
         test_a_closed_loop_holds_as_many_requests_as_it_has_clients,
     ),
-    "who finishes is never counted": Bug(
+    "finished requests are not counted": Bug(
         simulation_step,
         "_step",
         "state.num_done + jnp.sum(over, dtype=jnp.int32)",
         "state.num_done",
-        test_who_can_never_fit_is_rejected_and_the_others_are_served,
+        test_requests_that_can_never_fit_are_rejected,
     ),
-    "those behind the queue are not waiting": Bug(
+    "requests beyond the queue are not waiting": Bug(
         simulation_step,
-        "_all_waiting",
+        "_count_waiting",
         "info.num_waiting + num_outside",
         "info.num_waiting",
-        test_everybody_who_has_come_is_counted_as_waiting,
+        test_all_arrived_requests_are_counted_as_waiting,
         (None,),
     ),
-    "requests come before their time": Bug(
+    "requests arrive too early": Bug(
         apply_plan,
-        "arrive",
+        "enqueue_arrivals",
         "comes &= is_past(workload.arrival[request], books.clock)",
         "",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
@@ -311,7 +315,7 @@ BUGS = {
 def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         bug.noticed_by(*bug.arguments)
-        # A program of its own, that of the right functions being compiled.
+        # A new program, since that of the correct functions is cached.
         mine = functools.partial(simulate)
         patch.setitem(globals(), "run", jax.jit(mine))
         mutation.seed(patch, bug)

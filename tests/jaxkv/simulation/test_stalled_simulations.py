@@ -1,4 +1,4 @@
-"""Policies that make no progress in simulations, and what metrics make of them."""
+"""Policies that make no progress in simulations, and the metrics of such runs."""
 
 from typing import Any
 
@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.simulation import Capacity, Members, Served, driver, outcomes, step
+from jaxkv.simulation import (
+    Capacity,
+    SimulationMember,
+    SimulationResult,
+    driver,
+    outcomes,
+    step,
+)
 from jaxkv.workloads import arrivals, metrics
 from tests.support import moods, simulations
 from tests.support.moods import Moody
@@ -19,10 +26,10 @@ LOAD = arrivals.make_workload(
 )
 
 
-def simulate(*played: int) -> Served:
-    """Serves the load under several moods, mapped together."""
+def simulate(*played: int) -> SimulationResult:
+    """Simulates the load under several faulty policies, mapped together."""
     members = [
-        Members(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
+        SimulationMember(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
         for mood in (*played, *[moods.PLAIN] * (3 - len(played)))
     ]
     return driver.simulate(driver.stack(members), max_slots=6, steps_per_call=96)
@@ -38,7 +45,7 @@ def test_a_policy_without_progress_is_an_error(mood: int) -> None:
 def test_policies_that_mask_or_wait_serve_every_request() -> None:
     found = simulate(moods.PLAIN, moods.SHORTEST, moods.FILLS)
     assert np.isfinite(found.finish_s).all()
-    # The longest goes first or last; the fourth waits for the fifth.
+    # The longest request is served first or last; the fourth waits for the fifth.
     assert found.first_s[1, 0] > found.first_s[1, 1:3].max()
     assert found.first_s[0, 3] < 9.2
     assert found.first_s[2, 3] > 9.5
@@ -58,7 +65,7 @@ def test_a_run_inside_a_program_ends_and_its_latency_is_not_a_number() -> None:
         with pytest.warns(
             UserWarning, match="5 of 5 requests were not served to their"
         ):
-            found = outcomes.read(state, LOAD)
+            found = outcomes.read_outcomes(state, LOAD)
         with pytest.warns(UserWarning, match="5 of 5 requests have no value"):
             latency = metrics.normalised_latency_s(
                 found.arrival_s, found.finish_s, np.asarray(LOAD.output)

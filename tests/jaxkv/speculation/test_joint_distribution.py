@@ -186,7 +186,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         table = jnp.asarray(TARGET)
         known = state.slots.num_tokens
         last = arrays.take(s.tokens, (every, known - 1), fill=0)
-        fed = model_runner.Fed(
+        fed = model_runner.ModelOutput(
             logits=table[last],
             drafted=table[jnp.maximum(drafts.tokens, 0)],
             pages=state.pages,

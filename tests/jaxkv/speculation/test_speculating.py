@@ -237,7 +237,7 @@ def test_tokens_equal_those_of_a_plain_loop(
 def test_keys_that_stay_with_a_rejected_branch_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "_to_a_chain", lambda state, verified: state)
+    monkeypatch.setattr(step, "_compact_accepted_path", lambda state, verified: state)
     # A token budget of no other test, so that the program is compiled here.
     run = served("tree", "cached", "shared prefix", token_budget=61)
     with pytest.raises(AssertionError):

@@ -10,8 +10,8 @@ from experiments.harness import cost_models
 from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
-from jaxkv.simulation import Received, costs, disaggregated
-from jaxkv.simulation.disaggregated import Answers, ReplicaRequests, Split
+from jaxkv.simulation import KVTransferred, costs, disaggregated
+from jaxkv.simulation.disaggregated import PhasePlacement, RequestLoad, RequestTiming
 from jaxkv.workloads import lengths, metrics
 from tests.support import smoke
 
@@ -20,14 +20,14 @@ ONE = Instance("opt-13b", 1)
 
 def requests(
     arrival_s: list[float], prompt: list[int], output: list[int]
-) -> ReplicaRequests:
+) -> RequestLoad:
     tokens = lengths.Lengths(np.array(prompt), np.array(output))
-    return ReplicaRequests(np.array(arrival_s), tokens)
+    return RequestLoad(np.array(arrival_s), tokens)
 
 
 def test_received_sequences_cost_a_decode_step() -> None:
     cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    work = costs.work(
+    work = costs.make_work(
         num_decodes=2,
         num_prompt_rows=51,
         decode_context=100,
@@ -36,9 +36,9 @@ def test_received_sequences_cost_a_decode_step() -> None:
         num_drawn=3,
     )
     # Three sequences, 151 tokens attended to.
-    found = float(Received(cost, jnp.asarray(True))(work))
+    found = float(KVTransferred(cost, jnp.asarray(True))(work))
     assert found == pytest.approx(5 + 0.1 * 151 + 3)
-    assert float(Received(cost, jnp.asarray(False))(work)) == float(cost(work))
+    assert float(KVTransferred(cost, jnp.asarray(False))(work)) == float(cost(work))
 
 
 def test_transfers_are_serialized() -> None:
@@ -51,23 +51,25 @@ def test_keys_and_values_queue_at_the_replica_that_sends() -> None:
     each = 100 * settings.kv_bytes("opt-13b") / 1e9
     assert each == pytest.approx(0.08192)
     one = ONE.replica
-    sent = Split(one, one, 2, 1, link=1e9)
+    sent = PhasePlacement(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
-    found = disaggregated.transfers(sent, load, ready_s)
+    found = disaggregated.transfer_times(sent, load, ready_s)
     # The same replica prefills the first and the third; the fourth is not prefilled.
     np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
     wide = sent._replace(
         prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
     )
-    found = disaggregated.transfers(wide, load, ready_s)
+    found = disaggregated.transfer_times(wide, load, ready_s)
     np.testing.assert_allclose(found[:2], each / 2)
 
 
 @pytest.mark.thorough
 def test_a_request_is_transferred_and_then_decodes() -> None:
     load = requests([0.5, 0.6], [512, 300], [4, 1])
-    placed = Split(ONE.replica, ONE.replica, 1, 1, settings.LINK)
-    (answers,) = disaggregated.split([(placed, load)], 10.0, max_slots=256)
+    placed = PhasePlacement(ONE.replica, ONE.replica, 1, 1, settings.LINK)
+    (answers,) = disaggregated.simulate_placements(
+        [(placed, load)], 10.0, max_slots=256
+    )
     prefill, decode = (np.asarray(x) for x in (ONE.cost.prefill, ONE.cost.decode))
     first = 0.5 + prefill @ (1, 512, 512**2)
     sent = 512 * settings.kv_bytes("opt-13b") / settings.LINK
@@ -81,7 +83,7 @@ def test_a_request_is_transferred_and_then_decodes() -> None:
 
 
 def test_late_requests_do_not_count_and_unanswered_ones_fail() -> None:
-    answers = Answers(
+    answers = RequestTiming(
         arrival_s=np.array([0.0, 1.0, 2.0, 3.0, np.nan]),
         first_s=np.array([0.1, 1.1, 2.5, 3.1, 9.0]),
         finish_s=np.array([1.1, 2.1, 3.5, np.nan, 9.0]),

@@ -12,7 +12,7 @@ from experiments.serving.sharing.simulation import (
     SimulatedSavings,
     TranslationRates,
 )
-from jaxkv.simulation import Members
+from jaxkv.simulation import SimulationMember
 from jaxkv.simulation.step import Work
 from tests.support.commands import Command, document
 
@@ -27,7 +27,7 @@ def test_decoding_sequences_attend_to_the_shared_prefix() -> None:
 
 
 def test_a_prefix_is_stored_once_or_in_every_reservation() -> None:
-    def member(system: str) -> Members:
+    def member(system: str) -> SimulationMember:
         return simulation._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours, theirs = member("paged"), member("Orca (Oracle)")

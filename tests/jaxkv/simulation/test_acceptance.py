@@ -1,4 +1,4 @@
-"""A simulation that speculates: the engine's own steps, drafts accepted by a law."""
+"""Simulated speculative decoding: equal to the engine, step for step."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from jaxkv.sampling import random_keys
 from jaxkv.scheduling import fcfs, interface
 from jaxkv.simulation import (
     Acceptance,
-    Apart,
-    Members,
-    Received,
-    accepting,
+    KVTransferred,
+    SerializedPhases,
+    SimulationMember,
+    acceptance,
     apply_plan,
     contiguous,
     costs,
@@ -30,7 +30,7 @@ from jaxkv.simulation import (
 )
 from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
-from jaxkv.simulation.step import SimulationInfo
+from jaxkv.simulation.step import SimulatedStep
 from jaxkv.workloads import arrivals, metrics
 from scaling.costs import devices, steps
 from scaling.shapes import published
@@ -39,13 +39,13 @@ from tests.support.mutation import Bug
 from tests.support.simulations import (
     CASES,
     COST,
-    assert_alike,
-    beside_engine,
+    assert_equal_steps,
+    compare_with_engine,
     workload,
 )
 
 MAX_DRAFTS = 3
-"""Of all laws, so that programs are shared."""
+"""Largest draft length, the same in all tests, so that programs are shared."""
 
 
 def law(chance: Any, num_drafts: Any = MAX_DRAFTS, seed: int = 0) -> Acceptance:
@@ -54,12 +54,12 @@ def law(chance: Any, num_drafts: Any = MAX_DRAFTS, seed: int = 0) -> Acceptance:
     )
 
 
-# Beside the engine
+# Compared with the engine
 
 
 @dataclasses.dataclass(frozen=True)
 class Guess(Drafter):
-    """Drafts so many tokens, and does not look."""
+    """A drafter with constant tokens and a fixed draft length."""
 
     num: int
 
@@ -85,9 +85,9 @@ class Guess(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Chance:
-    """Accepts each draft with one probability, whatever it is.
+    """A verifier that accepts each draft with one probability.
 
-    Samples of a request draw different tokens, so that they share the prompt alone.
+    Samples of a request emit different tokens, so that they share only the prompt.
     """
 
     chance: float
@@ -109,7 +109,7 @@ class Chance:
         )
 
 
-def beside_cases() -> list[Any]:
+def comparison_cases() -> list[Any]:
     quick = {("plain", 0.6), ("groups, swap", 1.0)}
     return [
         pytest.param(
@@ -123,24 +123,24 @@ def beside_cases() -> list[Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "chance"), beside_cases())
-def test_it_does_what_the_engine_does(name: str, chance: float) -> None:
-    """Step for step, and where a verdict is drawn, by the same bits."""
+@pytest.mark.parametrize(("name", "chance"), comparison_cases())
+def test_it_schedules_as_the_engine(name: str, chance: float) -> None:
+    """Step for step, with the same random bits for each draft."""
     case = CASES[name]
     w = workload(10, 30, max_samples=case.max_samples)
-    run = beside_engine(
+    run = compare_with_engine(
         w,
         case,
         10,
         acceptance=law(chance),
         speculation=Speculation(Guess(MAX_DRAFTS), Chance(chance)),
     )
-    assert_alike(run)
+    assert_equal_steps(run)
     assert run.infos.work.num_drafts.sum() > 100
     assert (run.infos.num_preempted.sum() > 0) == ("static" not in name)
 
 
-# By itself
+# Without the engine
 
 ROOMY = Capacity.of(num_pages=400, page_size=4, max_length=200, token_budget=100)
 TIGHT = Capacity.of(num_pages=24, page_size=4, max_length=200, token_budget=24)
@@ -149,7 +149,7 @@ RULE = fcfs.fcfs(chunk_size=7, stackable=True)
 
 class Ran(NamedTuple):
     state: Simulation
-    infos: SimulationInfo
+    infos: SimulatedStep
     slots: Slots
     """After every step."""
     pages: CountedPages
@@ -188,7 +188,7 @@ run = jax.jit(
 
 
 def served(*arguments: Any, **bounds: int) -> Any:
-    """A whole run in NumPy's arrays."""
+    """Simulates to the end; returns NumPy arrays."""
     ran = jax.tree.map(np.asarray, run(*arguments, **bounds))
     assert ran.state.num_done == ran.state.num_served == 12
     assert ran.infos.enough.all()
@@ -196,13 +196,13 @@ def served(*arguments: Any, **bounds: int) -> Any:
 
 
 def gains(infos: Any) -> list[list[int]]:
-    """Tokens that each sequence drew in the steps in which it drew any."""
+    """Returns the tokens emitted per step, for steps with at least one."""
     drew, num = infos.drew, infos.num_drawn
     every = range(drew.max() + 1)
     return [num[drew == sequence].tolist() for sequence in every]
 
 
-def test_who_accepts_nothing_decodes_plainly_and_feeds_more() -> None:
+def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
     for bounds in (ROOMY, TIGHT):
         w = workload(3, 12, longest=25)
         plain, mine = served(w, bounds, None), served(w, bounds, law(0.0))
@@ -223,7 +223,7 @@ def test_who_accepts_nothing_decodes_plainly_and_feeds_more() -> None:
     assert mine.infos.num_preempted.sum() > 0
 
 
-def test_who_accepts_all_gains_a_token_more_than_drafts() -> None:
+def test_acceptance_rate_1_emits_one_token_more_than_drafts() -> None:
     w = workload(3, 12)._replace(
         prompt=jnp.full(12, 5, jnp.int32), output=jnp.arange(1, 13, dtype=jnp.int32)
     )
@@ -235,12 +235,12 @@ def test_who_accepts_all_gains_a_token_more_than_drafts() -> None:
         work = ran.infos.work
         assert work.num_drawn.sum() == np.arange(1, 13).sum()
         assert work.draft_steps.max() == num
-        # Nobody drafts the last token of an answer, so no draft is fed for nothing.
+        # The last token of an answer is never drafted, so every draft can be used.
         np.testing.assert_array_equal(work.num_accepted, work.num_drafts)
 
 
 @pytest.mark.thorough
-def test_steps_gain_as_many_tokens_as_the_law_says() -> None:
+def test_mean_tokens_per_step_follow_the_acceptance_rate() -> None:
     """(1 - a^(g + 1)) / (1 - a), of steps that the end of the answer does not cut."""
     num_tokens = 900
     w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
@@ -266,17 +266,17 @@ def test_steps_gain_as_many_tokens_as_the_law_says() -> None:
         np.testing.assert_allclose(np.mean(whole), expected, rtol=0.03)
 
 
-def test_each_place_may_have_a_chance_of_its_own() -> None:
+def test_each_place_may_have_its_own_acceptance_rate() -> None:
     w = workload(3, 12)._replace(
         prompt=jnp.full(12, 5, jnp.int32), output=jnp.full(12, 31, jnp.int32)
     )
-    # What would follow a draft that is turned down is turned down, too.
+    # Drafts after a rejected draft are rejected.
     for chances, gain in (((1, 0, 1), 2), ((0, 1, 1), 1), ((1, 1, 0), 3)):
         found = gains(served(w, ROOMY, law(chances)).infos)
         assert found == [[1] + [gain] * (30 // gain)] * 12
 
 
-def test_verdicts_depend_on_nobody_else() -> None:
+def test_acceptance_does_not_depend_on_other_sequences() -> None:
     w = workload(3, 12)
     crowd = w._replace(arrival=jnp.zeros_like(w.arrival))
     alone = w._replace(clients=jnp.int32(1))
@@ -286,7 +286,7 @@ def test_verdicts_depend_on_nobody_else() -> None:
 
 
 @pytest.mark.thorough
-def test_samples_of_a_request_draw_verdicts_of_their_own() -> None:
+def test_acceptance_is_independent_between_samples() -> None:
     w = workload(3, 12, max_samples=3)._replace(output=jnp.full(12, 30, jnp.int32))
     found = gains(served(w, ROOMY, law(0.6), max_samples=3).infos)
     both = [x for x, num in enumerate(np.asarray(w.samples)) if num > 1]
@@ -303,8 +303,8 @@ def test_the_key_of_a_request_is_the_engines() -> None:
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
-def test_pages_of_drafts_are_given_back(chance: float) -> None:
-    """Who decodes holds what plain decoding of its length holds, in a tight pool."""
+def test_pages_of_rejected_drafts_are_released(chance: float) -> None:
+    """Between steps, sequences hold the pages of decoding without speculation."""
     num_rejected = 0
     for samples, num_pages in ((1, 24), (3, 28)):
         w = workload(5, 12, max_samples=samples, longest=25)
@@ -319,7 +319,7 @@ def test_pages_of_drafts_are_given_back(chance: float) -> None:
         assert (held.places <= slots.num_tokens)[stays].all()
         assert (ran.infos.used_pages <= bounds.num_pages).all()
         assert ran.infos.num_preempted.sum() > 0
-        # What is in use is of some use.
+        # All pages in use are accounted for.
         total = sum(ran.infos.split)
         np.testing.assert_array_equal(total, 4 * ran.infos.used_pages)
         num_rejected += (work.num_drafts - work.num_accepted).sum()
@@ -327,7 +327,7 @@ def test_pages_of_drafts_are_given_back(chance: float) -> None:
 
 
 @pytest.mark.thorough
-def test_a_mapped_run_equals_a_run_alone() -> None:
+def test_a_mapped_run_equals_a_single_run() -> None:
     w = workload(5, 12, longest=25)
     laws = [law(0.5, 0), law(0.9, 1, 4), law((0.9, 0.1, 0.5)), law(0.3, 2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *laws)
@@ -341,13 +341,13 @@ def test_a_mapped_run_equals_a_run_alone() -> None:
 
 
 @pytest.mark.thorough
-def test_places_in_a_row_have_room_for_drafts() -> None:
-    """A reservation holds what an answer ever needs, and drafts never go beyond."""
+def test_contiguous_places_have_room_for_drafts() -> None:
+    """A reservation has room for the whole answer, and drafts never exceed it."""
     w = workload(5, 12, longest=25)
     taken = contiguous.reservation("oracle", num_leaves=64, leaves_per_region=16)
     bounds = ROOMY._replace(num_pages=jnp.int32(64))
     cost = costs.with_drafter(COST, step_s=0.001)
-    member = Members(w, bounds, RULE, cost, taken, law(0.7))
+    member = SimulationMember(w, bounds, RULE, cost, taken, law(0.7))
     found = driver.simulate(driver.stack([member]), max_slots=6, keep_trace=True)
     assert np.isfinite(found.finish_s).all()
     assert found.totals.drawn == np.asarray(w.output).sum()
@@ -359,12 +359,12 @@ def test_places_in_a_row_have_room_for_drafts() -> None:
 
 
 @pytest.mark.thorough
-def test_everything_is_added_up() -> None:
+def test_all_steps_are_summed() -> None:
     loads = [workload(seed, 12, longest=25) for seed in range(3)]
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
     members = driver.stack(
         [
-            Members(load, TIGHT, RULE, COST, None, each)
+            SimulationMember(load, TIGHT, RULE, COST, None, each)
             for load, each in zip(loads, laws, strict=True)
         ]
     )
@@ -377,11 +377,11 @@ def test_everything_is_added_up() -> None:
         output = np.asarray(load.output)
         assert found.totals.drawn[i] == output.sum()
         assert found.totals.drafted[i] == info.work.num_drafts.sum()
-        # What was fed and stands: all but the last token drawn, and what was lost.
-        stands = found.totals.decoded[i] + found.totals.read[i]
-        stands += info.work.num_accepted.sum()
+        # Fed and kept: all tokens except the last of a sequence, and recomputed ones.
+        kept = found.totals.decoded[i] + found.totals.read[i]
+        kept += info.work.num_accepted.sum()
         tokens = np.asarray(load.prompt) + output - 1
-        assert stands == tokens.sum() + found.recomputed[i].sum()
+        assert kept == tokens.sum() + found.recomputed[i].sum()
         end_s = trace.start_s + info.micros / 1e6
         gaps = metrics.gaps_between_tokens(info.drew, end_s, info.num_drawn)
         num = np.bincount(gaps.sequence, minlength=12)
@@ -389,7 +389,7 @@ def test_everything_is_added_up() -> None:
         spent = np.bincount(gaps.sequence, gaps.seconds, minlength=12)
         took = (found.finish_s - found.first_s)[i]
         np.testing.assert_allclose(spent, took, atol=1e-6)
-    # So it is where nobody keeps a trace, and in a run to the end without the driver.
+    # The same without a trace, and in a run to the end without the driver.
     short = driver.simulate(members, max_slots=6)
     np.testing.assert_array_equal(short.finish_s, found.finish_s)
     last = loads[2]
@@ -398,22 +398,22 @@ def test_everything_is_added_up() -> None:
             w, TIGHT, RULE, COST, max_slots=6, acceptance=x
         )
     )(last, laws[2])
-    alone = outcomes.read(state, last)
+    alone = outcomes.read_outcomes(state, last)
     np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
 
 
 def test_laws_of_several_sizes_are_not_mapped_together() -> None:
-    member = Members(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
+    member = SimulationMember(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
     other = member._replace(acceptance=Acceptance.of(0.5, num_drafts=2))
-    with pytest.raises(ValueError, match="acceptances of one max_drafts cannot be"):
+    with pytest.raises(ValueError, match="max_drafts must be equal in all members"):
         driver.stack([member, other])
-    with pytest.raises(ValueError, match="an acceptance of one kind cannot be mapped"):
+    with pytest.raises(ValueError, match="acceptance must have the same type in all"):
         driver.stack([member, member._replace(acceptance=None)])
 
 
-# What it costs
+# Cost models
 
-SPECULATES = costs.work(
+SPECULATES = costs.make_work(
     num_decodes=2,
     num_prompt_rows=70,
     decode_context=401 + 10,
@@ -425,7 +425,7 @@ SPECULATES = costs.work(
     draft_context=402 + 403 + 404 + 11,
     num_accepted=2,
 )
-"""A chunk behind 50 tokens, and two behind 400 and 9 with 3 drafts and one."""
+"""A chunk after 50 tokens, and two decodes after 400 and 9 with 3 drafts and 1."""
 
 
 def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
@@ -454,7 +454,7 @@ def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
     both = costs.with_drafter(plain, step_s=0.002, row_s=1e-5)
     added = float(both(SPECULATES)) - float(plain(SPECULATES))
     assert added == pytest.approx(3 * 0.002 + 4 * 1e-5)
-    alone = costs.work(num_decodes=3)
+    alone = costs.make_work(num_decodes=3)
     assert alone.num_drafts is None
     assert float(both(alone)) == float(plain(alone))
     for value in (-1.0, float("nan"), True, float("inf")):
@@ -463,7 +463,7 @@ def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
 
 
 def test_parts_of_a_step_keep_their_drafts() -> None:
-    """Drafts are of those who decode; a machine that receives verifies them, too."""
+    """Drafts belong to the decode phase; a decode worker verifies them as well."""
 
     def count(work: Any) -> jax.Array:
         w = cost_models.as_floats(work)
@@ -472,21 +472,21 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
 
     reads = 1e6 + 1e3
     decodes = 4e6 + 6e3 + 6 + 1e-3 * (411 + 1220)
-    found = Apart(count, jnp.asarray(True))(SPECULATES)
+    found = SerializedPhases(count, jnp.asarray(True))(SPECULATES)
     assert float(found) == pytest.approx(reads + decodes)
-    assert float(Apart(count, jnp.asarray(False))(SPECULATES)) == pytest.approx(
-        reads + decodes
-    )
-    received = Received(count, jnp.asarray(True))(SPECULATES)
+    assert float(
+        SerializedPhases(count, jnp.asarray(False))(SPECULATES)
+    ) == pytest.approx(reads + decodes)
+    received = KVTransferred(count, jnp.asarray(True))(SPECULATES)
     expected = 5e6 + 7e3 + 7 + 1e-3 * (411 + 120 + 1220)
     assert float(received) == pytest.approx(expected)
 
 
-def test_what_the_rows_ask_for_is_added_up() -> None:
+def test_the_work_of_rows_is_summed() -> None:
     w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, 30))
     ran = served(w._replace(clients=jnp.int32(1)), ROOMY, law(1.0))
     work = jax.tree.map(lambda x: x[1], ran.infos.work)
-    # Behind five tokens of the prompt the one drawn, and three drafts.
+    # After five prompt tokens: the sampled token, and three drafts.
     assert work.num_decodes == work.num_drawn - work.num_accepted == 1
     assert work.num_drafts == work.draft_steps == work.num_accepted == 3
     assert (work.decode_context, work.draft_context) == (6, 7 + 8 + 9)
@@ -529,7 +529,7 @@ BUGS = {
         "release_drafts",
         "if granted.num_drafts is None",
         "if True",
-        test_pages_of_drafts_are_given_back,
+        test_pages_of_rejected_drafts_are_released,
         (0.0,),
     ),
     "accepted tokens lose their pages": Bug(
@@ -537,7 +537,7 @@ BUGS = {
         "release_drafts",
         "jnp.maximum(granted.kept, pages.length)",
         "granted.kept",
-        test_pages_of_drafts_are_given_back,
+        test_pages_of_rejected_drafts_are_released,
         (1.0,),
     ),
     "the last token is drafted": Bug(
@@ -545,21 +545,21 @@ BUGS = {
         "limit_draft_lengths",
         "limit - known - 1",
         "limit - known",
-        test_who_accepts_all_gains_a_token_more_than_drafts,
+        test_acceptance_rate_1_emits_one_token_more_than_drafts,
     ),
-    "verdicts stand behind a wrong one": Bug(
-        accepting,
+    "drafts after a rejected one are accepted": Bug(
+        acceptance,
         "draw_num_accepted",
         "jnp.cumprod(accepts.astype(jnp.int32), axis=1)",
         "accepts.astype(jnp.int32)",
-        test_each_place_may_have_a_chance_of_its_own,
+        test_each_place_may_have_its_own_acceptance_rate,
     ),
-    "verdicts are the slot's": Bug(
-        accepting,
+    "random bits depend on the slot": Bug(
+        acceptance,
         "draw_num_accepted",
         "position = slots.num_tokens[:, None] + place",
-        "position = jnp.arange(slots.num_tokens.size)[:, None] + place",
-        test_verdicts_depend_on_nobody_else,
+        "position = jnp.arange(sequence.size)[:, None] + place",
+        test_acceptance_does_not_depend_on_other_sequences,
     ),
 }
 
@@ -568,7 +568,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        # A program of its own, that of the right functions being compiled.
+        # A new program, since that of the correct functions is cached.
         mine = functools.partial(simulate)
         fresh = jax.jit(
             mine,

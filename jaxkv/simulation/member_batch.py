@@ -1,4 +1,4 @@
-"""Members of a simulation that advance together, and the sums over their steps."""
+"""Parts of a simulation: members that advance together, and sums over their steps."""
 
 import functools
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from jaxkv import clock
 from jaxkv.ledger import SequenceEvents
 from jaxkv.scheduling import stalls
 from jaxkv.simulation import outcomes, step
-from jaxkv.simulation.served import Means, Served, SimulationTrace, Totals
+from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
 from jaxkv.simulation.state import Simulation, init_simulation
-from jaxkv.simulation.step import Members
+from jaxkv.simulation.step import SimulationMember
 
 
-class Bounds(NamedTuple):
-    """What a program is compiled for."""
+class ProgramSizes(NamedTuple):
+    """Static arguments of a compiled program."""
 
     max_slots: int
     max_samples: int
@@ -29,8 +29,8 @@ class Bounds(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="bounds")
-def _init(members: Members, bounds: Bounds) -> Simulation:
-    def one(member: Members) -> Simulation:
+def _init(members: SimulationMember, bounds: ProgramSizes) -> Simulation:
+    def one(member: SimulationMember) -> Simulation:
         return init_simulation(
             member.workload,
             member.capacity,
@@ -46,11 +46,11 @@ def _init(members: Members, bounds: Bounds) -> Simulation:
 
 @functools.partial(jax.jit, static_argnames="bounds", donate_argnames="state")
 def _advance(
-    state: Simulation, members: Members, bounds: Bounds
-) -> tuple[Simulation, step.SimulationInfo]:
+    state: Simulation, members: SimulationMember, bounds: ProgramSizes
+) -> tuple[Simulation, step.SimulatedStep]:
     def one(
-        state: Simulation, member: Members
-    ) -> tuple[Simulation, step.SimulationInfo]:
+        state: Simulation, member: SimulationMember
+    ) -> tuple[Simulation, step.SimulatedStep]:
         state, info = step.simulate_steps(
             state,
             **member._asdict(),
@@ -58,27 +58,35 @@ def _advance(
             max_samples=bounds.max_samples,
             head=bounds.head,
         )
-        if not bounds.keep_trace:  # what nobody reads is not computed either
-            nothing = jnp.zeros((bounds.num_steps, 0), jnp.int32)
-            info = info._replace(drew=nothing, num_drawn=None)
+        if not bounds.keep_trace:  # XLA does not compute unused outputs
+            empty = jnp.zeros((bounds.num_steps, 0), jnp.int32)
+            info = info._replace(drew=empty, num_drawn=None)
         return state, info
 
     return jax.vmap(one)(state, members)
 
 
-class Part:
+class MemberBatch:
     """Members that advance together."""
 
     def __init__(
         self,
-        members: Members,
-        bounds: Bounds,
+        members: SimulationMember,
+        bounds: ProgramSizes,
         since_s: float,
         until_s: float | None,
         names: Sequence[int] | None = None,
     ) -> None:
-        """Makes the part; `names` are its members' numbers, None means from 0 on."""
-        # A loop of small operations: not for an accelerator, if there is one.
+        """Makes the part.
+
+        Args:
+          members: the members, stacked.
+          bounds: static arguments of the program.
+          since_s: start of the measurement in s.
+          until_s: simulated time at which to stop, in s; None means at the end.
+          names: indices of the members in messages; None means from 0 on.
+        """
+        # On the CPU, since a loop of small operations is slow on an accelerator.
         self._cpu = jax.local_devices(backend="cpu")[0]
         self._members: Any = jax.device_put(members, self._cpu)
         self._bounds = bounds
@@ -88,27 +96,30 @@ class Part:
         self._names = range(num) if names is None else names
 
     def num_behind(self) -> float:
-        """Requests served, or behind the time at which to stop."""
+        """Number of requests done, for a progress bar.
+
+        A member with a time limit also advances by its share of the simulated time.
+        """
         share = self.num_done / np.maximum(self.num_served, 1)
         share = np.maximum(share, np.minimum(self.clock_s / self._until_s, 1.0))
         return float(np.sum(np.where(self.done, 1.0, share) * self.num_served))
 
     def num_steps(self) -> Int[np.ndarray, " members"]:
-        """Steps that did something."""
+        """Number of steps that took time, by member."""
         return self._sums["steps"]
 
     def start(self) -> None:
-        """Makes the idle engines, and takes the first steps, which compiles."""
+        """Resets the part and runs the first steps, which compiles the program."""
         self.reset()
         self.advance()
 
     def reset(self) -> None:
-        """Makes the idle engines."""
+        """Resets all members to idle engines at time 0."""
         with jax.default_device(self._cpu):
             self._state: Any = _init(self._members, self._bounds)
         self._weighted: dict[str, np.ndarray] = {}
         self._sums: dict[str, np.ndarray] = {}
-        self._infos: list[tuple[np.ndarray, step.SimulationInfo]] = []
+        self._infos: list[tuple[np.ndarray, step.SimulatedStep]] = []
         self.num_served = np.asarray(self._state.num_served)
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
@@ -116,7 +127,7 @@ class Part:
         self._idle = [stalls.StepCounter() for _ in self.num_served]
 
     def advance(self) -> None:
-        """Takes some steps, and adds up what they did.
+        """Runs `num_steps` steps of every member, and adds them to the sums.
 
         Raises:
           StallError: a policy makes no progress.
@@ -144,7 +155,7 @@ class Part:
     ) -> None:
         """Raises a `StallError` after too many steps without progress.
 
-        `end` is the clock behind the steps.
+        `end` is the clock after the steps.
         """
         idle, work, load = self._idle[member], info.work, self._members.workload
         if info.num_running[-1] + info.num_waiting[-1] == 0:
@@ -155,7 +166,7 @@ class Part:
         jumps = (np.diff(starts, axis=0) != 0).any(axis=1) & (info.micros == 0)
 
         def num_tokens() -> int:
-            # Of the requests that are open, as each sequence feeds them.
+            # Each sequence of an open request may feed all of its tokens.
             each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
             each = each * np.asarray(load.samples[member])
             return int(each[self._open(member)].sum())
@@ -172,7 +183,7 @@ class Part:
         )
 
     def _open(self, member: int) -> np.ndarray:
-        """Requests of a member that have come and are not answered, in order."""
+        """Returns the unfinished requests in queue and slots of a member, in order."""
         state, load = self._state, self._members.workload
         taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
         finish = SequenceEvents._fields.index("finish_s")
@@ -184,6 +195,7 @@ class Part:
         return taken[alive.any(axis=1)[taken]]
 
     def _fold(self, info: Any) -> None:
+        """Adds steps to the sums."""
         start_s = clock.to_seconds(info.start)
         seconds = info.micros / clock.MICROS_PER_SECOND
         counts = (start_s >= self._since_s) & (start_s < self._until_s)
@@ -213,9 +225,9 @@ class Part:
         if self._bounds.keep_trace:
             self._infos.append((start_s, info))
 
-    def served(self) -> Served:
-        """What became of the requests so far."""
-        found = outcomes.read(
+    def result(self) -> SimulationResult:
+        """Returns the results so far."""
+        found = outcomes.read_outcomes(
             self._state, self._members.workload, until_s=self._until_s, warns=False
         )
         busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
@@ -230,8 +242,8 @@ class Part:
         if self._bounds.keep_trace:
             start_s, infos = zip(*self._infos, strict=True)
             joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
-            trace = SimulationTrace(np.concatenate(start_s, axis=1), joined)
-        return Served(
+            trace = StepTrace(np.concatenate(start_s, axis=1), joined)
+        return SimulationResult(
             **vars(found),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),

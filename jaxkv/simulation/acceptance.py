@@ -1,12 +1,12 @@
-"""Speculation in a simulation: how many drafts are fed, and which are accepted.
+"""Speculative decoding in a simulation: draft lengths and acceptance rates.
 
-There are no tokens, so the verdict on each draft is drawn: the k-th of a step stands
-with a given probability if those before it do. Where all are alike, alpha, a step of
-gamma drafts emits (1 - alpha^(gamma + 1)) / (1 - alpha) tokens in the mean: 3.36 of 4
-drafts at 0.8.
+A simulation has no tokens, so acceptance is random: the k-th draft of a step is
+accepted with a given probability if all drafts before it were. With one acceptance rate
+alpha, a step with draft length gamma emits (1 - alpha^(gamma + 1)) / (1 - alpha) tokens
+on average: 3.36 for gamma = 4 and alpha = 0.8.
 
-A verdict is a function of the seed, the request, the sample and the position alone: the
-one that the engine gives for a verifier of the same probability.
+The result is a function of seed, request, sample and position only. It equals that of
+the engine with a verifier of the same acceptance probability.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.1, equation 1.
 """
@@ -26,15 +26,15 @@ from jaxkv.workloads import Workload
 
 
 class Acceptance(NamedTuple):
-    """How sequences that decode speculate; a pytree whose leaves may be mapped."""
+    """Draft length and acceptance rates; a pytree whose leaves may be mapped."""
 
     num_drafts: Int32[Array, ""]
-    """Drafts that each would like to feed in a step."""
+    """Requested draft length of each sequence that decodes."""
     chances: Float[Array, " max_drafts"]
-    """Probability with which each of a step's drafts is accepted, given that all before
-    it were."""
+    """Acceptance rate of each draft of a step, given that all drafts before it were
+    accepted."""
     key: UInt32[Array, " 2"]
-    """What the verdicts are drawn from."""
+    """Random key."""
 
     @classmethod
     def of(
@@ -45,29 +45,29 @@ class Acceptance(NamedTuple):
         max_drafts: int | None = None,
         seed: int = 0,
     ) -> "Acceptance":
-        """Makes an acceptance law of numbers, or of arrays that are mapped.
+        """Makes an `Acceptance` of numbers, or of arrays that are mapped.
 
         Args:
-          chance: probability with which a draft is accepted, in [0, 1]: one for all, or
-            one for each place, `max_drafts` of them.
-          num_drafts: drafts wished for in a step, in [0, max_drafts].
-          max_drafts: the most that there may be, at least 1, static; None means
-            `num_drafts`, or as many as there are chances.
-          seed: of the verdicts, in [0, 2**64): what `EngineConfig.seed` is to a
-            request without a seed, whose id is its place in the workload.
+          chance: acceptance rate in [0, 1]: one number, or `max_drafts` of them, one
+            for each draft of a step.
+          num_drafts: requested draft length, in [0, max_drafts].
+          max_drafts: largest draft length, at least 1, static. None means `num_drafts`
+            or the number of chances, whichever is larger.
+          seed: random seed, in [0, 2**64). The results equal those of an engine with
+            this `EngineConfig.seed` whose request ids are indices into the workload.
 
         Raises:
-          ValueError: a number is out of its range; arrays of JAX are not looked at.
+          ValueError: a number is out of range. JAX arrays are not checked.
         """
-        wished = 0
+        requested = 0
         if not isinstance(num_drafts, Array):
-            wished = validation.integer("num_drafts", num_drafts)
+            requested = validation.integer("num_drafts", num_drafts)
         elif max_drafts is None and not np.ndim(chance):
             raise ValueError("max_drafts=None must be a number if num_drafts is mapped")
         if max_drafts is None:
-            max_drafts = max(np.size(chance), wished)
+            max_drafts = max(np.size(chance), requested)
         max_drafts = validation.integer("max_drafts", max_drafts, low=1)
-        if wished > max_drafts:
+        if requested > max_drafts:
             raise ValueError(f"{num_drafts=} must be in [0, {max_drafts=}]")
         if not isinstance(chance, Array):
             for each in np.ravel(np.asarray(chance, object)):
@@ -92,7 +92,7 @@ def wanted_draft_lengths(
     acceptance: Acceptance,
     max_samples: int,
 ) -> Int32[Array, " slots"]:
-    """How many drafts each place would feed behind its last known token."""
+    """Returns the requested draft length of each slot, see `interface.wishes`."""
     wanted = jnp.broadcast_to(acceptance.num_drafts, slots.num_tokens.shape)
     if slots.fork is not None:
         wanted = jnp.where(slots.fork.reads, 0, wanted)
@@ -112,7 +112,7 @@ def draw_num_accepted(
     num_drafts: Int32[Array, " slots"],
     max_samples: int,
 ) -> Int32[Array, " slots"]:
-    """Draws how many drafts of each place are accepted: all before one that is not."""
+    """Samples the number of accepted drafts of each slot."""
     sequence = jnp.maximum(slots.sequence, 0)
     place = jnp.arange(acceptance.chances.shape[0], dtype=jnp.int32)[None, :]
     position = slots.num_tokens[:, None] + place
@@ -120,14 +120,14 @@ def draw_num_accepted(
     key = jnp.broadcast_to(key[:, None], (*position.shape, 2))
     sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
     key = random_keys.draw_key(key, sample, position, random_keys.ACCEPT)
-    first = jnp.zeros((1, 1), jnp.int32)  # of the children of a place: it has one
+    first = jnp.zeros((1, 1), jnp.int32)  # index of the only child of each place
     drawn = random_keys.uniform(key.reshape(-1, 2), first).reshape(position.shape)
     accepts = (drawn < acceptance.chances[None, :]) & (place < num_drafts[:, None])
     run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
     return jnp.sum(run, axis=1, dtype=jnp.int32)
 
 
-def accept_drafts(
+def emit_tokens(
     slots: Slots,
     length: Int32[Array, " slots"],
     emits: Bool[Array, " slots"],
@@ -136,11 +136,14 @@ def accept_drafts(
     acceptance: Acceptance,
     max_samples: int,
 ) -> tuple[Int32[Array, " slots"], Int32[Array, " slots"]]:
-    """Counts accepted drafts as written, and says how many tokens each place draws.
+    """Counts accepted drafts as written, and returns the emitted tokens of each slot.
 
-    Those that have logits draw; `limit` are the tokens of prompt and answer.
+    `emits` marks slots that emit tokens; `limit` is the length of prompt plus answer.
+
+    Returns:
+      The new lengths, and the number of emitted tokens of each slot.
     """
     accepted = draw_num_accepted(acceptance, slots, num_drafts, max_samples)
-    # Of an answer that ends only what it has, and its last token is never fed.
+    # The last emitted token is not fed yet; an answer may end before its last draft.
     drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.num_tokens), 0)
     return length + jnp.maximum(drawn - 1, 0), drawn

@@ -1,4 +1,4 @@
-"""What simulations come to, as NumPy arrays with a leading axis of members."""
+"""Results of simulations, as NumPy arrays with a leading axis of members."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,58 +14,62 @@ from jaxkv.workloads import dataframes, metrics
 
 
 class Means(NamedTuple):
-    """Means over the time in which an engine was busy, one number for each member."""
+    """Means over the busy time of an engine, one number for each member."""
 
     batch: Float[np.ndarray, " members"]
     """Running sequences."""
     waiting: Float[np.ndarray, " members"]
-    """Waiting requests: those that have come and have no slot."""
+    """Waiting requests, which have arrived and have no slot."""
     used_pages: Float[np.ndarray, " members"]
+    """Pages in use."""
     saved_pages: Float[np.ndarray, " members"]
-    """Pages that would be in use more, did nobody share."""
+    """Pages saved by sharing: additional pages that would be in use without it."""
     tokens: Float[np.ndarray, " members"]
-    """Share of all token places that hold K and V of running sequences."""
+    """Share of all token places with K and V of running sequences."""
     reserved: Float[np.ndarray, " members"]
-    """Share that will before their sequence ends."""
+    """Share of all token places that are held and written later."""
     internal: Float[np.ndarray, " members"]
-    """Share that is held and never will."""
+    """Share of all token places that are held and never written (internal
+    fragmentation)."""
     external: Float[np.ndarray, " members"]
-    """Share that nobody holds, or nobody asked for."""
+    """Share of all token places that are free, or beyond a contiguous reservation."""
 
 
 class Totals(NamedTuple):
-    """Sums over the steps that count, one number for each member."""
+    """Sums over the measured steps, one number for each member."""
 
     steps: Int[np.ndarray, " members"]
-    """Steps that did something."""
+    """Steps that took time."""
     busy_s: Float[np.ndarray, " members"]
-    """Seconds that they took."""
+    """Time of these steps in s."""
     decoded: Int[np.ndarray, " members"]
-    """Tokens fed in decoding, drafts apart."""
+    """Tokens fed in decoding, drafts excluded."""
     drafted: Int[np.ndarray, " members"]
     """Drafts fed, accepted or not."""
     read: Int[np.ndarray, " members"]
-    """Other tokens fed: prompts, and what was lost."""
+    """Tokens fed in prefill, recomputation included."""
     drawn: Int[np.ndarray, " members"]
+    """Tokens emitted."""
     swapped_pages: Int[np.ndarray, " members"]
-    """Pages moved out and in."""
+    """Pages swapped out and in."""
     preempted: Int[np.ndarray, " members"]
-    """Times that a sequence was preempted."""
+    """Preemptions of sequences."""
 
 
-class SimulationTrace(NamedTuple):
-    """What every step did, with an axis of steps behind that of members."""
+class StepTrace(NamedTuple):
+    """Information about every step, with axes of members and of steps."""
 
     start_s: Float[np.ndarray, "members steps"]
-    info: step.SimulationInfo
+    """Start of each step in s."""
+    info: step.SimulatedStep
 
-    def member(self, index: int) -> "SimulationTrace":
-        """That of one member alone."""
+    def member(self, index: int) -> "StepTrace":
+        """Returns the trace of one member."""
         return jax.tree.map(lambda x: x[index], self)
 
     def __repr__(self) -> str:
         """One line."""
-        return f"SimulationTrace({' x '.join(map(str, self.start_s.shape))} steps)"
+        return f"StepTrace({' x '.join(map(str, self.start_s.shape))} steps)"
 
     def to_dataframe(self) -> Any:
         """Returns a data frame with a row per step, counts summed over slots.
@@ -80,19 +84,21 @@ class SimulationTrace(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served(Outcome):
-    """What became of the requests of every member, and of its engine."""
+class SimulationResult(Outcome):
+    """Results of a simulation: outcomes of requests, means and totals of members."""
 
     end_s: Float[np.ndarray, " members"]
-    """The clock in the end, `until_s` at most."""
+    """Simulated time at the end in s, at most `until_s`."""
     means: Means
     totals: Totals
-    trace: SimulationTrace | None
+    trace: StepTrace | None
 
     def numbers(self, member: int) -> dict[str, float]:
-        """What the engine of one member did, by name.
+        """Returns the measurements of one member by name.
 
-        Shares are of token places, of tokens fed, and of pages that nobody would share.
+        Memory shares are fractions of all token places, `recomputed_share` is a
+        fraction of the fed tokens, and `saved_pages_share` of the pages in use without
+        sharing.
         """
         means, totals = self.means, self.totals
         fed = totals.decoded + totals.drafted + totals.read
@@ -113,10 +119,12 @@ class Served(Outcome):
         return {name: x[member].item() for name, x in found.items()}
 
 
-def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
-    """Takes members out of several parts, by their place behind each other.
+def select_members(
+    parts: list[SimulationResult], keep: Int[np.ndarray, " members"]
+) -> SimulationResult:
+    """Concatenates parts of a simulation, and selects members in the order of `keep`.
 
-    The parts are of the same kind; their traces may be of different lengths.
+    Traces are padded to the same number of steps.
     """
     parts = list(parts)
     lengths = [0 if x.trace is None else x.trace.start_s.shape[1] for x in parts]
@@ -124,7 +132,7 @@ def join(parts: list[Served], keep: Int[np.ndarray, " members"]) -> Served:
         if (trace := part.trace) is None:
             continue
 
-        # Steps are added that do nothing.
+        # Padded with steps that take no time.
         def padded(x: Any, value: int = 0, num: int = max(lengths) - length) -> Any:
             widths = [(0, 0), (0, num)] + [(0, 0)] * (x.ndim - 2)
             return np.pad(x, widths, constant_values=value)
