@@ -175,8 +175,6 @@ def _advance(runners: list[Runner]) -> float:
 def _plain(
     all_members: list[SimulationMember], config: Config
 ) -> Callable[[bool], int]:
-    all_members: list[SimulationMember], config: Config
-) -> Callable[[bool], int]:
     """Returns a function that runs the Python scheduler, and returns its steps."""
     asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
     bounds = plain_scheduler.SchedulerLimits(

@@ -87,7 +87,6 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     noted, theirs = (
         SequenceEvents(*np.asarray(x.ledger.events).T)
         for x in (run.simulation, run.engine)
-        for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(
         noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
