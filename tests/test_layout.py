@@ -312,3 +312,19 @@ def test_no_test_file_imports_another() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
         parts = [part for _, name in imports(path) for part in name.split(".")]
         assert not [part for part in parts if part.startswith("test_")], path
+
+
+PROTOCOL = {"Config", "Result", "run", "plot", "claims", "metrics", "summary", "main"}
+"""Names that every experiment, or every script, defines."""
+
+
+def test_a_public_name_means_one_thing() -> None:
+    """No two modules define a public class or function of the same name."""
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                if not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(module)
+    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    assert not twice.keys() - PROTOCOL, twice

@@ -1,6 +1,6 @@
 """The terms of the field lead to the code: forty searches and the file that each finds.
 
-A reader who greps for a term should find the file that implements it among the five
+A search for a term should find the file that implements it among the five
 files in which the term occurs most often.
 """
 
@@ -38,7 +38,7 @@ SEARCHES = {
     "rotary": "jaxkv/models/rotary.py",
     "mixture of experts": "jaxkv/models/moe.py",
     "draft length": "jaxkv/speculation/adaptive.py",
-    "acceptance rate": "jaxkv/simulation/accepting.py",
+    "acceptance rate": "jaxkv/simulation/acceptance.py",
     "rejection sampling": "jaxkv/speculation/verifiers.py",
     "prompt lookup": "jaxkv/speculation/ngram.py",
     "tree attention": "jaxkv/engine/drafting.py",
@@ -51,7 +51,7 @@ SEARCHES = {
     "bootstrap": "scaling/fits/fit.py",
     "compute-optimal": "scaling/frontiers/frontier.py",
     "learning rate schedule": "scaling/training/recipes.py",
-    "model FLOPs utilization": "scaling/costs/steps.py",
+    "model FLOPs utilization": "scaling/costs/flops.py",
 }
 
 

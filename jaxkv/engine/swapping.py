@@ -89,7 +89,7 @@ def swap_out(
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
     group = groups.group_of_slots(state)
     holder = page_sharing.holders(state.table, group)
-    after, left = swap_buffer.swap_out(
+    after, left = swap_buffer.copy_out(
         state.staging,
         state.pages,
         state.table,
@@ -114,7 +114,7 @@ def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
     slots = arrays.inverse_index(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NO_SEQUENCE)
-    pages, pool, table, after = swap_buffer.swap_in(
+    pages, pool, table, after = swap_buffer.copy_in(
         state.staging, state.pages, state.pool, state.table, group, gone, slots
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)

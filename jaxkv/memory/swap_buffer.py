@@ -83,7 +83,7 @@ def is_written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_
     return column < used[:, None]
 
 
-def swap_out(
+def copy_out(
     staging: Staging,
     pages: Pages,
     table: Table,
@@ -137,7 +137,7 @@ def swap_out(
     return lax.fori_loop(0, trips, copy, staging), leaves
 
 
-def swap_in(
+def copy_in(
     staging: Staging,
     pages: Pages,
     pool: Pool,

@@ -49,7 +49,7 @@ def sampling_params(asks: list[Sampling]) -> Params:
     return make_params(asks, keys, [0] * len(asks))
 
 
-def find_blocks(
+def find_jacobi_blocks(
     model: checkpoints.LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],

@@ -196,7 +196,9 @@ def _found(
     Initial guesses repeat the last token of the prompt, as in the engine.
     """
     asks = [Sampling.greedy(max_tokens=num)] * len(prompts)
-    return blocks.find_blocks(model, prompts.tolist(), asks, num, first=prompts[:, -1])
+    return blocks.find_jacobi_blocks(
+        model, prompts.tolist(), asks, num, first=prompts[:, -1]
+    )
 
 
 def _records(

@@ -148,7 +148,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     kind = jax.devices()[0].device_kind
     # The drawn block is the first of the first text, greedily.
     texts, asks = config.requests(model.tokenizer, (1, 0.0))
-    [block] = blocks.find_blocks(model, texts[:1], asks[:1], config.picture_tokens)
+    [block] = blocks.find_jacobi_blocks(
+        model, texts[:1], asks[:1], config.picture_tokens
+    )
     picture = BlockTrace.of(zip(block.guesses, block.fixed, strict=True))
     return Result(BlockTable.of(found), picture, runs, config.output_tokens, kind)
 
@@ -167,7 +169,7 @@ def _found(
             known.append(text + answer[:start])
             wanted.append(answer[start : start + length])
             each.append(ask)
-    found = blocks.find_blocks(model, known, each, length)
+    found = blocks.find_jacobi_blocks(model, known, each, length)
     steps = np.array([block.steps for block in found])
     stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in found)
     other = sum(

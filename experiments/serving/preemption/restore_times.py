@@ -169,7 +169,7 @@ def _time_moves(
     def leave(pages, staging, pool, table):
         """Swaps the request of the first slot out, as a step does."""
         row = jnp.zeros((1,), jnp.int32)
-        staging, left = swap_buffer.swap_out(
+        staging, left = swap_buffer.copy_out(
             staging,
             pages,
             table,
@@ -184,7 +184,7 @@ def _time_moves(
     def back(pages, staging, pool, table):
         """Swaps the request in."""
         group = jnp.arange(2, dtype=jnp.int32)
-        pages, pool, table, staging = swap_buffer.swap_in(
+        pages, pool, table, staging = swap_buffer.copy_in(
             staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
         )
         return pages, staging, pool, table

@@ -66,7 +66,7 @@ class LogitRows(NamedTuple):
     keep_logprobs: Bool[Array, " rows"]
 
 
-def gather_rows(
+def gather_logit_rows(
     state: EngineState,
     logits: Float[Array, "rows vocab"],
     emits: Bool[Array, " slots"],

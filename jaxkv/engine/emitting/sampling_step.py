@@ -102,7 +102,7 @@ def emit(
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:
-        rows = logit_rows.gather_rows(state, logits, emits)
+        rows = logit_rows.gather_logit_rows(state, logits, emits)
         draw = _sample(rows, emits, logits_fn, config)
         drawn = _Candidates(
             draw.token,

@@ -97,7 +97,7 @@ def _judge(
     """Judges `1 + length` places of each slot, where `drafts` has `length` columns."""
     num_slots, length = drafts.tokens.shape
     logits = place_logits(result, length, config)
-    rows = logit_rows.gather_rows(state, logits, emits, 1 + length)
+    rows = logit_rows.gather_logit_rows(state, logits, emits, 1 + length)
     answer = rows.answer
     if drafts.tree is not None:
         answer = known_tokens_by_branch(answer, drafts)

@@ -54,7 +54,7 @@ def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None
         ],
         engines.ROOMY,
     )
-    found = blocks.find_blocks(loaded(), texts, asks, 9)
+    found = blocks.find_jacobi_blocks(loaded(), texts, asks, 9)
     for i, block in enumerate(found):
         assert block.steps <= 9
         progress = np.diff(block.fixed[: block.steps + 1])
@@ -62,7 +62,7 @@ def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
     assert max(block.steps for block in found) > 3
     first = np.arange(8, dtype=np.int32)
-    others = blocks.find_blocks(loaded(), texts, asks, 9, first=first)
+    others = blocks.find_jacobi_blocks(loaded(), texts, asks, 9, first=first)
     for block, other, token in zip(found, others, first, strict=True):
         assert (other.guesses[0] == token).all()
         assert (other.tokens == block.tokens).all()

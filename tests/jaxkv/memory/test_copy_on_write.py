@@ -204,7 +204,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
     """Swaps slots out; sequence i is the content of slot i."""
     pool, table, pages, staging = state
     group, size = ints(*GROUPS), pages.page_size
-    staging, left = swap_buffer.swap_out(
+    staging, left = swap_buffer.copy_out(
         staging,
         pages,
         table,
@@ -220,7 +220,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
 def swap_in(state: State, arguments: Any) -> tuple[State, None]:
     pool, table, pages, staging = state
     back, slot = arguments
-    pages, pool, table, staging = swap_buffer.swap_in(
+    pages, pool, table, staging = swap_buffer.copy_in(
         staging, pages, pool, table, ints(*GROUPS), back, slot
     )
     return State(pool, table, pages, staging), None
