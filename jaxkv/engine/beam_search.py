@@ -1,10 +1,11 @@
 """Beam search inside the step: beams are the sequences of a request.
 
-All beams of a request get their logits in the same step. `sampling.beam_search.step`
-then chooses a parent and a token for each beam, and each slot takes over the pages of
-its parent. Tokens are not moved: each beam stores its tokens with back-pointers, and
-the answers are reconstructed when the search is done. A batch can mix beam search with
-other requests; steps without beams skip this code.
+All beams of a request get their logits in the same step.
+`sampling.beam_search.advance_beams` then chooses a parent and a token for each beam,
+and each slot takes over the pages of its parent. Tokens are not moved: each beam stores
+its tokens with back-pointers, and the answers are reconstructed when the search is
+done. A batch can mix beam search with other requests; steps without beams skip this
+code.
 """
 
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def _search(
 def _step(
     state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
 ) -> tuple[beam_search.Beams, Array, Array, Array]:
-    """Applies `beam_search.step` to all requests; also returns which were active."""
+    """Advances the beams of all requests; also returns which were active."""
     s, search = state.sequences, state.search
     assert search is not None
     lead = jnp.maximum(found.lead, 0)

@@ -250,7 +250,7 @@ class Speculation(_Pair):
 def requested_draft_lengths(
     state: EngineState, drafter: Drafter, config: EngineConfig
 ) -> Int32[Array, " slots"]:
-    """Returns the requested draft length of each slot, see `interface.wishes`.
+    """Returns the draft length of each slot, see `interface.limit_draft_lengths`.
 
     It is 0 in slots with a beam, and in slots that prefill for a whole group.
     """

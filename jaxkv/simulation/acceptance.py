@@ -92,7 +92,7 @@ def wanted_draft_lengths(
     acceptance: Acceptance,
     max_samples: int,
 ) -> Int32[Array, " slots"]:
-    """Returns the requested draft length of each slot, see `interface.wishes`."""
+    """Returns the draft length of each slot, see `interface.limit_draft_lengths`."""
     wanted = jnp.broadcast_to(acceptance.num_drafts, slots.num_tokens.shape)
     if slots.fork is not None:
         wanted = jnp.where(slots.fork.reads, 0, wanted)

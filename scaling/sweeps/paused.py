@@ -1,6 +1,6 @@
 """State of the stopped runs of a sweep, in a folder.
 
-trunk, branch   states, as `training.save_checkpoint` writes them
+trunk, branch   states, as `scaling.training.save_checkpoint` writes them
 half.json       further fields of `branching.PausedRuns`
 SHA256SUMS      digest of each file, checked before any is read
 """

@@ -1,7 +1,7 @@
 """Training of a language model, in memory or in a folder that can be resumed.
 
-Together with `jaxkv.snapshots` the only module that imports Orbax; `step` has the
-steps. A killed run continues when `train` is called again with the same folder, and
+Together with `jaxkv.engine.snapshots` the only module that imports Orbax; `step` has
+the steps. A killed run continues when `train` is called again with the same folder, and
 ends with the bits of an uninterrupted run.
 """
 

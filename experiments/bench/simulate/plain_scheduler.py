@@ -31,7 +31,7 @@ class SchedulerLimits(NamedTuple):
 
 
 class SchedulerStep(NamedTuple):
-    """Statistics of a step, as in `simulation.StepInfo`."""
+    """Statistics of a step, as in `simulation.SimulatedStep`."""
 
     start_us: int
     micros: int

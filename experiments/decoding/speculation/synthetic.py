@@ -45,7 +45,7 @@ class Config:
     """Model shape, acceptance rates, draft lengths and tokens."""
 
     shape: str = "random-135m"
-    """A name in `model_shapes.RANDOM`, a bundled model or a folder."""
+    """A name in `model_shapes.RANDOM_SHAPES`, a bundled model or a folder."""
     chances: tuple[float, ...] = (0.5, 0.7, 0.9)
     """Acceptance rates of a draft token."""
     drafts: tuple[int, ...] = (1, 3, 7)

@@ -75,7 +75,7 @@ class Config:
     """The requests and the workers."""
 
     model: str = "stdlib-bytes"
-    """Model folder, bundled model, or one of `model_shapes.RANDOM`."""
+    """Model folder, bundled model, or one of `model_shapes.RANDOM_SHAPES`."""
     prompt_tokens: int = 448
     output_tokens: int = 48
     shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)

@@ -21,7 +21,7 @@ class Key(NamedTuple):
 class Family(NamedTuple):
     """Configuration keys and tensor names of a family.
 
-    Fields are those of `ModelConfig`, or of `scaling.shapes.Description` if
+    Fields are those of `ModelConfig`, or of `scaling.shapes.ModelShape` if
     `ModelConfig` lacks one; a field of their experts is written `experts.size`.
     """
 
