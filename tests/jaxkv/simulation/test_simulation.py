@@ -302,7 +302,7 @@ BUGS = {
     "an idle machine waits step by step": Bug(
         simulation_step,
         "_step",
-        "jnp.where(idle, later(clock, w.arrival[upcoming]), clock)",
+        "jnp.where(idle, latest(clock, w.arrival[upcoming]), clock)",
         "clock",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
     ),
