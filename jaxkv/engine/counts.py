@@ -84,7 +84,7 @@ def observe_engine(
     ready = has_arrived & ~swapping.is_on_host(state, head.request)
     wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
     return seen._replace(
-        num_tokens=goal,
+        target_length=goal,
         scored_prompt=keep_logprobs & in_prompt,
         waiting=ready,
         waiting_cached=found.num_tokens,

@@ -260,7 +260,7 @@ def requested_draft_lengths(
     can_draft = ~groups.fork_of(state).reads & ~groups.is_beam(state)
     return interface.limit_draft_lengths(
         jnp.where(can_draft, jnp.minimum(wanted, config.max_drafts), 0),
-        num_tokens=groups.tokens_to_feed(state),
+        target_length=groups.tokens_to_feed(state),
         length=state.table.length,
         known=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),

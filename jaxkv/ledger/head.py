@@ -198,7 +198,7 @@ def observe(
         **facts._asdict(),
         running=runs,
         held=none if slots.held is None else slots.held,
-        num_tokens=num_to_feed(slots),
+        target_length=num_to_feed(slots),
         preempted=runs & (slots.num_preempted > 0),
         scored_prompt=none,
         waiting=head.request >= 0,

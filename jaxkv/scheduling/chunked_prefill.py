@@ -50,7 +50,7 @@ class ChunkedPrefill(NamedTuple):
         # No request overtakes an earlier one that is not admitted.
         admit = interface.admissible(c, admit)
         head_rows = jnp.where(admit, plan.head_rows, 0)
-        reads = c.running & (c.num_tokens - c.length > 1) & (plan.num_rows > 0)
+        reads = c.running & (c.target_length - c.length > 1) & (plan.num_rows > 0)
         is_reading = jnp.any(head_rows > 0) | jnp.any(reads)
         stalls = self.first & is_reading & ~reads
         return plan._replace(

@@ -101,7 +101,7 @@ class FCFS(NamedTuple):
         return Plan(
             preempt=preempt,
             swap=swap,
-            places=jnp.where(runs, c.num_tokens, 0),
+            places=jnp.where(runs, c.target_length, 0),
             num_rows=num_rows,
             admit=admit,
             head_places=jnp.where(admit, c.waiting_tokens, 0),

@@ -44,7 +44,7 @@ class Counts(NamedTuple):
     group: Int32[Array, " order"] | None
     """Index of the first slot of the same request. Sequences of a request have adjacent
     slots, and run or are preempted together. None if each request has one sequence."""
-    num_tokens: Int32[Array, " order"]
+    target_length: Int32[Array, " order"]
     """Tokens that each sequence must have fed in all: its known tokens, or the common
     tokens of its group; 0 while another sequence feeds the common tokens."""
     length: Int32[Array, " order"]
@@ -247,7 +247,7 @@ def admissible(counts: Counts, fits: Bool[Array, " head"]) -> Bool[Array, " head
 def limit_draft_lengths(
     wanted: Int32[Array, " n"],
     *,
-    num_tokens: Int32[Array, " n"],
+    target_length: Int32[Array, " n"],
     length: Int32[Array, " n"],
     known: Int32[Array, " n"],
     limit: Int32[Array, " n"],
@@ -259,12 +259,12 @@ def limit_draft_lengths(
 
     Args:
       wanted: requested draft length of each sequence.
-      num_tokens: as in `Counts`.
+      target_length: as in `Counts`.
       length: as in `Counts`.
       known: number of known tokens of each sequence.
       limit: largest length of each sequence, in tokens.
     """
-    decodes = (num_tokens - length == 1) & (length == known - 1)
+    decodes = (target_length - length == 1) & (length == known - 1)
     # The last token of an answer is sampled, not drafted.
     most = jnp.maximum(limit - known - 1, 0)
     return jnp.where(decodes, jnp.clip(wanted, 0, most), 0)
@@ -279,7 +279,7 @@ def _grant_drafts(
     sequences that decode get drafts.
     """
     c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
-    decodes = (plan.num_rows == 1) & (c.num_tokens - c.length == 1)
+    decodes = (plan.num_rows == 1) & (c.target_length - c.length == 1)
     rows = _grant_in_order(
         jnp.where(decodes, wanted, 0),
         c.token_budget - total(plan.num_rows) - total(plan.head_rows),
@@ -287,7 +287,7 @@ def _grant_drafts(
     have = jnp.maximum(c.num_pages * c.page_size, plan.places)
     need = demand.missing_pages(have, plan.places + rows, page_size=c.page_size)
     taken = jnp.where(
-        plan.places > 0, pages_to_grow(c._replace(num_tokens=plan.places)), 0
+        plan.places > 0, pages_to_grow(c._replace(target_length=plan.places)), 0
     )
     taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
     short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
@@ -300,7 +300,7 @@ def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
     Pages for copy-on-write are included.
     """
     c = counts
-    need = demand.pages_for(c.num_tokens, page_size=c.page_size)
+    need = demand.pages_for(c.target_length, page_size=c.page_size)
     missing = jnp.maximum(need - c.num_pages, 0) + c.copies
     return jnp.where(c.running, missing, 0)
 
@@ -323,7 +323,7 @@ def share_budget(
       Rows of the slots, and rows of the waiting requests.
     """
     c, num_line = counts, runs.shape[0]
-    need = jnp.where(runs, c.num_tokens - c.length, 0)
+    need = jnp.where(runs, c.target_length - c.length, 0)
     decodes = need == 1
     prompts = jnp.concatenate(
         [

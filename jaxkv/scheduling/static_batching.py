@@ -43,7 +43,7 @@ class Static(NamedTuple):
         return interface.Plan(
             preempt=c.running & ~runs,
             swap=jnp.zeros_like(runs),
-            places=jnp.where(runs, c.num_tokens, 0),
+            places=jnp.where(runs, c.target_length, 0),
             num_rows=num_rows,
             admit=admit,
             head_places=jnp.where(admit, jnp.minimum(longest, each * c.page_size), 0),

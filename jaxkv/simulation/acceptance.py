@@ -99,7 +99,7 @@ def wanted_draft_lengths(
     request = jnp.maximum(slots.sequence, 0) // max_samples
     return interface.limit_draft_lengths(
         wanted,
-        num_tokens=num_to_feed(slots),
+        target_length=num_to_feed(slots),
         length=length,
         known=slots.num_tokens,
         limit=workload.prompt[request] + workload.output[request],

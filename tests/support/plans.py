@@ -72,7 +72,7 @@ def counts(
         running=running,
         held=held,
         group=alone,
-        num_tokens=num_tokens,
+        target_length=num_tokens,
         length=length,
         num_pages=num_pages,
         owned_pages=num_pages,

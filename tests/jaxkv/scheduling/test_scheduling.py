@@ -401,7 +401,7 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
         int(c.running[i])
         * (
             int(c.owned_pages[i])
-            + max(pages(int(c.num_tokens[i])) - int(c.num_pages[i]), 0)
+            + max(pages(int(c.target_length[i])) - int(c.num_pages[i]), 0)
             + int(c.copies[i])
         )
         for i in places
@@ -416,7 +416,7 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
     preempt = [bool(c.running[i]) and not runs[i] for i in places]
     free -= sum(wanted[i] for i in places if runs[i])
     slots = len(runs) - sum(runs[i] or bool(c.held[i]) for i in places)
-    need = [int(c.num_tokens[i] - c.length[i]) * runs[i] for i in places]
+    need = [int(c.target_length[i] - c.length[i]) * runs[i] for i in places]
     left, spare = c.token_budget - need.count(1), int(c.spare_logit_rows)
 
     def rows_of(prompt: int, is_scored: bool) -> int:
@@ -451,7 +451,7 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
         head_rows.append(rows * admit[-1])
     return {
         "preempt": preempt,
-        "places": [int(c.num_tokens[i]) * runs[i] for i in places],
+        "places": [int(c.target_length[i]) * runs[i] for i in places],
         "num_rows": num_rows,
         "admit": admit,
         "head_places": [
