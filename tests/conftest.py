@@ -136,8 +136,8 @@ _num_tests = itertools.count(1)
 def _limit_mappings() -> Iterator[None]:
     """Drops compiled programs before the process reaches 65,530 memory mappings.
 
-    Linux aborts a process at that limit. A program of a model has about 100 mappings;
-    counting them takes a few ms, so every tenth test does.
+    Linux aborts a process at that limit. A program of a model has about 100 mappings.
+    Counting takes a few ms, so mappings are counted after every tenth test.
     """
     yield
     if next(_num_tests) % 10 == 0 and _MAPS.exists():
