@@ -1,4 +1,7 @@
-"""What every test runs under: the CPU, no silent broadcasting, no silent casts."""
+"""Settings and fixtures of all tests.
+
+Tests run on the CPU; implicit rank promotion and implicit casts raise.
+"""
 
 import dataclasses
 import gc
@@ -13,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Before jax is imported. A GPU run names its platform: JAX_PLATFORMS=cuda pytest -m gpu
+# Must precede the import of jax. On a GPU: JAX_PLATFORMS=cuda pytest -m gpu
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Where `make setup` puts the compiler for GPUs that are not there. Elsewhere than the
-# other packages: without a GPU jax would complain of it at every start.
+# Folder of the deviceless GPU compiler (`make setup`). It is outside site-packages,
+# since JAX would warn of the CUDA plugin at every start without a GPU.
 sys.path.append(str(Path(sys.prefix, "deviceless")))
 
 import jax
@@ -33,16 +36,16 @@ from tests.support import commands, folders
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# For meshes; all else runs on the first of them.
+# Eight virtual devices for meshes; other programs run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-def _keep_programs() -> None:
-    """Keeps compiled programs from one run to the next: half of the suite's time.
+def _use_compilation_cache() -> None:
+    """Caches compiled programs between runs, which saves half of the suite's time.
 
-    They lie in the temporary folder, unless the variable names another place, and only
-    if the folder is ours: whoever writes a program there has it run. The variables are
-    for the tests' subprocesses.
+    The cache is in the temporary folder unless JAX_COMPILATION_CACHE_DIR is set. A
+    folder of another user is not used, since its programs would be executed. The
+    environment variables are for subprocesses of tests.
     """
     folder = Path(tempfile.gettempdir()) / f"jaxkv-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -54,15 +57,15 @@ def _keep_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-_keep_programs()
+_use_compilation_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interrupts_arrive() -> Iterator[None]:
-    """Has Ctrl-C interrupt, here and in the processes that tests start.
+def _enable_interrupts() -> Iterator[None]:
+    """Enables SIGINT in this process and in subprocesses of tests.
 
-    What starts the tests may ignore it, as `make test &` does. The program
-    honours that, and tests would wait for an end that nobody asked for.
+    A shell starts background jobs (`make test &`) with SIGINT ignored. The program
+    inherits that, and tests that interrupt it would wait forever.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -70,37 +73,37 @@ def _interrupts_arrive() -> Iterator[None]:
 
 
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-_OLDER = "xla_cpu_disable_new_fusion_emitters"
-_AS_SERVED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": _FLAGS}
-_FAST = {
+_OLD_EMITTERS = "xla_cpu_disable_new_fusion_emitters"
+_OPTIMIZED_VARIABLES = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": _FLAGS}
+_FAST_VARIABLES = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": f"{_FLAGS} --xla_backend_extra_options={_OLDER}".strip(),
+    "XLA_FLAGS": f"{_FLAGS} --xla_backend_extra_options={_OLD_EMITTERS}".strip(),
 }
 _is_fast = True
 
 
 def _compile_fast() -> None:
-    """Has programs for CPUs compiled in a third of the time, and run slower.
+    """Makes compilation for CPUs three times faster; programs run slower.
 
-    LLVM optimises nothing, and XLA's older emitters write the kernels: the newer ones
-    set up a compiler for each. XLA knows that choice as a flag of a process; but some
-    tests want the program that users get, so it is added to the options of single
-    compilations, as bytes, since JAX has no name for it.
+    LLVM's optimisation is off, and XLA's older emitters generate the kernels (the newer
+    emitters set up one compiler per kernel). XLA has a process-wide flag for the
+    emitters, but some tests need the default program. The flag is therefore added to
+    the options of each compilation, as serialised bytes, since JAX has no field for it.
     """
-    made = compiler.get_compile_options
+    default_options = compiler.get_compile_options
 
     def field(number: int, content: bytes) -> bytes:
-        """A field of a protocol buffer; two of a message become one."""
+        """Encodes a protocol-buffer field; parsers merge repeated message fields."""
         key, size = (number << 3) | 2, len(content)
         head = [key & 127 | 128, key >> 7] if key > 127 else [key]
         return bytes([*head, size]) + content
 
     # CompileOptionsProto.executable_build_options.debug_options.xla_backend_extra_...
-    extra = field(1, _OLDER.encode()) + field(2, b"")
+    extra = field(1, _OLD_EMITTERS.encode()) + field(2, b"")
     added = field(3, field(3, field(500, extra)))
 
     def make(*args: Any, backend: Any = None, **options: Any) -> Any:
-        found = made(*args, backend=backend, **options)
+        found = default_options(*args, backend=backend, **options)
         if not _is_fast or getattr(backend, "platform", "") != "cpu":
             return found
         debug = found.executable_build_options.debug_options
@@ -115,14 +118,14 @@ _compile_fast()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _processes_compile_fast() -> None:
-    """Has the processes that tests start compile fast, too.
+def _compile_subprocesses_fast() -> None:
+    """Sets the variables for fast compilation in subprocesses of tests.
 
-    Not before tests begin: workers of the test run inherit variables, and would have
-    no program as served.
+    Workers of the test run inherit variables, so the variables are set after the
+    workers have started. Otherwise `full_optimization` would have no effect in them.
     """
-    jax.devices()  # after which XLA reads no variables: they are for others
-    os.environ.update(_FAST)
+    jax.devices()  # XLA reads XLA_FLAGS once, now: this process is unaffected
+    os.environ.update(_FAST_VARIABLES)
 
 
 _MAPS = Path("/proc/self/maps")
@@ -130,10 +133,11 @@ _num_tests = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
-def _few_programs() -> Iterator[None]:
-    """Drops compiled programs before Linux aborts a process of 65,530 mappings.
+def _limit_mappings() -> Iterator[None]:
+    """Drops compiled programs before the process reaches 65,530 memory mappings.
 
-    A program of a model takes some hundred of them; looking costs a few milliseconds.
+    Linux aborts a process at that limit. A program of a model has about 100 mappings.
+    Counting takes a few ms, so mappings are counted after every tenth test.
     """
     yield
     if next(_num_tests) % 10 == 0 and _MAPS.exists():
@@ -144,27 +148,27 @@ def _few_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def compiled_as_served() -> Iterator[None]:
-    """Has a file's programs compiled as users get them, and those of its processes.
+def full_optimization() -> Iterator[None]:
+    """Compiles the programs of a test file, and of its subprocesses, with defaults.
 
-    For files that ask about rounding, bits or speed: `pytestmark =
-    pytest.mark.usefixtures("compiled_as_served")`. All others ask what a program does.
+    For files that test rounding, bits or speed: `pytestmark =
+    pytest.mark.usefixtures("full_optimization")`.
     """
     global _is_fast
     _is_fast = False
-    os.environ.update(_AS_SERVED)
+    os.environ.update(_OPTIMIZED_VARIABLES)
     jax.clear_caches()
     yield
     _is_fast = True
-    os.environ.update(_FAST)
+    os.environ.update(_FAST_VARIABLES)
     jax.clear_caches()
 
 
 @pytest.fixture
-def as_users_have_it() -> Iterator[None]:
-    """Takes the check of annotations away, which tests have and users do not.
+def no_type_checks() -> Iterator[None]:
+    """Disables the runtime check of annotations, which is active only in tests.
 
-    For tests of what is said to those who pass something of another type.
+    For tests of the error messages for arguments of a wrong type.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -173,13 +177,13 @@ def as_users_have_it() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives all tests of a file to one worker: they share fixtures and programs.
+    """Assigns all tests of a file to one worker: they share fixtures and programs.
 
-    What every experiment is asked goes where the tests of that experiment go: a smoke
-    run is made once.
+    The common tests of an experiment run in the worker of its own test file, so that
+    the smoke run is computed once.
     """
     if config.getoption("dist") != "load":
-        return None  # Somebody asked for another way.
+        return None  # `--dist` was given explicitly.
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -195,7 +199,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """A nested part of a config."""
+    """Nested config of the experiment `made_up`."""
 
     rate: float = 2.0
     """Requests per second."""
@@ -209,7 +213,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A config with every kind of field."""
+    """Config with fields of every kind."""
 
     load: Load = Load()
     num_points: int = 5
@@ -259,7 +263,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 @pytest.fixture
 def experiment() -> study.Experiment:
-    """A small experiment with everything an experiment can have."""
+    """Returns a small experiment with all optional parts."""
     module = types.SimpleNamespace(
         Config=Config,
         CONFIGS={"smoke": Config(), "paper": Config(num_points=9)},
@@ -277,7 +281,7 @@ def experiment() -> study.Experiment:
 def jaxkv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> commands.Command:
-    """Runs a command in an empty folder, for a screen of 80 columns."""
+    """Returns a function that runs a command in an empty folder, 80 columns wide."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return commands.command(capsys)
@@ -285,8 +289,8 @@ def jaxkv(
 
 @pytest.fixture
 def popen() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts Python on words, in a process that does not outlive the test."""
-    begun = []
+    """Returns a function that starts Python; its processes end with the test."""
+    processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -296,20 +300,20 @@ def popen() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        begun.append(process)
+        processes.append(process)
         return process
 
     yield start
-    for process in begun:
+    for process in processes:
         process.kill()
         process.communicate()
 
 
 @pytest.fixture
-def here(
+def work_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: study.Experiment
 ) -> Path:
-    """An empty folder to be in, with that experiment in the catalogue as made_up."""
+    """Enters an empty folder and registers the experiment as `made_up`; returns it."""
     configs = tuple(experiment.configs)
     entry = registry.RegistryEntry("made_up", experiment.question, configs, "")
     known = [*registry.entries(), entry]

@@ -1,4 +1,4 @@
-"""The house keeps its shape: floors, faces, doors of libraries, sizes, no circle."""
+"""Package layout: layers, exports, allowed third-party imports, cycles, sizes."""
 
 import ast
 import fnmatch
@@ -12,11 +12,12 @@ import pytest
 
 from tests.support.folders import ROOT
 
-# Each package may import itself and those before it.
+# A package imports only itself and the packages listed before it.
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 
-# The rooms of each package, floor by floor: each imports from floors below alone.
-FLOORS = {
+# Sub-packages of each package by layer, lowest first. A sub-package imports only
+# from lower layers.
+LAYERS = {
     "pallas_kernels": (
         "devices",
         "layered row_packing quantizing online_softmax",
@@ -53,10 +54,11 @@ FLOORS = {
     ),
 }
 
-MOST_IN_A_FOLDER, MOST_AT_A_ROOT = 14, 20
+MAX_FOLDER_ENTRIES, MAX_PACKAGE_ENTRIES = 14, 20
+"""Modules and folders allowed in a folder and at the root of a package."""
 
-# The only files that may import a library (or a part of one).
-DOORS = {
+# Files that may import a third-party library (or a part of it).
+ALLOWED_IMPORTERS = {
     "matplotlib": ("experiments/*",),
     "PIL": ("experiments/plotting/style.py",),
     "tyro": ("experiments/cli/main.py", "experiments/cli/parsing.py"),
@@ -80,7 +82,7 @@ DOORS = {
         "pallas_kernels/paged_attention/hopper/*.py",
         "pallas_kernels/*/*mosaic_gpu.py",
     ),
-    # Nothing is ever unpickled.
+    # No file is unpickled.
     "pickle": (),
 }
 
@@ -93,29 +95,29 @@ TOP_LEVEL = {
 }
 
 
-def sources() -> list[Path]:
+def source_files() -> list[Path]:
     return [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
 
 
-def module_of(path: Path) -> str:
-    """The dotted name of a file; of a package, that of its folder."""
+def module_name(path: Path) -> str:
+    """Returns the dotted module name of a file; for `__init__.py`, of its package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 TESTS = [*(ROOT / "tests").rglob("test_*.py")]
-MODULES = {module_of(path): path for path in sources()}
+MODULES = {module_name(path): path for path in source_files()}
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+def syntax_tree(path: Path) -> ast.Module:
+    """Returns the syntax tree of a file."""
     return ast.parse(path.read_text(), str(path))
 
 
 def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
-    """Every dotted name a file imports, with its line."""
-    tree = parsed(path)
+    """Yields the line and dotted name of every import; lazy ones (in functions) too."""
+    tree = syntax_tree(path)
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -124,65 +126,65 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def is_in(name: str, module: str) -> bool:
+def is_inside(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-def ours(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
-    """The modules of ours that a file imports, or takes a name from."""
+def imported_modules(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
+    """Yields the line and module of every import from the packages of this tree."""
     for line, name in imports(path, lazy=lazy):
         module = name if name in MODULES else name.rpartition(".")[0]
         if module in MODULES:
             yield line, module
 
 
-def test_imports_point_one_way() -> None:
+def test_packages_import_only_earlier_packages() -> None:
     wrong = []
-    for path in sources():
+    for path in source_files():
         place = path.relative_to(ROOT)
         later = PACKAGES[PACKAGES.index(place.parts[0]) + 1 :]
         for line, name in imports(path):
-            if any(is_in(name, module) for module in (*later, "tests")):
+            if any(is_inside(name, module) for module in (*later, "tests")):
                 wrong.append(f"{place}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_rooms_import_from_lower_floors_only() -> None:
+def test_sub_packages_import_only_lower_layers() -> None:
     wrong = []
-    for package, floors in FLOORS.items():
-        floor = {name: i for i, names in enumerate(floors) for name in names.split()}
+    for package, layers in LAYERS.items():
+        layer = {name: i for i, names in enumerate(layers) for name in names.split()}
         for module, path in MODULES.items():
             home = module.split(".")
             if home[0] != package or len(home) == 1:
                 continue
-            assert home[1] in floor, f"{module}: no floor is named for {home[1]}"
-            for line, other in ours(path):
+            assert home[1] in layer, f"{module}: no layer lists {home[1]}"
+            for line, other in imported_modules(path):
                 there = other.split(".")
                 if there[0] != package or len(there) == 1 or there[1] == home[1]:
                     continue
-                if floor[there[1]] >= floor[home[1]]:
+                if layer[there[1]] >= layer[home[1]]:
                     wrong.append(f"{module}:{line} imports {other}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_pages_draw_the_floors() -> None:
-    """The page of a package has the floors as a drawing, the lowest at the bottom."""
-    for package, floors in FLOORS.items():
+def test_readmes_list_the_layers() -> None:
+    """The README of a package lists its layers in a code block, the lowest last."""
+    for package, layers in LAYERS.items():
         page = (ROOT / package / "README.md").read_text(encoding="utf-8")
         blocks = (x.strip().splitlines() for x in page.split("```")[1::2])
-        drawing = next(x for x in blocks if all("|" in line for line in x))
-        drawn = [set(line.partition("|")[0].split()) for line in drawing]
-        assert drawn[::-1] == [set(names.split()) for names in floors], package
+        listing = next(x for x in blocks if all("|" in line for line in x))
+        listed = [set(line.partition("|")[0].split()) for line in listing]
+        assert listed[::-1] == [set(names.split()) for names in layers], package
 
 
-def test_nothing_imports_in_a_circle() -> None:
-    # To import a module is to import the packages around it first.
+def test_imports_have_no_cycles() -> None:
+    # Importing a module first imports the packages that contain it.
     edges = {}
     for module, path in MODULES.items():
         edges[module] = targets = set()
-        for _, other in ours(path, lazy=False):
+        for _, other in imported_modules(path, lazy=False):
             while other:
-                if not is_in(module, other):
+                if not is_inside(module, other):
                     targets.add(other)
                 other = other.rpartition(".")[0]
     while leaves := [name for name, targets in edges.items() if not targets]:
@@ -193,37 +195,37 @@ def test_nothing_imports_in_a_circle() -> None:
     assert not edges, sorted(edges)
 
 
-def face(module: str) -> set[str]:
-    """What a room's `__all__` names: its public things, and its public modules."""
-    for node in parsed(MODULES[module]).body:
+def exported_names(module: str) -> set[str]:
+    """Returns `__all__` of a sub-package: its public objects and public modules."""
+    for node in syntax_tree(MODULES[module]).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
 
 
-ROOMS = {
-    module: face(module)
+EXPORTS = {
+    module: exported_names(module)
     for module, path in MODULES.items()
     if path.stem == "__init__" and "." in module
 }
 
 
-def doors(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Each room that a module enters for a name, and what it takes there."""
+def entered_packages(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yields each sub-package that a module imports from, with the imported name."""
     parts = name.split(".")
     for depth in range(2, len(parts)):
-        room = ".".join(parts[:depth])
-        if room in ROOMS and not is_in(module, room):
-            yield room, parts[depth]
+        package = ".".join(parts[:depth])
+        if package in EXPORTS and not is_inside(module, package):
+            yield package, parts[depth]
 
 
-def test_a_room_is_entered_by_its_face() -> None:
+def test_sub_packages_are_imported_through_their_exports() -> None:
     wrong = []
     for module, path in MODULES.items():
         for line, name in imports(path):
-            for room, thing in doors(module, name):
-                if thing not in ROOMS[room]:
-                    wrong.append(f"{module}:{line} imports {name} past {room}")
+            for package, member in entered_packages(module, name):
+                if member not in EXPORTS[package]:
+                    wrong.append(f"{module}:{line}: {package} does not export {name}")
             home, there = module.split(".")[:2], name.split(".")
             is_private = there[-1].startswith("_") and there[0] in PACKAGES
             if is_private and there[:2] != home:
@@ -231,59 +233,61 @@ def test_a_room_is_entered_by_its_face() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_face_names_what_there_is() -> None:
-    for room, names in ROOMS.items():
-        held = {module.removeprefix(f"{room}.") for module in MODULES}
-        module = importlib.import_module(room)
-        missing = [x for x in names if x not in held and not hasattr(module, x)]
-        assert not missing, (room, missing)
+def test_exported_names_exist() -> None:
+    for package, names in EXPORTS.items():
+        modules = {module.removeprefix(f"{package}.") for module in MODULES}
+        module = importlib.import_module(package)
+        missing = [x for x in names if x not in modules and not hasattr(module, x)]
+        assert not missing, (package, missing)
 
 
-def test_folders_hold_a_dozen_or_so() -> None:
+def test_folders_have_a_limited_number_of_entries() -> None:
     full = []
-    for folder in {path.parent for path in sources()}:
-        held = [
+    for folder in {path.parent for path in source_files()}:
+        entries = [
             path
             for path in folder.iterdir()
             if (path.suffix == ".py" and path.stem != "__init__")
             or (path / "__init__.py").exists()
         ]
-        most = MOST_AT_A_ROOT if folder.parent == ROOT else MOST_IN_A_FOLDER
-        if len(held) > most:
-            full.append(f"{folder.relative_to(ROOT)} holds {len(held)} of {most}")
+        is_package = folder.parent == ROOT
+        most = MAX_PACKAGE_ENTRIES if is_package else MAX_FOLDER_ENTRIES
+        if len(entries) > most:
+            place = folder.relative_to(ROOT)
+            full.append(f"{place}: {len(entries)} entries, at most {most}")
     assert not full, full
 
 
-def test_each_library_has_its_door() -> None:
+def test_third_party_libraries_are_imported_only_where_allowed() -> None:
     wrong = []
-    for path in sources():
+    for path in source_files():
         place = path.relative_to(ROOT).as_posix()
         for line, name in imports(path):
-            for library, doors in DOORS.items():
-                if is_in(name, library) and not any(
-                    fnmatch.fnmatch(place, door) for door in doors
+            for library, files in ALLOWED_IMPORTERS.items():
+                if is_inside(name, library) and not any(
+                    fnmatch.fnmatch(place, file) for file in files
                 ):
                     wrong.append(f"{place}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     undocumented = [
         str(path.relative_to(ROOT))
-        for path in sources()
-        if not ast.get_docstring(parsed(path))
+        for path in source_files()
+        if not ast.get_docstring(syntax_tree(path))
     ]
     assert not undocumented
 
 
-def test_constraints_hold_versions_only() -> None:
+def test_constraints_pin_versions_only() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert lines
     assert not [line for line in lines if "://" in line or " @ " in line]
     assert all("==" in line for line in lines)
 
 
-def test_top_level_holds_only_what_it_should() -> None:
+def test_top_level_has_only_the_listed_entries() -> None:
     def git(*args: str) -> str:
         return subprocess.run(
             ["git", *args], cwd=ROOT, capture_output=True, text=True, check=True
@@ -297,13 +301,14 @@ def test_top_level_holds_only_what_it_should() -> None:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     if top != ROOT or not tracked:
-        pytest.skip("nothing is tracked by git here")
+        pytest.skip("the tree has no files tracked by git")
     assert tracked == TOP_LEVEL
 
 
-def test_tests_stand_where_what_they_test_stands() -> None:
+def test_test_folders_mirror_the_packages() -> None:
     tests = [path.relative_to(ROOT / "tests") for path in sorted(TESTS)]
     assert not [x for x in tests if not (ROOT / x.parent).is_dir()]
+    # Stems are unique: `conftest.py` assigns tests to workers by stem.
     stems = [path.stem for path in tests]
     assert not [x for x in stems if stems.count(x) > 1]
 
@@ -315,10 +320,10 @@ def test_no_test_file_imports_another() -> None:
 
 
 PROTOCOL = {"Config", "Result", "run", "plot", "claims", "metrics", "summary", "main"}
-"""Names that every experiment, or every script, defines."""
+"""Names that every experiment or script defines."""
 
 
-def test_a_public_name_means_one_thing() -> None:
+def test_public_names_are_defined_once() -> None:
     """No two modules define a public class or function of the same name."""
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():

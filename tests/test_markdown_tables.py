@@ -1,4 +1,4 @@
-"""Tables of all pages render: one head, one separator, as many cells in each row."""
+"""Markdown tables render: one header, one separator, equal numbers of cells."""
 
 import re
 from pathlib import Path
@@ -10,20 +10,20 @@ from tests.support.folders import ROOT
 SEPARATOR = re.compile(r"\|(?: *:?-+:? *\|)+")
 
 
-def pages() -> list[Path]:
-    """Markdown files of the tree, without hidden folders and those of runs."""
+def markdown_files() -> list[Path]:
+    """Returns the Markdown files of the tree; hidden folders and `runs` are skipped."""
     tops = [x for x in ROOT.iterdir() if x.name[0] != "." and x.name != "runs"]
     inside = [path for top in tops if top.is_dir() for path in top.rglob("*.md")]
     return [*(top for top in tops if top.suffix == ".md"), *inside]
 
 
-def cells(line: str) -> list[str]:
-    r"""The cells of a row: `|` within code is written `\|` as everywhere in a table."""
+def split_cells(line: str) -> list[str]:
+    r"""Returns the cells of a row; `|` inside a cell is escaped as `\|`."""
     return re.split(r"(?<!\\)\|", line.strip())[1:-1]
 
 
-def broken(text: str) -> list[str]:
-    """What does not render, each with the number of its line."""
+def table_errors(text: str) -> list[str]:
+    """Returns the errors in all tables of a page, each with its line number."""
     found, head, is_code = [], 0, False
     lines = ["", *text.splitlines(), ""]
     for i, line in enumerate(lines):
@@ -37,11 +37,11 @@ def broken(text: str) -> list[str]:
         if head:
             begins = False
         else:
-            begins, head = True, len(cells(line))
+            begins, head = True, len(split_cells(line))
         if not row.endswith("|"):
             found.append(f"{i}: the row does not end with |")
-        elif len(cells(line)) != head:
-            found.append(f"{i}: {len(cells(line))} cells, its head has {head}")
+        elif len(split_cells(line)) != head:
+            found.append(f"{i}: {len(split_cells(line))} cells, its head has {head}")
         if not begins:
             continue
         if before:
@@ -51,13 +51,13 @@ def broken(text: str) -> list[str]:
     return found
 
 
-def test_tables_of_all_pages_render() -> None:
+def test_all_tables_render() -> None:
     found = {
         str(page.relative_to(ROOT)): lines
-        for page in pages()
-        if (lines := broken(page.read_text("utf-8")))
+        for page in markdown_files()
+        if (lines := table_errors(page.read_text("utf-8")))
     }
-    assert len(pages()) > 40
+    assert len(markdown_files()) > 40
     assert found == {}
 
 
@@ -72,10 +72,10 @@ def test_tables_of_all_pages_render() -> None:
         ("| a |\n|---|\n| 1", "3: the row does not end"),
     ],
 )
-def test_a_broken_table_is_found(text: str, message: str) -> None:
-    assert broken(text)[0].startswith(message)
+def test_table_errors_are_found(text: str, message: str) -> None:
+    assert table_errors(text)[0].startswith(message)
 
 
-def test_a_sound_table_is_not() -> None:
+def test_valid_table_has_no_errors() -> None:
     text = "| a | b |\n|---|:-:|\n| 1 | `x\\|y` |\n\n```\n| no table\n```\n"
-    assert broken(text) == []
+    assert table_errors(text) == []

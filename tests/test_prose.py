@@ -1,7 +1,7 @@
-"""Counts of words that hide the subject of a sentence, in all prose of the packages.
+"""Frequencies of watched and vague words in the prose of the packages.
 
-Prose is docstrings, comments, string literals, TOML and Markdown. Texts that a run
-wrote (records and their results page) and the diary are not counted.
+Prose is docstrings, comments, string literals, TOML and Markdown. Generated reports
+(records and `RESULTS.md`) and `LOG.md` are not counted.
 """
 
 import io
@@ -19,17 +19,17 @@ WATCHED = (
     "stood tell tells told say says said wishes rests likewise whither whatever lies "
     "lays anew alike"
 ).split()
-"""Words of personified systems and of vague places."""
+"""Words that personify a system or replace a precise term."""
 VAGUE = ["what", "nothing", "others", "alone"]
 
-MOST_WATCHED, MOST_VAGUE = 5.0, 15.0
-"""Words allowed in 10,000."""
+MAX_WATCHED, MAX_VAGUE = 5.0, 15.0
+"""Occurrences allowed per 10,000 words."""
 
 SKIPPED = re.compile(r"experiments/(records/.+/report\.md|RESULTS\.md|LOG\.md)$")
 
 
 def _texts(package: str) -> Iterator[str]:
-    """Yields the prose of a package or page."""
+    """Yields the prose of a package or page, piece by piece."""
     top = ROOT / package
     for path in [top] if top.is_file() else sorted(top.rglob("*")):
         if SKIPPED.search(path.as_posix()):
@@ -50,13 +50,13 @@ def _texts(package: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "package", ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md"]
 )
-def test_sentences_name_their_subjects(package: str) -> None:
+def test_watched_and_vague_words_are_rare(package: str) -> None:
     words = [
         word.lower()
         for text in _texts(package)
         for word in re.findall(r"[A-Za-z][A-Za-z']*", text)
     ]
-    for listed, most in ((WATCHED, MOST_WATCHED), (VAGUE, MOST_VAGUE)):
+    for listed, most in ((WATCHED, MAX_WATCHED), (VAGUE, MAX_VAGUE)):
         found = {word: words.count(word) for word in listed if word in words}
         share = 10_000 * sum(found.values()) / len(words)
         assert share <= most, (package, share, found)

@@ -1,4 +1,4 @@
-"""The pages: their programs run, their numbers stand in records, their paths exist."""
+"""Pages: programs run, numbers equal the records, paths and commands exist."""
 
 import json
 import re
@@ -40,33 +40,33 @@ def blocks() -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "model", ["a small one", pytest.param("its own", marks=pytest.mark.slow)]
+    "model", ["tiny", pytest.param("published", marks=pytest.mark.slow)]
 )
-def test_every_block_runs(model, blocks, tmp_path, monkeypatch, capsys):
-    if model == "a small one":
+def test_readme_programs_run(model, blocks, tmp_path, monkeypatch, capsys):
+    if model == "tiny":
         folder = tmp_path / "experiments" / "models" / "stdlib-bytes"
         engines.save_tiny_model(folder, max_positions=1024)
-    monkeypatch.chdir(tmp_path if model == "a small one" else ROOT)
+    monkeypatch.chdir(tmp_path if model == "tiny" else ROOT)
     space: dict = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), space)
     printed = capsys.readouterr().out
     assert "def read_lines(path):" in printed
-    # What the comments beside the counts say.
+    # The values in the comments of the programs.
     assert "6738415616" in printed
     best = space["best"]
-    said = f"{best.num_params:.3e} {best.num_tokens:.3e} {best.loss:.4f}"
-    assert said.replace("e+", "e") in "\n".join(blocks)
+    line = f"{best.num_params:.3e} {best.num_tokens:.3e} {best.loss:.4f}"
+    assert line.replace("e+", "e") in "\n".join(blocks)
 
 
-def test_the_first_example_is_twelve_lines(blocks):
+def test_first_example_has_at_most_twelve_lines(blocks):
     assert len(blocks[0].splitlines()) <= 12
 
 
 @pytest.mark.thorough
-def test_a_policy_simulated(capsys):
+def test_policy_simulation_example(capsys):
     latency = simulate_a_policy.main()
-    # By what it admits, by the load.
+    # [concurrency limit, load]
     assert latency.shape == (3, 3)
     assert (np.diff(latency, axis=0) < 1e-3).all()
     assert (np.diff(latency, axis=1) > 0).all()
@@ -74,15 +74,15 @@ def test_a_policy_simulated(capsys):
 
 
 @pytest.mark.thorough
-def test_a_model_served_inside_jit():
-    # Three requests of eight tokens, one at a time.
+def test_model_served_inside_jit_example():
+    # Three requests of eight tokens; the limit is one request at a time.
     _, trace = serve_your_own_model.main()
     assert trace.num_emitted.sum() == 24
     assert trace.num_emitted.sum(axis=1).max() == 1
 
 
 @pytest.mark.thorough
-def test_a_decode_loop(tmp_path):
+def test_decode_loop_example(tmp_path):
     model = engines.save_tiny_model(tmp_path / "model", max_positions=512)
     answer = decode_without_a_scheduler.main(model, num_tokens=5)
     assert 1 <= len(answer) <= 5
@@ -97,25 +97,24 @@ def test_a_decode_loop(tmp_path):
     ("page", "most"),
     [("README.md", 200), *((f"{package}/README.md", 80) for package in PACKAGES)],
 )
-def test_a_page_is_short(page: str, most: int) -> None:
+def test_pages_are_short(page: str, most: int) -> None:
     assert len(read(page).splitlines()) <= most
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_is_there(page: str) -> None:
+def test_paths_on_pages_exist(page: str) -> None:
     text, home = read(page), (ROOT / page).parent
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     for link in links:
         assert (home / link).exists(), link
-    # Paths in backticks count from the page's folder, or from the top.
+    # Paths in backticks are relative to the folder of the page or to the root.
     paths = re.findall(r"`((?:\.\./)?(?:[\w.-]+/)+[\w.-]*)`", text)
     names = re.findall(r"`(?:jaxkv \w+ )?([\w/.-]+\.(?:py|md|toml|json|txt))`", text)
-    for path in {*paths, *names} - set(WRITTEN):
+    for path in {*paths, *names} - set(GENERATED_FILES):
         assert (home / path).exists() or (ROOT / path).exists(), path
 
 
-WRITTEN = (
-    # Of a run folder, or of a Hugging Face folder, wherever it lies.
+GENERATED_FILES = (
     "config.json",
     "env.json",
     "claims.json",
@@ -125,6 +124,7 @@ WRITTEN = (
     "my.json",
     "records/NAME",
 )
+"""Files of run folders and of Hugging Face folders; they have no fixed place."""
 
 
 COMMANDS = ("bench", "claims", "cost", "demo", "fit", "generate", "list", "plan")
@@ -132,7 +132,7 @@ COMMANDS = (*COMMANDS, "run", "serve", "sweep", "train")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_to_be_run_is_there(page: str) -> None:
+def test_commands_on_pages_exist(page: str) -> None:
     text = read(page)
     commands = set(re.findall(r"(?:`|^|&& )jaxkv ([a-z_]+)", text, re.MULTILINE))
     assert commands <= set(COMMANDS)
@@ -157,7 +157,7 @@ def rows(record: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_record_stands_on_its_page_as_it_was_made() -> None:
+def test_records_page_matches_the_records() -> None:
     page = read("experiments/records/README.md")
     table = re.findall(
         r"^\| \[(\w+)\]\(.*?\) \| `(.*?)` \| (.*) \|$", page, re.MULTILINE
@@ -179,20 +179,20 @@ def test_every_record_stands_on_its_page_as_it_was_made() -> None:
             env["duration_s"], abs=0.51
         )
         assert env["experiment"] in command.replace("bench ", "bench_")
-        # The page tells of two machines, and which record was made on the second.
-        # (A kernel keeps a little more memory for itself than another.)
+        # The page names two machines and lists the records made on the second. Usable
+        # memory differs slightly between OS kernels, so it is rounded.
         cpu = "Intel(R) Xeon(R) Processor" if name in on_intel else "AMD EPYC"
         machine = (env["cpu"], env["num_cpus"], round(env["memory_bytes"] / 1e9, 1))
         assert machine == (cpu, 2, 25.3)
         assert env["versions"]["jax"] == "0.11.2"
     for path in RECORDS.iterdir():
         assert f"({path.name}/" in page or path.suffix, path
-    # Words of a verdict are those of the record.
+    # Failed claims are marked on the page.
     assert page.count("**fail") >= 15
 
 
-def claimed(record: str, *statements: str) -> list[float]:
-    """Our numbers, by the beginnings of their claims."""
+def measured(record: str, *statements: str) -> list[float]:
+    """Returns the measured numbers of the claims that begin with the statements."""
     claims = json.loads((RECORDS / record / "claims.json").read_text("utf-8"))
     found = []
     for statement in statements:
@@ -202,8 +202,8 @@ def claimed(record: str, *statements: str) -> list[float]:
     return found
 
 
-def numbers() -> dict[str, list[str]]:
-    """The front page's numbers by row, written from the records."""
+def expected_numbers() -> dict[str, list[str]]:
+    """Returns the numbers of each row of the front page, formatted from the records."""
     orca = ("Max", "Pow2", "Oracle")
     systems = [*(f"Orca ({x})" for x in orca), "the paged system"]
     parts = [f"{system}: token states" for system in systems]
@@ -244,7 +244,7 @@ def numbers() -> dict[str, list[str]]:
     def ranged(
         key: str, *, of: str = "bench_decode", context: int = 0, sequences: int = 0
     ) -> list[str]:
-        """Ratios of a machine, with the ends of their rounds."""
+        """Returns the ratios of one machine with the range over rounds."""
         found = []
         for row in rows(of):
             here = context in (0, row["prompt_tokens"])
@@ -258,39 +258,39 @@ def numbers() -> dict[str, list[str]]:
         return between.join(form.format(x) for x in values)
 
     xeon = "bench_decode_xeon"
-    said = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
-    gain = claimed("isoflop", "error of the predicted loss of a larger run")[0]
-    came = (said["predicted"] - gain * said["best_fitted_loss"]) / (1 - gain)
+    loss = json.loads((RECORDS / "isoflop" / "prediction.json").read_text("utf-8"))
+    gain = measured("isoflop", "error of the predicted loss of a larger run")[0]
+    measured_loss = (loss["predicted"] - gain * loss["best_fitted_loss"]) / (1 - gain)
     span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
-    adapts, worst, eagle = claimed("speculation_zoo", *SPECULATION)
+    adapts, worst, eagle = measured("speculation_zoo", *SPECULATION)
     return {
-        "fig. 2:": [written("{:.0f}", claimed("memory_waste", *parts))],
-        "fig. 12,": [written("{:.2f}", claimed("latency_vs_rate", *oracle))],
+        "fig. 2:": [written("{:.0f}", measured("memory_waste", *parts))],
+        "fig. 12,": [written("{:.2f}", measured("latency_vs_rate", *oracle))],
         "the same, of Orca (Max)": [
-            written("{:.2f}", claimed("latency_vs_rate", *most))
+            written("{:.2f}", measured("latency_vs_rate", *most))
         ],
-        "figs. 12d, 14f:": [written("{:.2f}", claimed("latency_vs_rate", *alpaca))],
-        "fig. 15:": [written("{:.1f}", claimed("sharing", *saved), " to ")],
+        "figs. 12d, 14f:": [written("{:.2f}", measured("latency_vs_rate", *alpaca))],
+        "fig. 15:": [written("{:.1f}", measured("sharing", *saved), " to ")],
         "fig. 16:": [
-            written("{:.2f}", claimed("sharing", *begin)),
-            written("{:.2f}", claimed("sharing_paper", *TRANSLATIONS)),
+            written("{:.2f}", measured("sharing", *begin)),
+            written("{:.2f}", measured("sharing_paper", *TRANSLATIONS)),
         ],
-        "fig. 17:": [written("{:.2f}", claimed("chatbot", *chat))],
+        "fig. 17:": [written("{:.2f}", measured("chatbot", *chat))],
         "Sarathi-Serve:": [
-            written("{:.2f}", claimed("chunked_prefill", *(x + end for x in ways)))
+            written("{:.2f}", measured("chunked_prefill", *(x + end for x in ways)))
             for end in ("P99 time between tokens", "median time to the first token")
         ],
         "DistServe:": [
-            written("{:.2f}", claimed("disaggregation", split)),
-            written("{:.1f}", claimed("disaggregation", "so each GPU sustains more")),
+            written("{:.2f}", measured("disaggregation", split)),
+            written("{:.1f}", measured("disaggregation", "so each GPU sustains more")),
         ],
-        "Mooncake:": [written("{:.1f}", claimed("prefix_caching", CHUNKS))],
+        "Mooncake:": [written("{:.1f}", measured("prefix_caching", CHUNKS))],
         "Chinchilla's loss": [
-            f"{said['predicted']:.3f} ({said['low']:.3f}-{said['high']:.3f})",
-            f"came to {came:.3f}",
+            f"{loss['predicted']:.3f} ({loss['low']:.3f}-{loss['high']:.3f})",
+            f"came to {measured_loss:.3f}",
         ],
-        "mixtures against dense": [written("{:.2f}", claimed("experts", SEVENTH))],
-        "LSTM against": [written("{:.1f}", claimed("rivals", "lstm, to equal loss"))],
+        "mixtures against dense": [written("{:.2f}", measured("experts", SEVENTH))],
+        "LSTM against": [written("{:.1f}", measured("rivals", "lstm, to equal loss"))],
         "decode at a context of 128": ranged("ratio", context=128),
         "decode at a context of 768": ranged("ratio", context=768),
         "decode at a context of 2,048": ranged("ratio", context=2048),
@@ -322,21 +322,21 @@ CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
 
 
-def test_the_front_page_says_what_the_records_say() -> None:
+def test_front_page_numbers_equal_the_records() -> None:
     lines = [x for x in read("README.md").splitlines() if x.startswith("| ")]
     first = next(i for i, x in enumerate(lines) if x.startswith("| claim | ours"))
     last = next(i for i, x in enumerate(lines) if x.startswith("| attention: decode"))
-    told = [x for x in lines[first + 1 : last + 1] if any(map(str.isdigit, x))]
+    cited = [x for x in lines[first + 1 : last + 1] if any(map(str.isdigit, x))]
     unrecorded = ("Gadre et al.", "figs. 18, 19", "| | jaxkv")
-    for start, expected in numbers().items():
-        [line] = [x for x in told if start in x]
-        told.remove(line)
+    for start, expected in expected_numbers().items():
+        [line] = [x for x in cited if start in x]
+        cited.remove(line)
         for number in expected:
             assert number in line, f"{number} is not in {line}"
-    assert not [x for x in told if not any(each in x for each in unrecorded)]
+    assert not [x for x in cited if not any(each in x for each in unrecorded)]
 
 
-# By row of the front page: the claims that it is about, by record.
+# Claims of each row of the front page: patterns by record.
 JUDGED = {
     "fig. 2:": {"memory_waste": r"(Orca|the paged).*: (token|reserv|inter|exter)"},
     "fig. 12, ShareGPT": {"latency_vs_rate": r".*ShareGPT: times .*Oracle"},
@@ -355,7 +355,7 @@ JUDGED = {
 WORDS = {"hold": "holds", "fail": "fails"}
 
 
-def test_the_front_page_has_the_verdicts_of_the_records_by_kind() -> None:
+def test_front_page_verdicts_equal_the_records() -> None:
     page = read("README.md")
     counted: Counter[tuple[str, str]] = Counter()
     for path in RECORDS.glob("*/claims.json"):
@@ -382,13 +382,13 @@ def test_the_front_page_has_the_verdicts_of_the_records_by_kind() -> None:
                         {row["verdict"]} if kind in ("checks", "reproduces") else set()
                     )
                     found |= {row.get("direction", "")} - {""}
-        told = {WORDS.get(x, x) for x in re.findall(r"\*\*(.*?)\*\*", line)}
-        assert told == found, line
+        cited = {WORDS.get(x, x) for x in re.findall(r"\*\*(.*?)\*\*", line)}
+        assert cited == found, line
 
 
-def test_the_records_page_says_no_table_row_twice() -> None:
+def test_records_page_has_no_duplicate_table_rows() -> None:
     page = read("experiments/records/README.md")
-    told = [
+    cited = [
         x for x in page.splitlines() if x.startswith("| ") and re.search(r"\d\.\d", x)
     ]
-    assert len(told) == len(set(told))
+    assert len(cited) == len(set(cited))

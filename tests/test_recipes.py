@@ -1,4 +1,4 @@
-"""The recipes of the packages' pages, each followed in code."""
+"""Recipes of the package READMEs, each followed in code."""
 
 import dataclasses
 import functools
@@ -36,24 +36,24 @@ from scaling.training import LearningRateSchedule, OptimizerConfig, architecture
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
 
-# Add a policy; add a sampling rule. One program serves both.
+# Add a policy; add a sampling rule. One compiled program tests both.
 
 
-class AtMost(NamedTuple):
-    """First come, first served, but never more than `most` requests at once."""
+class ConcurrencyLimit(NamedTuple):
+    """First come, first served, with at most `limit` running requests."""
 
-    most: jax.Array
+    limit: jax.Array
     holds_finished = False
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
-        room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
+        room = self.limit - jnp.sum(counts.running, dtype=jnp.int32)
         rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
         counts = counts._replace(waiting=counts.waiting & (rank < room))
         return engines.FCFS.plan(counts)
 
 
-def only_rising(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
-    """Lets through the tokens above the last one; if it was the last, all."""
+def allow_rising_tokens(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
+    """Masks tokens up to the previous one, unless that is the end of the vocabulary."""
     token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     rows = jnp.arange(logits.shape[0])
     last = answer.tokens[rows, jnp.maximum(answer.num_tokens - 1, 0)][:, None]
@@ -62,42 +62,47 @@ def only_rising(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[int, engines.Run]:
-    """The same requests under the policy, by its parameter."""
+def runs() -> dict[int, engines.Run]:
+    """Returns runs of the same requests under the policy, by concurrency limit."""
     asks = [engines.greedy(i, [3 * i + 1, 2], max_tokens=5) for i in range(6)]
     return {
-        most: engines.serve(
-            asks, engines.TIGHT, AtMost(jnp.int32(most)), logits_fn=only_rising
+        limit: engines.serve(
+            asks,
+            engines.TIGHT,
+            ConcurrencyLimit(jnp.int32(limit)),
+            logits_fn=allow_rising_tokens,
         )
-        for most in (1, 4)
+        for limit in (1, 4)
     }
 
 
-def test_a_policy_decides_on_counts() -> None:
+def test_policy_plans_from_counts() -> None:
     counts = plans.counts([(9, 8, 3)], waiting=[3, 2, 1], free_pages=20)
-    plan = plans.plan_of(counts, AtMost(jnp.int32(2)))
+    plan = plans.plan_of(counts, ConcurrencyLimit(jnp.int32(2)))
     assert np.asarray(plan.admit).tolist() == [True, False, False, False]
     assert np.asarray(plan.num_rows).tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.thorough
-def test_a_policy_changes_when_and_never_what(served: dict[int, engines.Run]) -> None:
-    at_once = {
-        most: (run.info.request_id >= 0).sum(axis=1).max()
-        for most, run in served.items()
+def test_policy_changes_the_schedule_but_not_the_tokens(
+    runs: dict[int, engines.Run],
+) -> None:
+    num_running = {
+        limit: (run.info.request_id >= 0).sum(axis=1).max()
+        for limit, run in runs.items()
     }
-    assert at_once == {1: 1, 4: 4}
+    assert num_running == {1: 1, 4: 4}
     answers = [
         {name: outcome.tokens for name, outcome in run.outcomes.items()}
-        for run in served.values()
+        for run in runs.values()
     ]
     assert answers[0] == answers[1]
 
 
 @pytest.mark.thorough
-def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) -> None:
+def test_sampling_rule_applies_to_every_step(runs: dict[int, engines.Run]) -> None:
     last = engines.MODEL.vocab_size - 1
-    for outcome in served[4].outcomes.values():
+    for outcome in runs[4].outcomes.values():
         known = [2, *outcome.tokens]
         assert len(known) == 6
         for before, after in itertools.pairwise(known):
@@ -107,7 +112,7 @@ def test_a_sampling_rule_runs_inside_the_step(served: dict[int, engines.Run]) ->
 # Add an attribute of requests that a policy reads
 
 TENANT_FIRST = '''
-"""Smallest tenant first."""
+"""Scheduling policy that prefers the smallest tenant."""
 
 from typing import NamedTuple
 
@@ -122,7 +127,7 @@ class TenantFirst(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        """Decides one step."""
+        """Plans one step."""
         asked = interface.attributes_of(counts.waiting_attributes)
         return interface.plan_by(self.inner, counts, asked.tenant)
 '''
@@ -158,7 +163,7 @@ try:
 except ValueError as error:
     assert "attributes.tenant=10 must be a whole number in [0, 9]" in str(error)
 else:
-    raise AssertionError("not refused")
+    raise AssertionError("tenant=10 was accepted")
 
 class OneSecond(NamedTuple):
     def __call__(self, work):
@@ -181,8 +186,8 @@ assert request.attributes == jaxkv.RequestAttributes(tenant=3)
 
 
 @pytest.mark.thorough
-def test_a_policy_reads_a_new_attribute_of_requests(tmp_path: Path) -> None:
-    """Two files: the attributes and the policy."""
+def test_policy_reads_a_new_request_attribute(tmp_path: Path) -> None:
+    """The recipe changes two files: the attributes and the policy."""
     copy, original = tmp_path / "jaxkv", ROOT / "jaxkv"
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     table = copy / "scheduling/attributes.py"
@@ -207,8 +212,8 @@ def test_a_policy_reads_a_new_attribute_of_requests(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Again(drafting.Drafter):
-    """Guesses that the last token comes again, and counts how often it did."""
+class RepeatLastToken(drafting.Drafter):
+    """Proposes the last token again and counts accepted drafts per sequence."""
 
     def init(self, config: jaxkv.EngineConfig) -> jax.Array:
         return jnp.zeros(config.max_sequences, jnp.int32)
@@ -228,8 +233,8 @@ class Again(drafting.Drafter):
 
 
 @pytest.mark.thorough
-def test_a_drafter_changes_when_and_never_what() -> None:
-    speculation = jaxkv.Speculation(Again(), SharedNoiseVerifier())
+def test_drafter_does_not_change_the_tokens() -> None:
+    speculation = jaxkv.Speculation(RepeatLastToken(), SharedNoiseVerifier())
     asks = [engines.greedy(i, [i, 2, 7], 20) for i in range(6)]
     bounds = dataclasses.replace(engines.TIGHT, max_drafts=2, token_budget=32)
     run = engines.serve(asks, bounds, speculation=speculation)
@@ -242,8 +247,10 @@ def test_a_drafter_changes_when_and_never_what() -> None:
 # Add a model family
 
 
-@pytest.mark.usefixtures("as_users_have_it")  # `FamilyName` is longer by then
-def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_type_checks")  # `FamilyName` has no `toy`
+def test_model_family_is_one_table_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = dataclasses.replace(engines.MODEL, num_layers=1)
     weights = transformer.init_params(shape, jax.random.key(0))
     raw = configs.to_hf(shape) | {"model_type": "toy", "architectures": ["ToyLM"]}
@@ -279,8 +286,8 @@ def test_a_family_is_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         configs.from_hf(raw)
 
 
-class Invented(NamedTuple):
-    """A family whose norm and activation are not ours, and random weights of it."""
+class NewFamily(NamedTuple):
+    """Model family with a new norm and a new activation, with random weights."""
 
     config: config.ModelConfig
     params: dict
@@ -288,8 +295,8 @@ class Invented(NamedTuple):
 
 
 @pytest.fixture
-def invented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invented:
-    """Edits of four files: config, nonlinear, families and configs."""
+def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
+    """Applies the edits of the recipe: config, nonlinear, families and configs."""
     for field, alias, name in (
         ("family", config.FamilyName.__value__, "toy"),
         ("norm", Literal["rms", "layer"], "peak"),
@@ -299,10 +306,10 @@ def invented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invented:
         fields = config.ModelConfig.__dataclass_fields__
         monkeypatch.setattr(fields[field], "type", Literal[names])  # ty: ignore[invalid-type-form]
 
-    def over_peak(x: jax.Array, axis: int, eps: float) -> jax.Array:
+    def peak_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
         return x / (jnp.max(jnp.abs(x), axis, keepdims=True) + jnp.float32(eps))
 
-    peak = nonlinear.NormKind(over_peak, has_bias=True)
+    peak = nonlinear.NormKind(peak_norm, has_bias=True)
     monkeypatch.setitem(nonlinear.NORMS, "peak", peak)
     squared = lambda x: jnp.square(jax.nn.relu(x))  # noqa: E731
     monkeypatch.setitem(nonlinear.ACTIVATIONS, "relu2", squared)
@@ -316,17 +323,17 @@ def invented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invented:
     names = {"norm": "peak", "activation": "relu2", "family": "toy"}
     shape = dataclasses.replace(engines.MODEL, num_layers=1, **names)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(  # zero biases and scales of one hide where they belong
+    params = jax.tree.map(  # biases of 0 and scales of 1 would hide errors
         lambda x: x + jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype),
         transformer.init_params(shape, jax.random.key(0)),
     )
     checkpoints.save_model(tmp_path / "toy", shape, params)
-    return Invented(shape, params, tmp_path / "toy")
+    return NewFamily(shape, params, tmp_path / "toy")
 
 
-@pytest.mark.usefixtures("as_users_have_it")  # `FamilyName` is longer by then
-def test_a_norm_and_an_activation_are_written_once(invented: Invented) -> None:
-    shape, params, folder = invented
+@pytest.mark.usefixtures("no_type_checks")  # `FamilyName` has no `toy`
+def test_new_norm_and_activation_are_defined_once(new_family: NewFamily) -> None:
+    shape, params, folder = new_family
     again = checkpoints.load_model(folder)
     assert again.config == shape
     size = sum(x.size for x in jax.tree.leaves(params))
@@ -342,9 +349,11 @@ def test_a_norm_and_an_activation_are_written_once(invented: Invented) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("as_users_have_it")
-def test_a_norm_and_an_activation_are_served_and_trained(invented: Invented) -> None:
-    shape, params, folder = invented
+@pytest.mark.usefixtures("no_type_checks")
+def test_new_norm_and_activation_work_in_serving_and_training(
+    new_family: NewFamily,
+) -> None:
+    shape, params, folder = new_family
     engine = jaxkv.Engine.load(folder, num_pages=32, max_slots=2, max_length=32)
     [found] = engine.generate([[5, 9, 2]], jaxkv.Sampling(temperature=0, max_tokens=8))
     text = jnp.asarray([[5, 9, 2, *found.tokens]], jnp.int32)
@@ -363,15 +372,15 @@ def test_a_norm_and_an_activation_are_served_and_trained(invented: Invented) -> 
     assert losses[1] < 0.5 * losses[0]
 
 
-# A kernel tiling
+# Add a kernel tiling
 
-MINE = dispatch.KernelTilings(
+CUSTOM = dispatch.KernelTilings(
     decode=stream_k.Tiling(num_programs=5, tile=128, stages=2, q_stages=1),
     prefill=stream_k.Tiling(num_programs=2, stages=2, block_rows=128),
 )
 
 
-def test_a_tiling_goes_from_the_call_to_the_plan(
+def test_tiling_argument_reaches_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = attention_cases.make_case(
@@ -383,10 +392,10 @@ def test_a_tiling_goes_from_the_call_to_the_plan(
         head_dim=64,
     )
     arrays = [jnp.asarray(x) for x in case]
-    # The reference passes it over: the program is the same, to the last operation.
+    # The reference implementation ignores the tiling: the traced programs are equal.
     programs = [
         str(jax.make_jaxpr(functools.partial(api.paged_attention, **fields))(*arrays))
-        for fields in ({}, {"tiling": MINE})
+        for fields in ({}, {"tiling": CUSTOM})
     ]
     assert programs[0] == programs[1]
 
@@ -398,27 +407,27 @@ def test_a_tiling_goes_from_the_call_to_the_plan(
         plan = functools.partial(api.make_plan, q, k, tiling=tiling)
         return jax.eval_shape(plan, *arrays[3:6])
 
-    assert planned(MINE).tiling == MINE
+    assert planned(CUSTOM).tiling == CUSTOM
     assert planned(None).tiling == dispatch.default_tilings(64)
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
     with pytest.raises(ValueError, match="must be that of the plan"):
-        api.paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=MINE)
+        api.paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=CUSTOM)
     with pytest.raises(ValueError, match="must be a multiple of 64"):
         stream_k.Tiling(tile=96)
     assert prefill_plan.default_prefill_tiling(head_dim=64).block_rows == 128
 
 
 @pytest.mark.thorough
-def test_a_tiling_changes_no_number_of_the_kernel() -> None:
+def test_kernel_is_exact_under_any_tiling() -> None:
     case = kernel_cases.make_case([(70, 1), (5, 2)], page_size=16, kv_heads=1, group=2)
-    for tiling in (emulating.SMALL, MINE.decode):
+    for tiling in (emulating.SMALL, CUSTOM.decode):
         kernel_cases.assert_within_rule(case, *emulating.run(case, tiling))
 
 
 # Add a law
 
 
-def test_a_law_is_fitted_and_plans() -> None:
+def test_new_law_is_fitted_and_allocates_a_budget() -> None:
     n, d = "num_params", "num_tokens"
     law = powers.power_sum(
         "no-floor",
@@ -434,27 +443,30 @@ def test_a_law_is_fitted_and_plans() -> None:
             powers.PowerTerm("A", (powers.Power(n, "alpha"),)),
             powers.PowerTerm("B", (powers.Power(d, "beta"),)),
         ),
-        "made up",
+        "invented for this test",
         two_powers=lambda c: base.TwoPowers(c["A"], c["B"], c["alpha"], c["beta"]),
     )
-    made_of = {"A": 400.0, "B": 900.0, "alpha": 0.35, "beta": 0.3}
+    coefficients = {"A": 400.0, "B": 900.0, "alpha": 0.35, "beta": 0.3}
     rng = np.random.default_rng(0)
     data = {n: 10 ** rng.uniform(7, 9, 30), d: 10 ** rng.uniform(9, 11, 30)}
     data["loss"] = (
-        made_of["A"] / data[n] ** made_of["alpha"]
-        + made_of["B"] / data[d] ** made_of["beta"]
+        coefficients["A"] / data[n] ** coefficients["alpha"]
+        + coefficients["B"] / data[d] ** coefficients["beta"]
     )
-    predicted = law.predict(np.array([*made_of.values()]), data)
+    predicted = law.predict(np.array([*coefficients.values()]), data)
     np.testing.assert_allclose(predicted, data["loss"], rtol=1e-5)
     found = fit.fit(law, data)
-    assert found.coefficients == pytest.approx(made_of, rel=1e-4)
+    assert found.coefficients == pytest.approx(coefficients, rel=1e-4)
 
     best = budgets.allocate_budget(
         budgets.law_two_powers(law, found.coefficients), 6e20
     )
     assert best.num_params * best.num_tokens == pytest.approx(1e20)
-    # At the optimum both terms have the same slope along the budget.
-    terms = made_of["A"] / best.num_params**0.35, made_of["B"] / best.num_tokens**0.3
+    # At the optimum both terms have the same slope along the line of constant compute.
+    terms = (
+        coefficients["A"] / best.num_params**0.35,
+        coefficients["B"] / best.num_tokens**0.3,
+    )
     assert 0.35 * terms[0] == pytest.approx(0.3 * terms[1], rel=1e-3)
 
 
@@ -481,10 +493,10 @@ from jaxkv.progress import QUIET, Progress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How many."""
+    """Sample size."""
 
     num: int = 1000
-    """Throws."""
+    """Number of throws, at least 1."""
 
     def __post_init__(self) -> None:
         validation.at_least(self, "num", low=1)
@@ -494,10 +506,10 @@ CONFIGS = {"smoke": Config()}
 
 
 class Result(ResultRecord):
-    """What they showed."""
+    """Throws and their mean."""
 
-    faces: np.ndarray = column("each")
-    mean: float = column("of all")
+    faces: np.ndarray = column("of each throw")
+    mean: float = column("over all throws")
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -526,7 +538,7 @@ because = "nearly four standard errors of 1,000 throws"
 """
 
 
-def test_an_experiment_is_a_module_and_a_line(
+def test_experiment_is_a_module_and_a_registry_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "dice_question"
@@ -557,8 +569,8 @@ def test_an_experiment_is_a_module_and_a_line(
 
 RECIPES = {
     "pallas_kernels": ["a kernel tiling"],
-    # A rule of eviction is followed in `test_eviction.py`, a column of a result in
-    # `test_table.py`, one of a log in `test_logs.py`.
+    # `test_eviction.py` follows the eviction rule, `test_table.py` the column of a
+    # result, and `test_logs.py` the column of a log.
     "jaxkv": ["a policy", "an eviction rule", "a model family", "a sampling rule"],
     "jaxkv/speculation": ["a drafter"],
     "scaling": ["a law", "a column of logs"],
@@ -567,7 +579,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("package", RECIPES)
-def test_a_page_has_the_recipes_that_are_followed_here(package: str) -> None:
+def test_readme_lists_the_tested_recipes(package: str) -> None:
     page = (ROOT / package / "README.md").read_text(encoding="utf-8")
     assert (
         re.findall("^## (?:Add|Recipe:) (.*)$", page, re.MULTILINE) == RECIPES[package]

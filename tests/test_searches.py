@@ -1,7 +1,6 @@
-"""The terms of the field lead to the code: forty searches and the file that each finds.
+"""Searches for 40 terms of the field: each finds the file that implements the term.
 
-A search for a term should find the file that implements it among the five
-files in which the term occurs most often.
+The file must be among the five in which the term occurs most often.
 """
 
 import re
@@ -56,7 +55,7 @@ SEARCHES = {
 
 
 def _texts() -> dict[str, str]:
-    """Returns the modules of the libraries in lower case, white space normalised."""
+    """Returns the library modules by path, in lower case with single spaces."""
     texts = {}
     for package in ("jaxkv", "pallas_kernels", "scaling"):
         for path in (ROOT / package).rglob("*.py"):
@@ -69,8 +68,8 @@ TEXTS = _texts()
 
 
 @pytest.mark.parametrize(("term", "file"), SEARCHES.items())
-def test_a_search_finds_the_file(term: str, file: str) -> None:
+def test_search_finds_the_implementing_file(term: str, file: str) -> None:
     counts = {name: text.count(term.lower()) for name, text in TEXTS.items()}
     assert counts[file] > 0, f"{term!r} does not occur in {file}"
     more = [name for name, num in counts.items() if num > counts[file]]
-    assert len(more) < 5, f"{term!r}: {file} comes after {sorted(more)}"
+    assert len(more) < 5, f"{term!r} occurs more often in {sorted(more)}"

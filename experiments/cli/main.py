@@ -39,7 +39,7 @@ def main(args: list[str] | None = None) -> int:
         try:
             streams.guard_streams(is_shared=multiprocess.is_requested(sys.argv))
         except ValueError as error:
-            return _complain(error, 1)
+            return _report_error(error, 1)
         if (
             multiprocess.is_requested(sys.argv)
             and (status := multiprocess.fork_worker()) is not None
@@ -84,17 +84,17 @@ def main(args: list[str] | None = None) -> int:
         sys.stdout.flush()
         return 0 if answer is None else answer.status
     except streams.OutputError as error:  # no message if the reader closed the pipe
-        return 1 if error.is_left else _complain(error, 1)
+        return 1 if error.is_left else _report_error(error, 1)
     except KeyboardInterrupt as error:
         status = getattr(error, "status", interrupts.STATUS)
-        _complain(str(error) or "interrupted", status)
+        _report_error(str(error) or "interrupted", status)
         return multiprocess.exit_unjoined(status, at_once=True)
     except Exception as error:
         if multiprocess.is_peer_loss(error):
             reason = str(error).partition("\n")[0]
-            return _complain(f"another process has ended: {reason}", 1)
+            return _report_error(f"another process has ended: {reason}", 1)
         if user_errors.is_user_error(error):
-            return _complain(error, 2)
+            return _report_error(error, 2)
         traceback.print_exc()
         return 1
 
@@ -389,8 +389,8 @@ def _value_of(args: list[str], flag: str) -> str | None:
     return None
 
 
-def _complain(what: object, status: int) -> int:
-    print("jaxkv:", user_errors.error_line(what), file=sys.stderr)
+def _report_error(error: object, status: int) -> int:
+    print("jaxkv:", user_errors.error_line(error), file=sys.stderr)
     return status
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from experiments.examples.simulate_a_policy import AtMost
+from experiments.examples.simulate_a_policy import ConcurrencyLimit
 from jaxkv.memory import kv_layout
 
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
@@ -26,7 +26,7 @@ def one_layer_model(params, pages, rows):
 
 
 @jax.jit
-def serve_inside_jit(params, requests, most):
+def serve_inside_jit(params, requests, limit):
     """Runs 24 steps; returns the answers and the trace of all steps."""
     pages = kv_layout.make_pages(
         num_layers=1,
@@ -45,7 +45,7 @@ def serve_inside_jit(params, requests, most):
         start,
         config=config,
         forward=one_layer_model,
-        policy=AtMost(most),
+        policy=ConcurrencyLimit(limit),
         num_steps=24,
     )
     return jaxkv.drain(state)[1], trace

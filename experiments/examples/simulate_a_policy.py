@@ -1,7 +1,7 @@
 """A custom policy, simulated for several parameters and request rates at once.
 
 The cost of a step is a function of its work; a warning lists requests that can never be
-served. Prints seconds per token, with a row per `most` and a column per request rate.
+served. Prints seconds per token, with a row per `limit` and a column per request rate.
 """
 
 from typing import NamedTuple
@@ -16,15 +16,15 @@ from jaxkv.simulation import step as simulation
 from jaxkv.workloads import arrivals, lengths, metrics
 
 
-class AtMost(NamedTuple):
-    """First come, first served, with at most `most` running requests."""
+class ConcurrencyLimit(NamedTuple):
+    """First come, first served, with at most `limit` running requests."""
 
-    most: jax.Array  # a parameter is an array: `vmap` sweeps it
+    limit: jax.Array  # a parameter is an array: `vmap` sweeps it
     holds_finished = False
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
         """Hides waiting requests beyond the limit from first come, first served."""
-        room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
+        room = self.limit - jnp.sum(counts.running, dtype=jnp.int32)
         rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
         counts = counts._replace(waiting=counts.waiting & (rank < room))
         return jaxkv.fcfs().plan(counts)
@@ -40,24 +40,24 @@ def step_seconds(work):
     return 0.02 + 1e-4 * tokens + 1e-6 * (work.decode_context + work.prompt_context)
 
 
-def run(load, most):
+def run(load, limit):
     """Simulates a workload to its end."""
     return simulation.simulate_workload(
-        load, machine, AtMost(most), step_seconds, max_slots=32
+        load, machine, ConcurrencyLimit(limit), step_seconds, max_slots=32
     )
 
 
 def main() -> np.ndarray:
     """Sweeps three limits and three rates, and returns the median seconds per token."""
-    rates, most = (1.0, 4.0, 16.0), jnp.asarray([2, 8, 32], jnp.int32)
+    rates, limits = (1.0, 4.0, 16.0), jnp.asarray([2, 8, 32], jnp.int32)
     loads = [
         arrivals.open_loop(np.random.default_rng(0), lengths.ALPACA, rate=rate, num=200)
         for rate in rates
     ]
     loads = jax.tree.map(lambda *each: jnp.stack(each), *loads)
     each_rate = jax.vmap(run, in_axes=(0, None))
-    ends = jax.jit(jax.vmap(each_rate, in_axes=(None, 0)))(loads, most)
-    # Warns about requests that can serve.
+    ends = jax.jit(jax.vmap(each_rate, in_axes=(None, 0)))(loads, limits)
+    # Warns about requests that were not served.
     found = outcomes.read_outcomes(ends, loads)
     output = np.asarray(loads.output)
     latency = metrics.normalised_latency_s(found.arrival_s, found.finish_s, output)

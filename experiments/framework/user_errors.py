@@ -13,18 +13,18 @@ _OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
 `self.`, too."""
 
 
-def error_line(what: object) -> str:
+def error_line(error: object) -> str:
     """Returns an error as one line, with field names as the user knows them.
 
     The library formats fields as `f"{self.level=} must be ..."`; the prefix `self.` is
     removed.
 
     Args:
-      what: exception or text.
+      error: exception or text.
     """
-    if isinstance(what, OSError) and what.filename is not None:
-        what = f"{what.filename}: cannot be used: {what.strerror}"
-    return " ".join(_OWN.sub("", str(what)).split())
+    if isinstance(error, OSError) and error.filename is not None:
+        error = f"{error.filename}: cannot be used: {error.strerror}"
+    return " ".join(_OWN.sub("", str(error)).split())
 
 
 def is_user_error(error: BaseException) -> bool:

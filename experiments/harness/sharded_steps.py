@@ -1,7 +1,7 @@
 """Traffic, memory and operations of one device in a compiled, sharded training step.
 
-Programs are compiled from shapes: nothing is allocated. The devices are virtual CPU
-devices.
+Programs are compiled from shapes, without memory for arrays. The devices are virtual
+CPU devices.
 """
 
 from typing import Any, NamedTuple

@@ -65,8 +65,8 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     # Placement of prefill and decode.
     "both phases": (RED, "s", "\\\\"),
     "split": (BLUE, "o", ""),
-    "prompts alone": (ORANGE, "^", "//"),
-    "decoding alone": (GREEN, "v", ".."),
+    "prefill only": (ORANGE, "^", "//"),
+    "decode only": (GREEN, "v", ".."),
     # Preemption.
     "room for all": (GREY, "D", ""),
     "recompute": (RED, "s", "\\\\"),

@@ -287,7 +287,7 @@ def check_replaceable(folder: Path, header: str, kind: str, overwrite: bool) -> 
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise ValueError(f"{folder}: is there already; say overwrite to replace it")
+        raise ValueError(f"{folder}: already exists; pass overwrite=True to replace it")
     if not (folder / header).is_file():
         raise ValueError(f"{folder}: holds no {kind}, so it is not overwritten")
 

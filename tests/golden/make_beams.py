@@ -1,9 +1,9 @@
-"""Writes `beams.npz`: what transformers' beam search makes of some golden models.
+"""Writes `beams.npz`: results of transformers' beam search with golden models.
 
-Every model is searched with three widths, three length penalties and the three rules
-of early stopping. Two tokens stop; they are chosen so that some answers stop and others
-run to the limit, and so that no two answers score nearly the same. Run it again, in an
-environment with torch and transformers, only when a case is added:
+The settings are three beam widths, three length penalties and the three rules of early
+stopping. Two stop tokens are chosen so that only some answers reach the length limit
+and no two answers have nearly equal scores. To be run by hand when a case is added;
+needs torch and transformers:
 
     python tests/golden/make_beams.py
 """
@@ -21,7 +21,7 @@ WIDTHS = (2, 4, 6)
 LENGTH_PENALTIES = (-0.5, 1.0, 2.0)
 EARLY_STOPPING = (False, True, "never")
 LIMIT = 16
-# Answers must not change places by rounding, nor all be of one length.
+# Rounding must not change the order of answers, and their lengths must differ.
 MIN_MARGIN = 1e-4
 MIN_LENGTHS = 8
 
@@ -34,7 +34,7 @@ def search(
     length_penalty: float,
     early_stopping: bool | str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the answers [width, LIMIT], -1 beyond their ends, and their scores."""
+    """Returns the answers [width, LIMIT], padded with -1, and their scores."""
     found = model.generate(
         torch.tensor(prompt[None].astype(np.int64)),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -51,19 +51,19 @@ def search(
     )
     tokens = np.full((width, LIMIT), -1, np.int32)
     answers = found.sequences[:, len(prompt) :].numpy()
-    # Padding may be a token like any other: the beam indices tell where answers end.
-    held = found.beam_indices.numpy() >= 0
-    tokens[:, : answers.shape[1]] = np.where(held, answers, -1)
+    # The padding token may also be sampled; beam indices mark the ends of answers.
+    is_token = found.beam_indices.numpy() >= 0
+    tokens[:, : answers.shape[1]] = np.where(is_token, answers, -1)
     return tokens, found.sequences_scores.numpy()
 
 
-def cases(
+def search_all_settings(
     model: transformers.PreTrainedModel, seed: int
 ) -> dict[str, np.ndarray] | None:
-    """Searches with all settings; None if the answers prove little."""
+    """Returns a prompt and the results of all settings; None if the case is weak."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, model.config.vocab_size, 7).astype(np.int32)
-    # Tokens that beams take often make many answers stop.
+    # Tokens that are frequent in beams end many answers.
     free, _ = search(model, prompt, (), max(WIDTHS), 1.0, False)
     common = np.bincount(free[:, 1:].reshape(-1)).argsort()[::-1][:8]
     stops = tuple(int(token) for token in rng.choice(common, 2, replace=False))
@@ -88,7 +88,7 @@ def cases(
 
 
 def main() -> None:
-    """Writes the file, each model's case from the first seed that makes a good test."""
+    """Writes the file; the seed of a model is the first with a strong case."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     settings = list(itertools.product(WIDTHS, LENGTH_PENALTIES, range(3)))
@@ -100,10 +100,10 @@ def main() -> None:
         found, seed = None, -1
         while found is None:
             seed += 1
-            found = cases(model, seed)
+            found = search_all_settings(model, seed)
         arrays |= {f"{name}_{key}": value for key, value in found.items()}
         lengths, num = np.unique((found["tokens"] >= 0).sum(axis=2), return_counts=True)
-        print(f"{name} seed {seed}, lengths {lengths}, of each {num}")
+        print(f"{name} seed {seed}, lengths {lengths}, counts {num}")
     np.savez_compressed(HERE / "beams.npz", allow_pickle=False, **arrays)
 
 

@@ -1,6 +1,6 @@
-"""Lists the keys that transformers' config classes have, for `test_config_keys`.
+"""Writes `hf_config_keys.json`: keys and defaults of transformers' config classes.
 
-Needs torch and transformers, which the project does not; run once by hand:
+Read by `test_config_keys`. To be run by hand; needs torch and transformers:
 
     python tests/golden/make_config_keys.py
 """
@@ -25,13 +25,13 @@ FAMILIES = (
 
 
 def defaults(family: str) -> dict[str, object]:
-    """Every key of a family, other names included, with its value by default."""
+    """Returns the default of every key of a family, aliases included."""
     config = transformers.AutoConfig.for_model(family)
     keys = {field.name for field in dataclasses.fields(config)}
     keys |= config.to_dict().keys() | config.attribute_map.keys()
-    said = config.to_dict()
-    found = {key: said.get(key, getattr(config, key)) for key in sorted(keys)}
-    # One word a layer, and nothing that the other keys do not say.
+    values = config.to_dict()
+    found = {key: values.get(key, getattr(config, key)) for key in sorted(keys)}
+    # `layer_types` has one entry per layer and follows from the other keys.
     return found | ({"layer_types": None} if "layer_types" in found else {})
 
 

@@ -1,11 +1,11 @@
-"""Counts the parameters of models that transformers builds, for `test_costs`.
+"""Writes `hf_parameter_counts.json`: parameter counts of models of transformers.
 
-Needs torch and transformers, which the project does not; run once by hand:
+Read by `test_costs`. To be run by hand; needs torch and transformers:
 
     python tests/golden/make_counts.py
 
-Models are built on the meta device, so nothing is allocated, with few layers and
-otherwise the sizes that transformers takes by default.
+Models are on the meta device, without memory for weights. They have few layers and the
+default sizes of transformers.
 """
 
 import json
@@ -78,24 +78,24 @@ use_sliding_window v_head_dim vocab_size word_embed_proj_dim
 """.split()
 
 
-def count(name: str, change: dict) -> dict:
-    """One model: the keys that say how large it is, and what it holds."""
+def count_parameters(name: str, change: dict) -> dict:
+    """Returns the size keys of a config and the counts of parameters and buffers."""
     config = AutoConfig.for_model(name, **change)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    held = {id(x): x.numel() for x in model.parameters()}
+    sizes = {id(x): x.numel() for x in model.parameters()}
     corrections = [x.numel() for at, x in model.named_buffers() if "correction" in at]
-    said = json.loads(config.to_json_string(use_diff=False))
+    values = json.loads(config.to_json_string(use_diff=False))
     return {
         "config": {"model_type": name}
-        | {key: said[key] for key in KEYS if key in said},
-        "parameters": sum(held.values()),
+        | {key: values[key] for key in KEYS if key in values},
+        "parameters": sum(sizes.values()),
         "buffers": sum(corrections),
     }
 
 
 if __name__ == "__main__":
-    lines = [json.dumps(count(*case)) for case in CASES]
+    lines = [json.dumps(count_parameters(*case)) for case in CASES]
     text = "[\n  " + ",\n  ".join(lines) + "\n]\n"
     Path(__file__).with_name("hf_parameter_counts.json").write_text(text)

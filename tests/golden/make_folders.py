@@ -1,15 +1,15 @@
-"""Writes random Hugging Face folders, and what transformers computes with each.
+"""Writes random Hugging Face folders and the results of transformers with each.
 
-Needs torch and transformers, which the project does not; `tests/foreign_folders.py`
-runs it and holds our reading of each folder against transformers':
+`test_foreign_folders.py` runs this script and compares the project's results with those
+of transformers. Needs torch and transformers:
 
     python tests/golden/make_folders.py OUT --seed 1 --num 300
 
-Every folder holds random weights of a small model of one family, and a `config.json`
-as transformers 4 or 5 writes it, as people write it by hand, or with keys that other
-software adds, that contradict each other, or that make no sense. Beside them lies
-`expected.npz` with `ids`, their `logits` and `greedy`, the tokens that follow a prompt,
-or `refused.txt` where transformers does not load the folder, or not all of its weights.
+Every folder has the random weights of a small model of one family and a `config.json`
+in the style of transformers 4 or 5, of manual edits, or with keys that other software
+adds, that contradict each other, or that are invalid. `expected.npz` has `ids`, their
+`logits`, and `greedy`, the tokens of greedy decoding. If transformers does not load the
+folder or all of its weights, the folder has `refused.txt` instead.
 """
 
 import argparse
@@ -42,22 +42,22 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 class Draw:
-    """Random choices, all from one seed."""
+    """Random choices from one seed."""
 
     def __init__(self, seed: list[int]):
         self.rng = np.random.default_rng(seed)
 
     def one(self, *values: Any) -> Any:
-        """Any of the values."""
+        """Returns one of the values."""
         return values[self.rng.integers(len(values))]
 
     def chance(self, probability: float) -> bool:
-        """True that often."""
+        """Returns True with a probability."""
         return bool(self.rng.random() < probability)
 
 
-def shape(draw: Draw, family: str) -> dict[str, Any]:
-    """Draws a sane configuration."""
+def draw_config(draw: Draw, family: str) -> dict[str, Any]:
+    """Draws a valid configuration."""
     heads = draw.one(2, 4)
     raw: dict[str, Any] = {
         "model_type": family,
@@ -97,21 +97,21 @@ def shape(draw: Draw, family: str) -> dict[str, Any]:
         "num_key_value_heads": draw.one(1, 2, heads),
         "hidden_act": draw.one("silu", "silu", "gelu", "gelu_pytorch_tanh"),
         "rms_norm_eps": draw.one(1e-6, 1e-5, 1e-3),
-        "rope_parameters": rope(draw),
+        "rope_parameters": draw_rope(draw),
     }
     stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
-    # transformers builds no such model without being told the size.
+    # Without `head_dim` transformers cannot build these models.
     if family.startswith("qwen3") or stretched or draw.chance(0.4):
         raw["head_dim"] = draw.one(4, 8, 16)
     if family in ("llama", "qwen3", "qwen3_moe") and draw.chance(0.5):
         raw["attention_bias"] = draw.chance(0.5)
     if family == "llama" and draw.chance(0.5):
         raw["mlp_bias"] = draw.chance(0.5)
-    return raw | windows(draw, family, raw) | experts(draw, family, raw)
+    return raw | draw_windows(draw, family, raw) | draw_experts(draw, family, raw)
 
 
-def rope(draw: Draw) -> dict[str, Any]:
-    """Draws rotary positions."""
+def draw_rope(draw: Draw) -> dict[str, Any]:
+    """Draws parameters of rotary embeddings."""
     found = {"rope_type": "default", "rope_theta": draw.one(1e4, 5e5, 10000, 1e6)}
     rare = draw.one("linear", "dynamic", "yarn")
     kind = draw.one(*["default"] * 6, *["llama3"] * 3, "linear", rare)
@@ -127,8 +127,8 @@ def rope(draw: Draw) -> dict[str, Any]:
     return found | {"rope_type": kind}
 
 
-def windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """Draws sliding windows, of all layers or of some."""
+def draw_windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws sliding windows of all or some layers."""
     num = raw["num_hidden_layers"]
     if family in ("mistral", "mixtral"):
         return {"sliding_window": draw.one(None, 6, 4096)}
@@ -146,8 +146,8 @@ def windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def experts(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """Draws the mixtures of a family that has them."""
+def draw_experts(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws the MoE fields; empty for dense families."""
     if family not in MIXTURES:
         return {}
     num = draw.one(4, 6)
@@ -195,9 +195,9 @@ HARMLESS: tuple[tuple[str, Any], ...] = (
     ("is_decoder", True),
     ("rope_interleaved", False),
 )
-"""Keys of real files, which change nothing."""
+"""Keys of published files that do not change the results."""
 
-OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
+HARMLESS_OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
     "gpt2": (("n_ctx", 512), ("reorder_and_upcast_attn", True), ("resid_pdrop", 0.0)),
     "opt": (("layerdrop", 0.1), ("dropout", 0.0), ("init_std", 0.01)),
     "llama": (("use_sliding_window", False), ("mlp_bias", False)),
@@ -208,7 +208,7 @@ OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
     "qwen3": (("max_window_layers", 1), ("sliding_window", None)),
     "qwen3_moe": (("max_window_layers", 1), ("router_aux_loss_coef", 0.0)),
 }
-"""Such keys of one family."""
+"""Keys of one family that do not change the results."""
 
 HARMFUL: tuple[tuple[str, Any], ...] = (
     ("use_sliding_window", True),
@@ -298,11 +298,11 @@ HARMFUL: tuple[tuple[str, Any], ...] = (
     ("hidden_size", 32.0),
     ("head_dim", 5),
 )
-"""Keys that contradict others, belong to other families, or make no sense."""
+"""Keys that contradict each other, belong to another family, or are invalid."""
 
 
-def old_style(raw: dict[str, Any]) -> dict[str, Any]:
-    """Writes rotary positions as transformers 4 did."""
+def to_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
+    """Converts the rotary fields to the format of transformers 4."""
     raw = dict(raw)
     found = dict(raw.pop("rope_parameters", {}))
     if found:
@@ -312,10 +312,10 @@ def old_style(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def disturbed(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """Writes the file in another style, and adds what may or may not matter."""
+def perturb_config(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
+    """Changes the style of a configuration and adds harmless and harmful keys."""
     if draw.chance(0.5):
-        raw = old_style(raw)
+        raw = to_transformers_4(raw)
         scaling = raw.get("rope_scaling")
         if scaling and draw.chance(0.3):
             scaling["type"] = scaling.pop("rope_type")
@@ -332,7 +332,7 @@ def disturbed(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
         if draw.chance(0.3):
             old = draw.one(*aliases)
             raw[aliases[old]] = raw[old] if draw.chance(0.3) else raw.pop(old)
-    kinds = (*HARMLESS, *OF_FAMILY[family], *OF_FAMILY[family])
+    kinds = (*HARMLESS, *HARMLESS_OF_FAMILY[family], *HARMLESS_OF_FAMILY[family])
     for _ in range(draw.one(0, 1, 2, 4)):
         key, value = draw.one(*kinds)
         raw.setdefault(key, value)
@@ -348,7 +348,7 @@ def disturbed(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
 
 
 def draw_weights(model: torch.nn.Module, seed: list[int]) -> None:
-    """Overwrites every parameter; wide enough that whatever is wrong shows."""
+    """Draws all parameters, with scales at which any error changes the logits."""
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -357,8 +357,8 @@ def draw_weights(model: torch.nn.Module, seed: list[int]) -> None:
             parameter.copy_(torch.tensor(is_scale + 0.3 * wide, dtype=torch.float32))
 
 
-def disturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
-    """Renames, adds or takes away a tensor, in a folder of one file."""
+def perturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
+    """Renames, adds or removes tensors of a folder with one weights file."""
     path = folder / "model.safetensors"
     if not path.exists():
         return
@@ -381,10 +381,10 @@ def disturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def written(draw: Draw, folder: pathlib.Path, seed: list[int]) -> str:
-    """Writes a folder without what is expected of it; returns its family."""
+def write_folder(draw: Draw, folder: pathlib.Path, seed: list[int]) -> str:
+    """Writes a checkpoint folder without expected results; returns its family."""
     family = draw.one(*FAMILIES)
-    raw = shape(draw, family)
+    raw = draw_config(draw, family)
     clean = {key: value for key, value in raw.items() if key != "architectures"}
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(clean)))
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -393,15 +393,15 @@ def written(draw: Draw, folder: pathlib.Path, seed: list[int]) -> str:
     shard = draw.one("1GB", "1GB", "1GB", "8KB")
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    disturb_weights(draw, folder, family)
-    if not draw.chance(0.15):  # else as transformers 5 wrote it
-        text = json.dumps(disturbed(draw, raw, family), indent=1)
+    perturb_weights(draw, folder, family)
+    if not draw.chance(0.15):  # else keeps the file of transformers 5
+        text = json.dumps(perturb_config(draw, raw, family), indent=1)
         (folder / "config.json").write_text(text + "\n")
     return family
 
 
 def expected(folder: pathlib.Path, seed: list[int]) -> dict[str, np.ndarray]:
-    """Loads a folder as users do, and computes with it in float32."""
+    """Loads a folder with transformers and returns its results in float32."""
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -436,8 +436,8 @@ def logits_of(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 
 
 def make(folder: pathlib.Path, seed: list[int]) -> bool:
-    """Writes one folder; tells whether transformers computes with it."""
-    written(Draw(seed), folder, seed)
+    """Writes one folder; returns True if transformers loads it."""
+    write_folder(Draw(seed), folder, seed)
     try:
         arrays = expected(folder, seed)
         np.savez_compressed(folder / "expected.npz", allow_pickle=False, **arrays)
@@ -449,7 +449,7 @@ def make(folder: pathlib.Path, seed: list[int]) -> bool:
 
 
 def main() -> None:
-    """Writes as many folders as the command line says."""
+    """Writes `--num` folders."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -466,7 +466,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         with contextlib.redirect_stderr(None):
             num_computed += make(folder, [args.seed, index])
-    print(f"{args.num} folders, {num_computed} of which transformers computes with")
+    print(f"{args.num} folders, {num_computed} of them loaded by transformers")
 
 
 if __name__ == "__main__":

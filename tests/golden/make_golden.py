@@ -1,19 +1,19 @@
-"""Writes the golden models of this folder with transformers (run by hand).
+"""Writes the golden models of this folder with transformers.
 
-Each folder holds what `save_pretrained` writes for a tiny random model of one family
-and what transformers then computes with it in float32 on a CPU, in `expected.npz`:
+Each folder has the checkpoint of a tiny random model of one family, as written by
+`save_pretrained`. Its `expected.npz` has the results of transformers in float32 on a
+CPU:
 
 * `ids` [2, 24] and their `logits` [2, 24, vocab] of one full forward pass;
-* `prompt` and `greedy`, the 64 tokens that greedy decoding adds to it (without stops);
-* `margin`, the smallest gap between the best two logits over those 64 choices;
-* of mixtures `balance` [mixtures], the load-balancing loss of each over `ids`.
+* `prompt` and `greedy`, its 64 tokens of greedy decoding without stop tokens;
+* `margin`, the smallest difference between the two largest logits in the 64 steps;
+* `balance` [MoE layers], the load-balancing losses over `ids` (MoE models only).
 
 `tokenized` also has a byte-level BPE tokenizer, trained on a few modules of the
-standard library, and `expected_text.json`: texts with their ids, chats as rendered.
+standard library, and `expected_text.json`: texts with their ids, and rendered chats.
 
-Weights come from NumPy's seeded generator, not from torch's, so the models do not
-change with torch. Run it again, in an environment with torch and transformers, only
-when a family is added:
+Weights are drawn by NumPy, so the models do not depend on the version of torch. To be
+run by hand when a family is added; needs torch and transformers:
 
     python tests/golden/make_golden.py
 """
@@ -33,11 +33,11 @@ import transformers
 
 HERE = pathlib.Path(__file__).parent
 NUM_GREEDY = 64
-# A greedy path must not hang on rounding, nor go round in a circle of a few tokens.
+# Rounding must not change the greedy tokens, and these must not repeat a short cycle.
 MIN_MARGIN = 0.02
 MIN_DISTINCT = 16
 
-# Small but not degenerate: several heads, fewer K/V heads, an MLP width of its own.
+# Small, with distinct sizes: several heads, fewer KV heads, an unrelated MLP width.
 BASE = dict(
     vocab_size=128,
     hidden_size=32,
@@ -116,7 +116,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "mixtral": transformers.MixtralConfig(
             **MIXTURE, num_local_experts=6, sliding_window=9
         ),
-        # Shared experts with a gate of their own; shares that do not sum to one.
+        # Gated shared experts; router weights that do not sum to one.
         "qwen2_moe": qwen2_moe(
             **MIXTURE,
             num_experts=6,
@@ -171,12 +171,12 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Overwrites every parameter; wide enough that no two logits are nearly equal."""
+    """Draws all parameters, with scales that separate the logits."""
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             draw = rng.standard_normal(tuple(parameter.shape))
-            if parameter.ndim == 1:  # norms' scales about 1, biases about 0
+            if parameter.ndim == 1:  # scales of norms near 1, biases near 0
                 is_scale = "norm" in name or ".ln_" in name
                 draw = (is_scale and not name.endswith("bias")) + 0.2 * draw
             elif "position" in name or "wpe" in name:
@@ -197,7 +197,7 @@ def logits_of(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 def greedy_tokens(
     model: torch.nn.Module, prompt: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Returns the greedy continuation of a prompt and its narrowest choice."""
+    """Returns the greedy continuation of a prompt and its smallest logit margin."""
     ids, margin = prompt[None], np.inf
     for _ in range(NUM_GREEDY):
         last = logits_of(model, ids)[0, -1]
@@ -219,7 +219,7 @@ def greedy_tokens(
 
 
 def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
-    """Computes `expected.npz`'s arrays; None if the greedy choices prove little."""
+    """Returns the arrays of `expected.npz`; None if the test would be weak."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, model.config.vocab_size, (2, 24))
     prompt = ids[0, :7]
@@ -236,7 +236,7 @@ def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
 
 
 def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Computes the load-balancing loss of every mixture, one by one."""
+    """Returns the load-balancing loss of each MoE layer."""
     top_k = getattr(model.config, "num_experts_per_tok", None)
     if top_k is None:
         return {}
@@ -247,8 +247,8 @@ def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndar
     return {"balance": np.asarray(found, np.float32)}
 
 
-def check_feature_counts(name: str, model: torch.nn.Module, ids: np.ndarray) -> None:
-    """Asserts that leaving out what a model is here for would change its logits."""
+def check_feature_matters(name: str, model: torch.nn.Module, ids: np.ndarray) -> None:
+    """Checks that the logits depend on the feature that a model tests."""
     config = copy.deepcopy(model.config)
     if name == "llama3":
         config.rope_parameters = dict(rope_type="default", rope_theta=10_000.0)
@@ -261,11 +261,11 @@ def check_feature_counts(name: str, model: torch.nn.Module, ids: np.ndarray) -> 
     other = type(model)(config).eval()
     other.load_state_dict(model.state_dict())
     gap = np.abs(logits_of(model, ids) - logits_of(other, ids)).max()
-    assert gap > 0.1, f"{name}: its feature moves the logits by {gap:.1e} only"
+    assert gap > 0.1, f"{name}: its feature changes the logits by only {gap:.1e}"
 
 
 def make_tokenizer(folder: pathlib.Path) -> None:
-    """Trains the tokenizer of `tokenized`; records what transformers makes of it."""
+    """Trains the tokenizer of `tokenized` and writes the results of transformers."""
     source = "".join(
         inspect.getsource(__import__(module)) for module in TOKENIZER_MODULES
     )
@@ -321,7 +321,7 @@ def make_tokenizer(folder: pathlib.Path) -> None:
 
 
 def make_model(name: str, config: transformers.PretrainedConfig) -> None:
-    """Writes one golden folder anew, from the first seed that makes a good test."""
+    """Replaces one golden folder; the seed is the first with a strong test."""
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     auto = transformers.AutoModelForCausalLM
@@ -334,12 +334,12 @@ def make_model(name: str, config: transformers.PretrainedConfig) -> None:
         if name == "bfloat16":
             model = model.bfloat16()
         model.save_pretrained(folder, max_shard_size=shard)
-        # What counts is what a reader of the folder computes, in float32.
+        # Results are those of the saved weights (perhaps bfloat16) in float32.
         model = auto.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         arrays = expected(model, seed)
-    check_feature_counts(name, model, arrays["ids"])
+    check_feature_matters(name, model, arrays["ids"])
     np.savez_compressed(folder / "expected.npz", allow_pickle=False, **arrays)
     if name == "tokenized":
         make_tokenizer(folder)

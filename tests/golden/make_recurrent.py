@@ -1,7 +1,7 @@
-"""Makes recurrent.json: logits and gradients of PyTorch's own LSTM and GRU.
+"""Writes `recurrent.json`: logits and gradients of PyTorch's LSTM and GRU.
 
-Run where torch is: `python tests/golden/make_recurrent.py`. Weights are waves that the
-test makes again, in the order of this file; every number is computed in float64.
+To be run by hand with torch: `python tests/golden/make_recurrent.py`. Weights are sine
+waves that the test recomputes in the order of this file. All numbers are float64.
 """
 
 import json
@@ -15,16 +15,16 @@ GATES = {"lstm": 4, "gru": 3}
 
 
 def main() -> None:
-    """Writes the file beside this one."""
+    """Writes `recurrent.json` to the folder of this script."""
     torch.set_default_dtype(torch.float64)
-    found = {kind: numbers(kind) for kind in GATES}
+    found = {kind: compute(kind) for kind in GATES}
     document = {"torch": torch.__version__, **found}
     path = Path(__file__).parent / "recurrent.json"
-    path.write_text(json.dumps(rounded(document)) + "\n", "utf-8")
+    path.write_text(json.dumps(round_floats(document)) + "\n", "utf-8")
 
 
-def numbers(kind: str) -> dict:
-    """Runs and differentiates one network."""
+def compute(kind: str) -> dict:
+    """Returns the loss, logits and gradients of one network."""
     made = 0
 
     def wave(*shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def numbers(kind: str) -> dict:
                 getattr(net, f"{name}_l{layer}").copy_(wave(rows, HIDDEN))
             getattr(net, f"bias_ih_l{layer}").copy_(wave(rows))
             second = torch.zeros(rows)
-            if kind == "gru":  # the LSTM's two biases are one
+            if kind == "gru":  # the LSTM's second bias is zero: the two are added
                 second[2 * HIDDEN :] = wave(HIDDEN)
             getattr(net, f"bias_hh_l{layer}").copy_(second)
     head = wave(VOCAB, HIDDEN)
@@ -61,12 +61,12 @@ def numbers(kind: str) -> dict:
     }
 
 
-def rounded(value):
-    """Keeps nine decimals."""
+def round_floats(value):
+    """Rounds all floats of a document to nine decimals."""
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
+        return {key: round_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [rounded(item) for item in value]
+        return [round_floats(item) for item in value]
     return round(value, 9) if isinstance(value, float) else value
 
 

@@ -1,8 +1,9 @@
-"""Writes `named_tokens.json` and `chats.json` with transformers (run by hand).
+"""Writes `named_tokens.json` and `chats.json`; to be run by hand with transformers.
 
-`named_tokens.json`: folders of a tokenizer whose special and added tokens are named in
-one or several files, at random, and what transformers reads there: all added tokens
-with their flags, the roles, the end token, and some texts encoded and decoded.
+`named_tokens.json`: random tokenizer folders and the tokenizers that transformers
+loads from them. One or several files of a folder declare special and added tokens. The
+results are all added tokens with their flags, the roles, the end token, and some texts
+encoded and decoded.
 
 `chats.json`: chat templates, their arguments and the rendered text.
 
@@ -27,22 +28,24 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TEXTS = ("a<tool> hello<think>b", "<s>a <new 1> </s>.", "hello 's <image><pad> c")
 
 
-def flagged(rng: random.Random, **more: str) -> dict[str, Any]:
+def random_token(rng: random.Random, **more: str) -> dict[str, Any]:
+    """Returns an added token with random flags."""
     flags = {name: rng.random() < 0.3 for name in FLAGS}
     return {"content": rng.choice(TOKENS), **flags, **more}
 
 
-def entry(rng: random.Random) -> Any:
-    typed = flagged(rng, __type="AddedToken")
+def random_entry(rng: random.Random) -> Any:
+    """Returns a random value of a token role: text, object or None."""
+    typed = random_token(rng, __type="AddedToken")
     return rng.choice((rng.choice(TOKENS), rng.choice(TOKENS), typed, None))
 
 
 def random_files(rng: random.Random) -> dict[str, dict[str, Any]]:
-    """The files that name tokens, by the names that the tests give them."""
+    """Returns random contents of the files that declare tokens, by file stem."""
     settings: dict[str, Any] = {}
     for role in (*ROLES, "image_token"):
         if rng.random() < 0.4:
-            settings[role] = entry(rng)
+            settings[role] = random_entry(rng)
     if rng.random() < 0.4:
         settings["additional_special_tokens"] = rng.sample(TOKENS, rng.randrange(3))
     if rng.random() < 0.4:
@@ -51,14 +54,15 @@ def random_files(rng: random.Random) -> dict[str, dict[str, Any]]:
         settings["extra_special_tokens"] = rng.choice((names, as_object, []))
     if rng.random() < 0.4:
         settings["added_tokens_decoder"] = {
-            str(10 + i): flagged(rng) for i in rng.sample(range(6), rng.randrange(4))
+            str(10 + i): random_token(rng)
+            for i in rng.sample(range(6), rng.randrange(4))
         }
     if rng.random() < 0.2:
         settings["split_special_tokens"] = True
     settings["clean_up_tokenization_spaces"] = rng.random() < 0.5
     files = {"tokenizer_config": settings}
     if rng.random() < 0.5:
-        untyped = flagged(rng)
+        untyped = random_token(rng)
         untyped.pop("special")
         found: dict[str, Any] = {}
         found |= {role: rng.choice(TOKENS) for role in ROLES if rng.random() < 0.4}
@@ -73,6 +77,7 @@ def random_files(rng: random.Random) -> dict[str, dict[str, Any]]:
 
 
 def random_core(rng: random.Random) -> tokenizers.Tokenizer:
+    """Returns a word-level tokenizer with random added tokens."""
     vocab = {word: i for i, word in enumerate(WORDS)}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -83,7 +88,7 @@ def random_core(rng: random.Random) -> tokenizers.Tokenizer:
 
 
 def named_tokens(seed: int) -> dict[str, Any]:
-    """One folder and what transformers reads there."""
+    """Returns a random tokenizer folder and the tokenizer that transformers loads."""
     rng = random.Random(seed)
     core, files = random_core(rng), random_files(rng)
     with tempfile.TemporaryDirectory() as name:
@@ -150,7 +155,7 @@ CHATS: list[tuple[Any, list[dict[str, Any]], dict[str, Any]]] = [
 def chat(
     template: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """A chat and its text."""
+    """Returns a chat with its rendered text."""
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -170,6 +175,7 @@ def chat(
 
 
 def write(name: str, cases: list[dict[str, Any]]) -> None:
+    """Writes a JSON list with one case per line."""
     lines = ",\n".join(json.dumps(case) for case in cases)
     (HERE / name).write_text(f"[\n{lines}\n]\n")
 

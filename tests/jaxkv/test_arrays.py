@@ -11,7 +11,7 @@ from jaxkv import arrays
 from jaxkv.arrays import NONE
 from tests.support.trees import ints
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 @pytest.mark.parametrize("outside", [NONE, -4, 3, 2**31 - 1])

@@ -22,7 +22,7 @@ from jaxkv.workloads import arrivals
 from tests.support import engines
 from tests.support.engines import MODEL
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 CONFIG = EngineConfig(
     num_pages=16,
@@ -68,7 +68,7 @@ def cost(work: step.Work) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_requests_can_be_submitted_without_jit() -> None:
     state = engines.start(CONFIG)
     found = jaxkv.submit(state, requests(), config=CONFIG)
@@ -115,7 +115,7 @@ def calls() -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     "name",
     [

@@ -44,7 +44,7 @@ api: Any = types.SimpleNamespace(
     make_pool=page_pool.make_pool,
     poisson=arrivals.poisson,
 )
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 FOLDER = TOKENIZED
 BOUNDS = engines.SERVED
 PROMPTS: list[Any] = ["def bisect_left(a", "import os\n", [5, 6, 7]]

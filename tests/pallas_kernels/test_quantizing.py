@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import api
 from tests.support import engines
 from tests.support.attention_cases import Case, check, make_case, oracle, plain
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(

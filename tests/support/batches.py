@@ -12,8 +12,8 @@ from tests.support import engines
 from tests.support.engines import MODEL, Ask, Outcome, Run, pages_of
 
 
-class Place(NamedTuple):
-    """An engine for a workload: static bounds and parameters of the policy."""
+class EngineSetting(NamedTuple):
+    """Static bounds of an engine and parameters of its policy."""
 
     max_slots: int
     page_size: int
@@ -25,41 +25,41 @@ class Place(NamedTuple):
     victim: Any = "latest"
 
 
-# Sequences have up to 63 places. Pools of this size force preemptions if there is more
-# than one slot; a tile of 64 rows has 3 % to 100 % of a step.
-PLACES = {
-    "crowd": Place(8, 4, 16, 40, 8, False),
-    "alone": Place(1, 16, 4, 24, None, False),
-    "trickle": Place(3, 64, 3, 3, 32, False),
-    "flood": Place(8, 16, 6, 200, None, True, 5, "fewest_pages"),
-    "squeeze": Place(3, 4, 17, 70, 32, True, 20, "cheapest"),
-    "squeeze without swap": Place(3, 4, 17, 70, 32, False, 0, "least_computed"),
-    "pages of one token": Place(3, 1, 120, 64, 8, True),
-    "plenty": Place(8, 64, 8, 64, 32, False),
-    "alone by the token": Place(1, 4, 16, 1, 8, True),
+# Sequences have at most 63 tokens. Pools of this size force preemptions if there are
+# several slots; a tile of 64 rows has 3 % to 100 % of a step.
+SETTINGS = {
+    "8 slots": EngineSetting(8, 4, 16, 40, 8, False),
+    "1 slot": EngineSetting(1, 16, 4, 24, None, False),
+    "small budget": EngineSetting(3, 64, 3, 3, 32, False),
+    "large budget": EngineSetting(8, 16, 6, 200, None, True, 5, "fewest_pages"),
+    "small pool": EngineSetting(3, 4, 17, 70, 32, True, 20, "cheapest"),
+    "small pool, no swap": EngineSetting(3, 4, 17, 70, 32, False, 0, "least_computed"),
+    "pages of one token": EngineSetting(3, 1, 120, 64, 8, True),
+    "large pool": EngineSetting(8, 64, 8, 64, 32, False),
+    "1 slot, 1 token": EngineSetting(1, 4, 16, 1, 8, True),
 }
 
 
-QUICK = ("crowd", "alone", "flood")
+QUICK = ("8 slots", "1 slot", "large budget")
 
 
-ROOM_FOR_THREE = tuple(name for name in PLACES if PLACES[name].max_slots >= 3)
+AT_LEAST_3_SLOTS = tuple(name for name in SETTINGS if SETTINGS[name].max_slots >= 3)
 
 
-def config_of(place: Place, numerics: Any = "reproducible") -> EngineConfig:
+def config_of(setting: EngineSetting, numerics: Any = "reproducible") -> EngineConfig:
     return EngineConfig(
-        num_pages=place.num_pages,
-        page_size=place.page_size,
-        max_slots=place.max_slots,
+        num_pages=setting.num_pages,
+        page_size=setting.page_size,
+        max_slots=setting.max_slots,
         max_length=MODEL.max_positions,
         max_sequences=16,
         queue_capacity=16,
-        token_budget=place.token_budget,
-        max_logit_rows=place.max_slots + 5,
+        token_budget=setting.token_budget,
+        max_logit_rows=setting.max_slots + 5,
         max_stop_tokens=2,
         max_logprobs=2,
-        prefix_cache=place.prefix_cache,
-        max_swap_pages=place.max_swap_pages,
+        prefix_cache=setting.prefix_cache,
+        max_swap_pages=setting.max_swap_pages,
         submit_width=16,
         steps_per_call=8,
         numerics=numerics,
@@ -82,30 +82,30 @@ def groups(seed: int) -> list[Ask]:
     ):
         begin = texts[rng.integers(2)][: rng.integers(12, 21)]
         asks.append(ask._replace(prompt=begin + ask.prompt))
-    places = [PLACES[name] for name in ROOM_FOR_THREE]
-    return [ask for ask in asks if all(fits(ask, place) for place in places)]
+    settings = [SETTINGS[name] for name in AT_LEAST_3_SLOTS]
+    return [ask for ask in asks if all(fits(ask, setting) for setting in settings)]
 
 
-def fits(ask: Ask, place: Place) -> bool:
+def fits(ask: Ask, setting: EngineSetting) -> bool:
     """Returns True if the worst case of a request fits into an engine."""
-    return pages_of(ask, place.page_size) <= place.num_pages
+    return pages_of(ask, setting.page_size) <= setting.num_pages
 
 
 def serve(
     asks: Sequence[Ask],
-    place: Place,
+    setting: EngineSetting,
     seed: int,
     numerics: str = "reproducible",
     *,
     config: EngineConfig | None = None,
     **how: Any,
 ) -> Run:
-    """Serves a workload in the order and with the arrivals of a place.
+    """Serves a workload in the order and with the arrivals of a setting.
 
-    A `config` replaces that of the place; `how` are arguments of `engines.serve`.
+    A `config` replaces that of the setting; `how` are arguments of `engines.serve`.
     """
     how = {"as_served": True, "weights": weights_served()} | how
-    rng = np.random.default_rng([seed, place.max_slots, place.page_size])
+    rng = np.random.default_rng([seed, setting.max_slots, setting.page_size])
     arrivals = np.sort(rng.uniform(0, 0.2, len(asks)))
     order = rng.permutation(len(asks))
     arriving = [
@@ -114,13 +114,13 @@ def serve(
     ]
     return engines.serve(
         arriving,
-        config_of(place, numerics) if config is None else config,
+        config_of(setting, numerics) if config is None else config,
         fcfs.fcfs(
-            chunk_size=place.chunk_size,
-            victim=place.victim,
-            preemption="swap" if place.max_swap_pages else "recompute",
+            chunk_size=setting.chunk_size,
+            victim=setting.victim,
+            preemption="swap" if setting.max_swap_pages else "recompute",
             hold_new=False,
-            cached_first=place.prefix_cache,
+            cached_first=setting.prefix_cache,
         ),
         step_s=0.05,
         **how,
@@ -144,13 +144,13 @@ def check_workloads(
     names: Sequence[str],
     make: Callable[[int], list[Ask]] = workload,
 ) -> dict[str, int]:
-    """Serves every workload at every place; returns the number of preemptions."""
+    """Serves every workload at every setting; returns the number of preemptions."""
     num_preempted = dict.fromkeys(names, 0)
     for seed in seeds:
         asks = make(seed)
         first: dict[int, Outcome] = {}
         for name in names:
-            run = serve(asks, PLACES[name], seed)
+            run = serve(asks, SETTINGS[name], seed)
             num_preempted[name] += int(run.info.num_preempted.sum())
             first = first or run.outcomes
             assert len(first) == len(run.outcomes)

@@ -109,7 +109,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
 """Changes of the smoke configs: small models, and other folders."""
 
 
-def ours(claims: Iterable[Claim]) -> dict[str, float]:
+def measured_values(claims: Iterable[Claim]) -> dict[str, float]:
     """Returns measured numbers by claim; tests assert these, not the verdicts."""
     listed = list(claims)
     found = {claim.claim: claim.ours for claim in listed}

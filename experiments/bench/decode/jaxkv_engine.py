@@ -66,7 +66,7 @@ def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
 
     Args:
       core: core of the engine.
-      forward: forward pass that computes nothing.
+      forward: forward pass without computation.
       num_tokens: total number of prompt tokens.
     """
     core.compile()  # the engine's own programs first

@@ -1,7 +1,7 @@
 """Breakdown of a decode step, by programs without one of its parts.
 
-A step with a forward pass that computes nothing still schedules, packs and samples. A
-step without attention computes all products. The time of a part is the difference of
+A step with an empty forward pass still schedules, packs and samples. A step without
+attention computes all products. The time of a part is the difference of
 two programs, so overlapping work is attributed to neither part: shares are times saved
 without the part.
 """

@@ -116,19 +116,19 @@ class Terminal:
     ) -> Callable[[float], None]:
         """Opens a bar with rate and remaining time."""
         task = self._bars.add_task(label, total=total, rate="")
-        started_s = said_s = time.monotonic()
+        started_s = reported_s = time.monotonic()
 
         def update(done: float) -> None:
-            nonlocal said_s
+            nonlocal reported_s
             speed = self._bars.tasks[task].speed
             # The recent speed, which is not meaningful for a completed bar.
             is_shown = speed and done != total
             rate = f"{units.format_rate(speed)} {unit}/s" if is_shown else ""
             self._bars.update(task, completed=done, rate=rate)
             now_s = time.monotonic()
-            is_time = done == total or now_s - said_s > REPORT_EVERY_S
+            is_time = done == total or now_s - reported_s > REPORT_EVERY_S
             if is_time and not self._console.is_terminal:
-                said_s = now_s
+                reported_s = now_s
                 of = f" of {total:,.0f}" if total is not None else ""
                 spent = f"{now_s - started_s:,.1f} s"
                 self._console.print(f"{label}: {done:,.0f}{of} {unit}, {spent}")

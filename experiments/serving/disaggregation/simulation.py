@@ -198,8 +198,8 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-ROLES = {"both": "both phases", "prefill": "prompts alone"}
-ROLES |= {"decode": "decoding alone", "split": "split"}
+ROLES = {"both": "both phases", "prefill": "prefill only"}
+ROLES |= {"decode": "decode only", "split": "split"}
 """Labels of the roles in figures."""
 
 

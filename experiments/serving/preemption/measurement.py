@@ -412,10 +412,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
     )
     enough = 100 * spaces.swap_share[spaces.recomputed_share <= 0]
     if len(enough):
-        title = (
-            f"A buffer of {enough.min():.0f} % of the pool leaves nothing to compute "
-        )
-        title += "again"
+        title = f"A buffer of {enough.min():.0f} % of the pool avoids recomputation"
     style.set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
     ax.set(xlim=(-4, 106), ylim=(0, max(1.15 * top, 1)), xticks=range(0, 101, 25))
     if len(spaces):

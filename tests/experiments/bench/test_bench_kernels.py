@@ -467,5 +467,5 @@ def test_without_cupti_the_queue_is_timed() -> None:
 
 
 def test_unknown_shapes_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"config\.only='nothing' is in no name"):
-        experiment.run(Config(shapes="tiny", only="nothing"))
+    with pytest.raises(ValueError, match=r"config\.only='unknown' is in no name"):
+        experiment.run(Config(shapes="tiny", only="unknown"))

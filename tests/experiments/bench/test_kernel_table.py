@@ -80,5 +80,5 @@ def test_incomplete_or_cpu_records_are_rejected(record: Any, tmp_path: Path) -> 
         report.kernel_table(record("cpu"))
     with pytest.raises(ValueError, match="only a whole run counts"):
         report.kernel_table(record("NVIDIA H200", interrupted=True))
-    with pytest.raises(ValueError, match="nothing"):
-        report.kernel_table(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="missing"):
+        report.kernel_table(tmp_path / "missing")

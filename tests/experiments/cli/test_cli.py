@@ -24,7 +24,7 @@ from tests.support.commands import (
 
 
 @pytest.fixture
-def jaxkv(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+def jaxkv(work_folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs a command in an empty folder, with one more experiment registered."""
     return command(capsys)
 

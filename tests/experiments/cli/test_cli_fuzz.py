@@ -260,7 +260,7 @@ def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
     ],
 )
 def test_random_arguments_give_a_result_or_a_one_line_error(
-    seed: int, num: int, here: Path, capsys: pytest.CaptureFixture[str]
+    seed: int, num: int, work_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fuzz = Fuzz(seed)
     statuses = [hold(fuzz.words(), capsys) for _ in range(num)]
@@ -285,7 +285,7 @@ def test_random_arguments_give_a_result_or_a_one_line_error(
     ],
 )
 def test_unreadable_files_are_named_in_the_error(
-    words: str, line: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: str, line: str, work_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Fuzz(0)
     assert_refused(command(capsys), words, line)

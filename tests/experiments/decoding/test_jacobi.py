@@ -78,7 +78,7 @@ def measured(late: int, stuck: int) -> Result:
 
 def test_claims_on_counts() -> None:
     found = measured(1, 3)
-    said = smoke.ours(from_text.claims(found))
+    said = smoke.measured_values(from_text.claims(found))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
     judged = from_text.claims(found)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3

@@ -77,7 +77,7 @@ def test_metrics_follow_from_counts_and_times() -> None:
     assert runs.expected.tolist() == [1.75, 1.75]
     np.testing.assert_allclose(runs.cost, 2.5)
     np.testing.assert_allclose(runs.speed, [1.0, 0.8])
-    claims = smoke.ours(on_text.claims(found))
+    claims = smoke.measured_values(on_text.claims(found))
     assert claims["speculation changes no token of 450, greedy or sampled"] == 3
     best = "the best method decodes code at least 1.7 times as fast"
     assert claims[f"{best}, a single sequence, greedily"] == pytest.approx(1.0)

@@ -38,7 +38,7 @@ def test_claims_on_counts_and_times() -> None:
         ("n-gram, adaptive", 4, 1, 200, 1.0), ("n-gram, adaptive", 4, 8, 100, 2.0)
     )
     found = Result(ways, adaptive, output_tokens=200, device="cpu")
-    ours = smoke.ours(experiment.claims(found))
+    ours = smoke.measured_values(experiment.claims(found))
 
     def said(words: str) -> float:
         [value] = [value for claim, value in ours.items() if words in claim]

@@ -123,7 +123,7 @@ def test_the_tail_is_a_step_with_a_full_budget(result: Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: Result) -> None:
-    said = smoke.ours(smoke.run("chunked_prefill").claims)
+    said = smoke.measured_values(smoke.run("chunked_prefill").claims)
     whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)
 
     def extra(chunk: int) -> float:

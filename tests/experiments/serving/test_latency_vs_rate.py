@@ -131,7 +131,7 @@ def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_as_served")
+@pytest.mark.usefixtures("full_optimization")
 def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() -> None:
     config = dataclasses.replace(
         figures.CONFIGS["figure_12a"],

@@ -48,7 +48,7 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: experiment.Result) -> None:
-    said = smoke.ours(experiment.claims(result))
+    said = smoke.measured_values(experiment.claims(result))
     gpu = "OPT-13B on an A100 of 40 GB: share "
     assert said.pop(gpu + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
     assert said.pop(gpu + "left for keys and values") == 100 * 12 * 2**30 / 40e9

@@ -29,7 +29,7 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     run = smoke.run("isoflop")
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    found, said = run.metrics, smoke.ours(run.claims)
+    found, said = run.metrics, smoke.measured_values(run.claims)
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]

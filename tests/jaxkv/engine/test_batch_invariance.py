@@ -14,9 +14,9 @@ import pytest
 from jaxkv.sampling import Sampling
 from tests.support import engines, margins
 from tests.support.batches import (
-    PLACES,
+    AT_LEAST_3_SLOTS,
     QUICK,
-    ROOM_FOR_THREE,
+    SETTINGS,
     check_workloads,
     config_of,
     groups,
@@ -26,22 +26,22 @@ from tests.support.batches import (
 from tests.support.engines import MODEL, Ask
 from tests.support.folders import ROOT
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "num", "names"),
     [
-        pytest.param(workload, 8, QUICK, id="alone", marks=pytest.mark.slow),
-        pytest.param(groups, 6, ("crowd", "flood"), id="several answers"),
+        pytest.param(workload, 8, QUICK, id="one answer", marks=pytest.mark.slow),
+        pytest.param(groups, 6, ("8 slots", "large budget"), id="several answers"),
         pytest.param(
-            workload, 40, tuple(PLACES), id="alone, 40", marks=pytest.mark.slow
+            workload, 40, tuple(SETTINGS), id="one answer, 40", marks=pytest.mark.slow
         ),
         pytest.param(
             groups,
             40,
-            ROOM_FOR_THREE,
+            AT_LEAST_3_SLOTS,
             id="several answers, 40",
             marks=pytest.mark.slow,
         ),
@@ -52,7 +52,7 @@ def test_no_bit_depends_on_the_batch(
 ) -> None:
     num_preempted = check_workloads(range(num), names, make)
     if num < 40:
-        assert all(num_preempted[name] > 5 for name in ("crowd", "flood"))
+        assert all(num_preempted[name] > 5 for name in ("8 slots", "large budget"))
     else:
         assert sum(times > 20 for times in num_preempted.values()) >= 3
 
@@ -62,10 +62,10 @@ def test_the_workloads_share_what_they_should() -> None:
     num_answers = num_cached = 0
     for seed in range(6):
         asks = groups(seed)
-        run = serve(asks, PLACES["flood"], seed)
+        run = serve(asks, SETTINGS["large budget"], seed)
         num_answers += len(run.outcomes) - len(asks)
         num_cached += sum(each.num_cached for each in run.outcomes.values())
-        engines.assert_equal_plain(run, asks, config_of(PLACES["flood"]))
+        engines.assert_equal_plain(run, asks, config_of(SETTINGS["large budget"]))
     assert num_answers > 10
     assert num_cached > 100
 
@@ -84,7 +84,7 @@ def test_no_bit_depends_on_the_batch_in_float64() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)["crowd"] > 5
+    assert json.loads(done.stdout)["8 slots"] > 5
 
 
 def print_float64() -> None:
@@ -96,7 +96,7 @@ def print_float64() -> None:
 @pytest.mark.thorough
 def test_the_common_answer_is_the_right_one() -> None:
     # Equal bits everywhere would also be equal mistakes.
-    excused, num_tokens = count_excused(range(8), ("crowd",), "reproducible")
+    excused, num_tokens = count_excused(range(8), ("8 slots",), "reproducible")
     assert excused <= num_tokens / 10_000
 
 
@@ -112,17 +112,17 @@ def count_excused(
     for seed in seeds:
         asks = workload(seed)
         for name in names:
-            run = serve(asks, PLACES[name], seed, numerics)
-            expected = engines.plain(asks, config_of(PLACES[name], numerics))
+            run = serve(asks, SETTINGS[name], seed, numerics)
+            expected = engines.plain(asks, config_of(SETTINGS[name], numerics))
             for ask in asks:
                 got, want = run.tokens[ask.request_id], expected[ask.request_id][0]
                 num_tokens += len(want)
                 if got == want:
                     continue
                 same = [a == b for a, b in zip(got, want, strict=False)]
-                place = [*same, False].index(False)
-                margin = margins.margin(ask, want[:place], seed=12345)
-                assert margin < 1e-4, (name, ask, place, margin)
+                index = [*same, False].index(False)
+                margin = margins.margin(ask, want[:index], seed=12345)
+                assert margin < 1e-4, (name, ask, index, margin)
                 excused += 1
     return excused, num_tokens
 
@@ -131,8 +131,8 @@ def count_excused(
 @pytest.mark.parametrize(
     ("num", "names", "least"),
     [
-        (8, ("crowd",), 500),
-        pytest.param(40, tuple(PLACES), 20_000, marks=pytest.mark.slow),
+        (8, ("8 slots",), 500),
+        pytest.param(40, tuple(SETTINGS), 20_000, marks=pytest.mark.slow),
     ],
     ids=["8", "40"],
 )
@@ -150,7 +150,7 @@ def test_margins_of_greedy_choices_are_gaps_of_logits() -> None:
         ask._replace(sampling=dataclasses.replace(ask.sampling, **NO_CUTS))
         for ask in workload(3)
     ]
-    answers = engines.plain(asks, config_of(PLACES["crowd"]))
+    answers = engines.plain(asks, config_of(SETTINGS["8 slots"]))
     for ask in asks:
         answer = answers[ask.request_id][0][:1]
         best = np.sort(engines.logprobs_of(ask, answer)[-1])[::-1]

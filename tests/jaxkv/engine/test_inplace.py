@@ -32,7 +32,7 @@ from tests.support.engine_programs import (
     temporary_bytes,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 def assert_in_place(program: Any, pages: Any) -> None:

@@ -361,7 +361,7 @@ def test_an_existing_snapshot_is_replaced_only_on_request(tmp_path: Path) -> Non
     folder = tmp_path / "state"
     folder.mkdir()  # An empty folder may be replaced.
     jaxkv.save_state(folder, state, CONFIG)
-    with pytest.raises(ValueError, match="is there already; say overwrite"):
+    with pytest.raises(ValueError, match="already exists; pass overwrite=True"):
         jaxkv.save_state(folder, later, CONFIG)
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(state)
     jaxkv.save_state(folder, later, CONFIG, overwrite=True)

@@ -13,7 +13,7 @@ from jaxkv.engine.emitting import Answer, verification
 from jaxkv.memory import kv_layout, kv_pages
 from jaxkv.memory.page_pool import NO_PAGE
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 SLOTS, NUM = 6, 9
 SEEDS = range(4)

@@ -490,7 +490,7 @@ def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     checkpoints.save_model(folder, SMALL, params)  # an empty folder may be replaced
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         checkpoints.save_model(folder, SMALL, params)
     (folder / "stale.txt").touch()
     checkpoints.save_model(folder, SMALL, params, overwrite=True)

@@ -14,7 +14,7 @@ from jaxkv.models.huggingface.families import FAMILIES
 from tests.support import engines
 from tests.support.folders import GOLDEN
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 

@@ -21,7 +21,7 @@ from tests.support import batches, engines
 from tests.support.engines import Ask
 from tests.support.folders import GOLDEN
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -190,7 +190,7 @@ def test_gradients_equal_finite_differences() -> None:
 def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
         asks,
-        batches.config_of(batches.PLACES[name]),
+        batches.config_of(batches.SETTINGS[name]),
         fcfs.fcfs(chunk_size=8, hold_new=False),
         model=ONE_LAYER,
         as_served=as_served,
@@ -199,21 +199,21 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seeds", "place", "as_served"),
+    ("seeds", "setting", "as_served"),
     [
-        (range(1), "crowd", False),
-        pytest.param(range(1, 30), "plenty", True, marks=pytest.mark.slow),
+        (range(1), "8 slots", False),
+        pytest.param(range(1, 30), "large pool", True, marks=pytest.mark.slow),
     ],
 )
 def test_engine_is_batch_invariant_with_experts(
-    seeds: range, place: str, as_served: bool
+    seeds: range, setting: str, as_served: bool
 ) -> None:
     """Compares all requests at once, with too few pages, with single requests."""
-    config = batches.config_of(batches.PLACES["crowd"])
+    config = batches.config_of(batches.SETTINGS["8 slots"])
     num_preempted = 0
     for seed in seeds:
         asks = batches.workload(seed)
-        crowd = serve(asks, "crowd", as_served)
+        crowd = serve(asks, "8 slots", as_served)
         num_preempted += int(crowd.info.num_preempted.sum())
         expected = engines.plain(asks, config, model=ONE_LAYER)
         got = {
@@ -221,7 +221,7 @@ def test_engine_is_batch_invariant_with_experts(
         }
         assert got == expected
         for ask in asks:
-            single = serve([ask], place, as_served).outcomes[ask.request_id]
+            single = serve([ask], setting, as_served).outcomes[ask.request_id]
             batches.assert_same_bits(crowd.outcomes[ask.request_id], single)
     assert num_preempted >= len(seeds)
 

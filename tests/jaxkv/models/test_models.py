@@ -24,7 +24,7 @@ from tests.support.paged_models import (
     feed_fast_to_compile,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 PAGE_SIZES = {
     "llama": 4,

@@ -13,7 +13,7 @@ import pytest
 from jaxkv.sampling import beam_search
 from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, BeamParams, Beams
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 RULES = (ESTIMATE, FULL, NEVER)
 

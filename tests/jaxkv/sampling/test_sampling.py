@@ -29,7 +29,7 @@ from tests.support.sampled_laws import (
     penalised_slowly,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 INF = np.inf
 

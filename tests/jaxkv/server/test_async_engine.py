@@ -234,7 +234,7 @@ def test_closing_ends_what_runs() -> None:
         asyncio.run(events_of(served, [5], ASK))
 
 
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
     pytest.importorskip("fastapi", reason="needs the extra 'serve'")
     pytest.importorskip("uvicorn", reason="needs the extra 'serve'")

@@ -120,7 +120,7 @@ def test_answers_of_several_prompts_are_ordered_by_index(served: Serving) -> Non
     assert [x["index"] for x in found["choices"]] == [0, 1, 2, 3]
 
 
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_log_probabilities_of_prompt_and_answer(served: Serving) -> None:
     # As lm-eval asks.
     fields = dict(prompt=[[97, 98, 99], [120]], max_tokens=1, temperature=0, seed=1234)
@@ -303,7 +303,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(("path", "fields", "line"), REFUSED)
 def test_unsupported_fields_are_refused_by_name(
     served: Serving, path: str, fields: dict[str, Any], line: str
@@ -328,7 +328,7 @@ def test_bodies_that_are_no_json_object_are_refused(
 
 
 def test_unknown_routes_and_models(served: Serving) -> None:
-    assert served.error("/v1/nothing", None)[0] == 404
+    assert served.error("/v1/unknown", None)[0] == 404
     assert served.error(COMPLETIONS, None)[0] == 405
     status, error = served.error(COMPLETIONS, {"prompt": "a", "model": "gpt"})
     assert (status, error["code"]) == (404, "model_not_found")

@@ -33,7 +33,7 @@ api.Sampling, api.make_mesh, api.load_model = (
     make_mesh,
     checkpoints.load_model,
 )
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
+pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 NO_COUNTS: list[Any] = [
     0,

@@ -119,7 +119,7 @@ def test_page_tables_are_text_and_html() -> None:
 
 
 class Frame(dict):
-    """Stand-in for a library's data frame."""
+    """Fake data frame of pandas or polars."""
 
 
 @pytest.fixture(params=["pandas", "polars"])

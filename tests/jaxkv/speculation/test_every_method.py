@@ -21,7 +21,7 @@ from scaling.corpora import corpora
 from scaling.training import objectives
 from tests.support.folders import ROOT
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 MODELS = ROOT / "experiments" / "models"
 FOLDER = MODELS / "stdlib-bytes"

@@ -317,7 +317,7 @@ def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
     for got, wanted in zip(*map(jax.tree.leaves, (found.params, params)), strict=True):
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         head_folders.save_heads(folder, heads, params, **kept)
 
 

@@ -13,10 +13,10 @@ from jaxkv.engine.state import init
 from jaxkv.speculation import EagleConfig, MedusaConfig, head_folders, methods
 from jaxkv.speculation.ngram import NGram
 from tests.support import batches, engines
-from tests.support.batches import PLACES, assert_same_bits, config_of, workload
+from tests.support.batches import SETTINGS, assert_same_bits, config_of, workload
 from tests.support.engines import MODEL, Run
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
 HEADS: dict[str, Any] = {
@@ -36,9 +36,9 @@ def heads_of(kind: str) -> head_folders.LoadedHeads:
 
 
 @functools.cache
-def serve(method: Any, place: str, seed: int) -> Run:
+def serve(method: Any, setting: str, seed: int) -> Run:
     """Up to three drafts per step and slot, as budget and pages allow."""
-    config = dataclasses.replace(config_of(PLACES[place]), max_drafts=3)
+    config = dataclasses.replace(config_of(SETTINGS[setting]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
     small = methods.ModelWeights(SMALLER, engines.params(SMALLER))
     served = methods.build_speculative(
@@ -55,7 +55,7 @@ def serve(method: Any, place: str, seed: int) -> Run:
         speculation = speculation._replace(drafter=NGram(shortest=2))
     return batches.serve(
         workload(seed),
-        PLACES[place],
+        SETTINGS[setting],
         seed,
         config=config,
         as_served=False,
@@ -70,9 +70,11 @@ def serve(method: Any, place: str, seed: int) -> Run:
 @pytest.mark.parametrize(
     ("method", "names"),
     [
-        ("ngram", ("alone", "crowd")),
+        ("ngram", ("1 slot", "8 slots")),
         *(
-            pytest.param(method, ("alone", "crowd", "flood"), marks=pytest.mark.slow)
+            pytest.param(
+                method, ("1 slot", "8 slots", "large budget"), marks=pytest.mark.slow
+            )
             for method in ("draft-model", "early-exit", "jacobi", *HEADS)
         ),
     ],
@@ -81,7 +83,9 @@ def test_no_bit_depends_on_the_batch(method: str, names: tuple[str, ...]) -> Non
     """Single sequences, many with preemption, and decoding without drafts."""
     num_drafts = num_accepted = num_preempted = 0
     for seed in range(3):
-        plain = batches.serve(workload(seed), PLACES["crowd"], seed, as_served=False)
+        plain = batches.serve(
+            workload(seed), SETTINGS["8 slots"], seed, as_served=False
+        )
         for name in names:
             run = serve(method, name, seed)
             drafts = np.asarray(run.info.num_drafts)

@@ -593,7 +593,7 @@ def test_typical_equals_numpy() -> None:
         ),
     ],
 )
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_invalid_settings_are_refused(make: Any, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         make()

@@ -92,7 +92,7 @@ def test_chats_agree_with_transformers(number: int) -> None:
         ({"x": {1}}, "the chat template failed"),
     ],
 )
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_invalid_chat_template_arguments(arguments: dict[str, Any], line: str) -> None:
     tokenizer = ByteTokenizer(257)
     tokenizer.settings["chat_template"] = "{{ messages[0].content }}"

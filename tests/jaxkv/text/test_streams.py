@@ -42,7 +42,7 @@ def test_random_answers(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("name", DECODERS)
 def test_many_random_answers(name: str) -> None:
     check_random_answers(name, 20_000)

@@ -184,7 +184,7 @@ USER = [{"role": "user", "content": "hi"}]
         ("x", [{"role": "user", "content": b"bytes"}], "template failed"),
     ],
 )
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("no_type_checks")
 def test_bad_templates_and_messages(template: Any, messages: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as info:
         chat_templates.render(template, messages)

@@ -125,7 +125,7 @@ def test_a_copy_by_gather_and_scatter_takes_memory() -> None:
 
 @needs_compiler
 def test_sharded_programs_exchange_data() -> None:
-    """Arguments with a sharding are divided, others replicated; gathers are counted."""
+    """Arguments without a sharding are replicated; gathers are counted."""
     mesh = deviceless.make_h200_mesh({"row": 2, "column": 2})
     spec = PartitionSpec("row", "column")
     x = jax.ShapeDtypeStruct((64, 6), "float32", sharding=NamedSharding(mesh, spec))

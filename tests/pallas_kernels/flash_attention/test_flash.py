@@ -13,7 +13,7 @@ from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, total
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 CASES = [
     # queries, keys, q_heads, kv_heads, head_dim, causal, window

@@ -24,7 +24,7 @@ from tests.support.grouped_cases import (
     wide,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 CASES = {
     "some empty": make_case([3, 0, 17, 1, 0, 9], num_rows=37, dtype="float32"),

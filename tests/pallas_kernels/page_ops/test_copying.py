@@ -17,7 +17,7 @@ from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.page_ops.copy import copy_pages
 from tests.support.trees import ints
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 NUM_PAGES = 12
 

@@ -20,7 +20,7 @@ from tests.support.attention_cases import (
     oracle,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 # Every page size, group and head_dim occurs once, with runs of more than one tile of
 # 64 rows, empty slots, and a first row at position 0.

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests.support import emulating
 from tests.support.kernel_cases import assert_within_rule, make_case
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 

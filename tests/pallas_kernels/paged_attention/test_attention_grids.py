@@ -22,7 +22,7 @@ from tests.support.attention_cases import (
     plain,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 ALL: dict[str, Any] = dict(softcap=3.0, sinks=True, alibi=True, window=40, scale=0.4)
 

@@ -78,7 +78,7 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
 
 
 def check(mixed: Mixed) -> None:
-    """Checks rows of the chunk against float64, all others against the reference."""
+    """Compares rows of the chunk with float64, other rows with the reference."""
     case, few = mixed
     out, lse = (np.asarray(x, np.float64) for x in emulate(mixed))
     expected, expected_lse = kernel_cases.exact(case)

@@ -123,8 +123,8 @@ SEQ = 130
 """More than a tile: for shorter sequences attention weights are stored, too."""
 
 
-def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
-    """Bytes of all residuals of the vjp, parameters included; runs nothing."""
+def traced_bytes(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
+    """Returns the traced bytes of all residuals of the vjp, parameters included."""
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
 
     def pull(params: Any, tokens: Any) -> Any:
@@ -151,7 +151,10 @@ def kept(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
 def test_residuals_equal_those_of_vjp(change: dict[str, Any], dtype: str) -> None:
     config = dataclasses.replace(CONFIG, **change)
     # The difference of two batches: both have the weights, and reshaped copies.
-    more, less = kept(config, 3, SEQ, dtype), kept(config, 1, SEQ, dtype)
+    more, less = (
+        traced_bytes(config, 3, SEQ, dtype),
+        traced_bytes(config, 1, SEQ, dtype),
+    )
     number_bytes = jnp.dtype(dtype).itemsize
     listed = residuals.list_residuals(config, number_bytes=number_bytes)
     assert more - less == residuals.total_residual_bytes(listed, 2 * SEQ)
@@ -168,7 +171,9 @@ def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
         return jax.checkpoint(run)(x), carry, None
 
     def boundary(config: ModelConfig) -> int:
-        return kept(config, 3, 10, "bfloat16") - kept(config, 1, 10, "bfloat16")
+        return traced_bytes(config, 3, 10, "bfloat16") - traced_bytes(
+            config, 1, 10, "bfloat16"
+        )
 
     monkeypatch.setattr(layers.Layer, "__call__", again)
     four, two = (dataclasses.replace(CONFIG, num_layers=x) for x in (4, 2))

@@ -22,7 +22,7 @@ from scaling.laws import evaluation, published, synthetic
 from tests.support.refusals import refused
 
 # Fits run for longer than they compile.
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 CHINCHILLA = published.CHINCHILLA
 HOFFMANN = published.CONSTANTS["hoffmann-tex"]
@@ -265,7 +265,8 @@ def test_a_coefficient_that_is_given_is_not_fitted(
         result, runs, ("alpha", "E"), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
-    # A known coefficient narrows the others; least squares gain a degree of freedom.
+    # Fixing a coefficient narrows the other intervals; least squares gain a degree of
+    # freedom.
     free = fit.fit(CHINCHILLA, runs, loss="mse")
     known = fit.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
     assert known.noise.std() < free.noise.std()

@@ -11,7 +11,7 @@ from scaling.fits.fit import HeldOut, compare
 from scaling.laws import published, synthetic
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
-# The others compile as long and add little; they run with the slow tests.
+# Laws of the quick tests. The other laws compile as long and are slow tests.
 QUICK = ("chinchilla", "kaplan")
 # Their coefficients may be exchanged for one another, beyond rounding.
 FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")

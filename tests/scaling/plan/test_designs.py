@@ -87,7 +87,7 @@ def test_the_best_where_every_operation_counts() -> None:
     design, tokens, least = designs.best_design(FAMILY, loss, 1e20)
     assert tokens * design.flops_per_token == pytest.approx(1e20, rel=1e-12)
     assert least == pytest.approx(loss(float(design.num_params), tokens), rel=1e-12)
-    # Better than the design nearest to the optimum of 6 N D, and than all others.
+    # Better than the design nearest to the optimum of 6 N D; the best of the grid.
     optimum = budgets.allocate_budget(LECTURE, 1e20)
     near = designs.nearest_design(FAMILY, optimum.num_params)
     assert least < loss(float(near.num_params), 1e20 / near.flops_per_token)

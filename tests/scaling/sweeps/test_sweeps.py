@@ -75,8 +75,8 @@ def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> N
 def test_a_branch_equals_the_separate_run(
     whole: sweep.SweepOutcome, config, tmp_path
 ) -> None:
-    alone = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
-    found = losses(sweep.run_sweep(alone, tmp_path / "alone").log)
+    single = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
+    found = losses(sweep.run_sweep(single, tmp_path / "single").log)
     assert len(found) >= 4
     for run_id, loss in found.items():
         assert losses(whole.log)[run_id] == loss
@@ -90,8 +90,8 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     )
     assert grid.group_steps(cosine, (20, 40)) == 4 + 16 + 36
     both = losses(sweep.run_sweep(cosine, tmp_path / "both").log)
-    alone = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
-    found = losses(sweep.run_sweep(alone, tmp_path / "alone").log)
+    single = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
+    found = losses(sweep.run_sweep(single, tmp_path / "single").log)
     assert len(both) == 2
     assert len(found) == 1
     assert found.items() <= both.items()

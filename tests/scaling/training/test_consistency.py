@@ -124,7 +124,7 @@ def guesses_of(params: Any, prompts: np.ndarray, num: int, model: Any) -> np.nda
 
 
 def steps_of(guesses: np.ndarray) -> float:
-    """Mean iterations per block until nothing changes."""
+    """Returns the mean number of iterations per block until the guesses are fixed."""
     same = (guesses[:, 1:] == guesses[:, :-1]).all(axis=2)
     return float(np.argmax(same, axis=1).mean())
 

@@ -186,9 +186,9 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
     ],
 )
 def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
-    """With capacity for all rows in each expert, nothing is dropped.
+    """The capacity of each expert is large enough that no row is dropped.
 
-    The load-balancing loss is that of all devices' rows.
+    The load-balancing loss covers the rows of all devices.
     """
     check(layout, **fields)
 

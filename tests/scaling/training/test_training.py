@@ -364,7 +364,7 @@ def test_the_folder_of_another_run_is_refused(
     with pytest.raises(ValueError, match=r"differs in \['corpus_sha256'\]$"):
         train.train(config, out)
     with pytest.raises(ValueError, match="no such checkpoint"):
-        train.train(config, tmp_path / "new", start=tmp_path / "nothing")
+        train.train(config, tmp_path / "new", start=tmp_path / "missing")
     wider = dataclasses.replace(MODEL, mlp_size=32)
     wider = dataclasses.replace(config, model=wider)
     with pytest.raises(ValueError, match="cannot be continued"):

@@ -121,7 +121,7 @@ def test_the_best_placement_per_gpu_is_chosen() -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result() -> None:
     kept = smoke.run("disaggregation")
-    said, queues = smoke.ours(kept.claims), kept.result.queues
+    said, queues = smoke.measured_values(kept.claims), kept.result.queues
     # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
     size = 512 * 2 * 64 * 9216 * 2 / 2**30
     assert said["keys and values of 512 tokens of OPT-66B"] == size == 1.125

@@ -8,7 +8,7 @@ from experiments.serving.disaggregation.settings import Config
 from jaxkv.workloads import metrics
 
 # 48,000 requests are simulated, which takes 20 times as long without optimisation.
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 @pytest.mark.thorough

@@ -210,7 +210,7 @@ def test_times_of_a_restore(whole: Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(whole: Result) -> None:
-    said = smoke.ours(measurement.claims(whole))
+    said = smoke.measured_values(measurement.claims(whole))
     assert said["no answer depends on which requests are preempted, or how"] == 0
     assert said["with swap space as large as the pool no token is computed again"] == 0
     assert (
@@ -241,7 +241,7 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    said = smoke.ours(measurement.claims(result))
+    said = smoke.measured_values(measurement.claims(result))
     assert not said.get("no answer depends on which requests are preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.report_parts(result)) >= 1

@@ -21,7 +21,7 @@ from jaxkv.workloads import lengths as load_lengths
 from jaxkv.workloads.lengths import Lengths
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
-from tests.support.smoke import ours, run
+from tests.support.smoke import measured_values, run
 
 SIZE = measurement.CONFIGS["smoke"].page_size
 ASK = Sampling(temperature=0.7)
@@ -229,7 +229,7 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: measurement.Result) -> None:
     kept, samples = run("sharing"), result.samples
-    said = ours(kept.claims)
+    said = measured_values(kept.claims)
     assert said["8 answers to a prompt compute its tokens once"] == 1
     for name in ("short", "long"):
         here = samples.lengths == name
@@ -262,7 +262,7 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    said, samples = ours(measurement.claims(result)), result.samples
+    said, samples = measured_values(measurement.claims(result)), result.samples
     if label == "parallel sampling":
         saved = said.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])
