@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from experiments.examples.simulate_a_policy import ConcurrencyLimit
+from jaxkv.engine import DrainedSequences
 from jaxkv.memory import kv_layout
 
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
@@ -51,7 +52,7 @@ def serve_inside_jit(params, requests, limit):
     return jaxkv.drain(state)[1], trace
 
 
-def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
+def main() -> tuple[DrainedSequences, jaxkv.StepInfo]:
     """Serves three requests, at most one at a time."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"embed": (50, 16), "query": (16, 16), "key": (16, 16), "value": (16, 16)}
@@ -62,7 +63,7 @@ def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
     asks = [jaxkv.Sampling.greedy(max_tokens=8)] * 3
     requests = jaxkv.make_requests([[1, 2, 3], [4, 5], [6]], asks, config=config)
     done, trace = serve_inside_jit(params, requests, jnp.int32(1))
-    print(done.tokens[:3, :11], trace.num_emitted.sum(axis=1))
+    print(done.sequences.tokens[:3, :11], trace.num_emitted.sum(axis=1))
     return done, trace
 
 
