@@ -87,14 +87,16 @@ class HitModel:
             (int(name), int(sample)) if name >= 0 else None
             for name, sample in zip(info.request_id, info.sample, strict=True)
         ]
-        moved = [now != old for now, old in zip(names, self.slots, strict=True)]
-        left = [
-            old is not None and old != now
-            for now, old in zip(names, self.slots, strict=True)
+        old = {name: slot for slot, name in enumerate(self.slots) if name is not None}
+        left = [name is not None and name not in names for name in self.slots]
+        came = [
+            slot
+            for slot, name in enumerate(names)
+            if name is not None and name not in old
         ]
-        came = [i for i, name in enumerate(names) if moved[i] and name is not None]
         assert sum(left) == info.num_preempted
         self.let_go(left)
+        self.move([old.get(name) for name in names])
         self.slots = names
         readers = self.seat(came)
         assert bool(readers) == bool(info.num_admitted)
@@ -128,6 +130,16 @@ class HitModel:
             sequence.tokens += info.tokens[slot][: int(draws)].tolist()
 
         self.let_go((info.reason > 0).tolist())
+
+    def move(self, source: list[int | None]) -> None:
+        """Moves running sequences to other slots, `source` being the slots before."""
+        pages, target = self.pages, {x: slot for slot, x in enumerate(source)}
+        for _, sequence in self.running():
+            if sequence.source is not None:
+                sequence.source = target[sequence.source]
+        pages.rows = [[] if x is None else pages.rows[x] for x in source]
+        pages.length = [0 if x is None else pages.length[x] for x in source]
+        pages.ahead = [0 if x is None else pages.ahead[x] for x in source]
 
     def cancel(self, request_id: int) -> None:
         """Empties the slots of a request between two calls."""
