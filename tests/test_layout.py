@@ -85,7 +85,7 @@ DOORS = {
 }
 
 TOP_LEVEL = {
-    "GLOSSARY.md",
+    *("GLOSSARY.md", "docs", "mkdocs.yml"),
     *PACKAGES,
     *("tests", ".ci", ".github"),
     *("pyproject.toml", "constraints.txt", ".python-version", ".gitignore"),

@@ -48,7 +48,8 @@ def _texts(package: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md"]
+    "package",
+    ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md", "docs"],
 )
 def test_sentences_name_their_subjects(package: str) -> None:
     words = [
