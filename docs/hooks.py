@@ -23,17 +23,6 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
-TOPICS = (
-    "kv_cache static_batching continuous_batching memory_waste paged_attention "
-    "sharing copy_on_write parallel_sampling beam_search prefix_caching "
-    "chunked_prefill preemption disaggregation speculative_decoding token_trees "
-    "medusa eagle medusa_and_eagle medusa_eagle jacobi lookahead jacobi_lookahead "
-    "jacobi_and_lookahead flash_attention tensor_parallel sequence_parallel "
-    "ring_attention pipeline_parallel expert_parallel mixture_of_experts deepseek_v3 "
-    "parameters_flops_memory roofline scaling_laws isoflop budget_to_design"
-).split()
-"""Pages of `docs/topics/` in the order of a lecture; other pages follow by name."""
-
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _INCLUDE = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
@@ -157,17 +146,9 @@ def _existing(nav: list[Any]) -> list[Any]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lists the topics, and takes planned pages out of the navigation."""
+    """Takes planned pages out of the navigation."""
     _includes.cache_clear()
-    order = {name: index for index, name in enumerate(TOPICS)}
-    names = [path.stem for path in (DOCS / "topics").glob("*.md")]
-    names.sort(key=lambda x: (x != "index", order.get(x, len(order)), x))
-    nav = [
-        {"Topics": [f"topics/{x}.md" for x in names]}
-        if isinstance(entry, dict) and "Topics" in entry
-        else entry
-        for entry in config.nav or []
-    ]
+    nav = config.nav or []
     config.extra["planned"] = {x for x in _pages(nav) if not (DOCS / x).exists()}
     config.nav = _existing(nav)
     return config
