@@ -35,7 +35,7 @@ def programs() -> Iterator:
             yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("page", programs())
+@pytest.mark.parametrize("page", [*programs()])
 def test_a_program_runs_and_prints_the_shown_output(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, printed = pages.run_blocks(DOCS / page)
