@@ -4,6 +4,8 @@
 #   make test                      the quick tests;  PYTEST_ARGS='-m thorough' and
 #                                  PYTEST_ARGS='-m slow' pick others
 #   make lint                      ruff and ty
+#   make docs                      the site, in site/: open site/index.html. Strict, and
+#                                  without network once .venv is there
 #   make setup                     only the environment, in .venv
 #
 # PYTHON=/path/to/python   the interpreter to build .venv from (3.12 or newer)
@@ -22,7 +24,7 @@ export PYTHON EXTRAS JAX DEVICELESS
 
 BIN := .venv/bin
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint docs
 
 setup:
 	@sh .ci/setup
@@ -37,3 +39,6 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/ty check --python .venv
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

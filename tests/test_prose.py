@@ -48,7 +48,8 @@ def _texts(package: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "package", ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md"]
+    "package",
+    ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md", "docs"],
 )
 def test_watched_and_vague_words_are_rare(package: str) -> None:
     words = [

@@ -119,8 +119,7 @@ class Verifier(Protocol):
             where there is none. Siblings are distinct unless they were sampled with
             replacement; of equal deterministic siblings only the first counts.
           draft_probs: probabilities from which the children were sampled; None if they
-          are
-            deterministic.
+            are deterministic.
           params: sampling parameters of each row; penalties are already applied.
           positions: position of the following token in its sequence.
           raw: the model's logits, as for `sampler.sample`.

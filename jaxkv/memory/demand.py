@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 type Size = int | Int[Array, ""]
+"""A number of tokens or pages, known when a program is traced or when it runs."""
 
 
 def pages_for(

@@ -26,8 +26,9 @@ from jaxkv.text.streams import (
 from jaxkv.validation import one_line
 
 NUM_BYTES = 256
-# A byte vocabulary may have a few special tokens after the 256 bytes, never many.
+"""Token ids of a byte vocabulary that are bytes."""
 MAX_BYTE_VOCAB = 264
+"""Largest byte vocabulary: 256 bytes and up to 8 special tokens."""
 
 _CLEANUP = "clean_up_tokenization_spaces"
 _FORCED_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"

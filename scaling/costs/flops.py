@@ -16,6 +16,7 @@ from scaling.costs import parameters
 from scaling.shapes import HeadAttention, ModelShape
 
 type Attention = Literal["full", "causal"]
+"""Pairs of query and key that are counted: all of them, or half of them."""
 
 type Checkpointing = Literal["none", "selective", "full", "boundary"]
 """Recomputation in the backward pass: none; scores and values of attention; all layers

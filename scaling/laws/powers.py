@@ -167,6 +167,7 @@ CHINCHILLA = power_sum(
     _HOFFMANN,
     two_powers=lambda c: TwoPowers(c["A"], c["B"], c["alpha"], c["beta"], c["E"]),
 )
+"""The parametric loss of Hoffmann et al. 2022, arXiv:2203.15556, equation 2."""
 
 CHINCHILLA_TIED = power_sum(
     "chinchilla-tied",

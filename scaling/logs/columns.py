@@ -27,7 +27,9 @@ _COLUMN_OF_COUNT = {
 }
 
 SIZES = ("num_params", "num_tokens", "flops")
+"""Columns of sizes: two of them determine the third."""
 LETTERS = {"num_params": "N", "num_tokens": "D", "flops": "C", "loss": "L"}
+"""The letter of each column in the papers."""
 
 _KNOWN_AS = {
     "num_params": ("num_params", "N", "n", "params", "n_params", "parameters"),

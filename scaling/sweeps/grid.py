@@ -18,6 +18,7 @@ from scaling.costs import parameters
 from scaling.training import OptimizerConfig, TrainConfig, architectures, recipes
 
 ADAMW = OptimizerConfig(kind="adamw")
+"""AdamW with the default settings of `OptimizerConfig`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,203 @@
+"""The site: its programs run and print what they show; it builds; it needs no network.
+
+The README's programs are in `test_readme.py`.
+"""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.support import pages
+from tests.support.folders import ROOT
+
+DOCS = ROOT / "docs"
+QUICK = {"tutorials/policy.md"}
+"""Pages whose programs are quick; the programs of all other pages are thorough."""
+
+pytestmark = pytest.mark.usefixtures("compiled_as_served")
+
+
+def programs() -> Iterator:
+    """Yields the pages that have a program."""
+    for path in sorted(DOCS.rglob("*.md")):
+        if any(block.language == "python" for block in pages.fenced_blocks(path)):
+            name = path.relative_to(DOCS).as_posix()
+            marks = () if name in QUICK else (pytest.mark.thorough,)
+            yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("page", [*programs()])
+def test_a_program_runs_and_prints_the_shown_output(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, printed = pages.run_blocks(DOCS / page)
+    wrong = pages.wrong_outputs(DOCS / page, printed)
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "is_same"),
+    [
+        ("a 1.00 s\n", "a   1.01 s\n", True),
+        ("a 1.00 s\n", "a   1.1 s\n", False),
+        ("1,024 tokens", "1024 tokens\n", True),
+        ("1 2 3", "1 2", False),
+        ("loss 1\n...\n", "loss 1\nloss 2\n", True),
+        ("loss 1\n...\n", "rate 1\nloss 2\n", False),
+    ],
+)
+def test_outputs_are_compared(shown: str, printed: str, is_same: bool) -> None:
+    assert pages.is_same_output(shown, printed) == is_same
+
+
+def test_a_shown_output_may_vary(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    block, text = "```python\nprint(1)\n```\n\n", "```text\n2\n```\n"
+    page.write_text(block + "It prints:\n\n" + text)
+    _, printed = pages.run_blocks(page)
+    assert printed == ["1\n"]
+    assert len(pages.wrong_outputs(page, printed)) == 1
+    page.write_text(block + "<!-- varies -->\n" + text)
+    assert not pages.wrong_outputs(page, printed)
+
+
+def test_each_package_has_a_page_of_the_reference() -> None:
+    packages = ["jaxkv", "jaxkv.decoding"]
+    for name in ("jaxkv", "scaling", "pallas_kernels"):
+        found = (x.parent.name for x in (ROOT / name).glob("*/__init__.py"))
+        packages += [f"{name}.{x}" for x in found]
+    held = {path.stem for path in (DOCS / "api").glob("*.md")} - {"index"}
+    assert held == set(packages)
+    listed = (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for name in packages:
+        page = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
+        assert page == f"# {name}\n\n::: {name}\n"
+        assert f"]({name}.md)" in listed
+        assert f"- api/{name}.md\n" in config
+
+
+# The built site
+
+
+class Links(HTMLParser):
+    """Anchors and links of a built page; links whose targets are loaded at once."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs) -> None:
+        for name, value in attrs:
+            if value and name in ("id", "name"):
+                self.anchors.add(value)
+            elif value and name in ("href", "src", "srcset", "data", "poster"):
+                (self.links if tag == "a" else self.loaded).add(value)
+            elif value and name == "style":
+                self.loaded.update(css_targets(value))
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == "style":
+            self.loaded.update(css_targets(data))
+
+
+def css_targets(text: str) -> list[str]:
+    found = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", text)
+    return [a or b for a, b in found if not a.startswith(("data:", "#"))]
+
+
+def is_external(target: str) -> bool:
+    return bool(urlsplit(target).netloc) or target.startswith("//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed; the extra `docs` has it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    # A download would fail: no proxy listens at this port.
+    proxies = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    built = subprocess.run(
+        [*command, "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **proxies, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built_pages(site) -> dict[Path, Links]:
+    return {path: Links(path) for path in sorted(site.rglob("*.html"))}
+
+
+@pytest.mark.thorough
+def test_the_site_loads_nothing_from_another_host(site, built_pages):
+    loaded = {
+        f"{path.relative_to(site)}: {target}"
+        for path, page in built_pages.items()
+        for target in page.loaded
+        if is_external(target)
+    }
+    for path in site.rglob("*.css"):
+        found = css_targets(path.read_text(encoding="utf-8"))
+        loaded |= {f"{path.name}: {x}" for x in found if is_external(x)}
+    assert not loaded
+    # The theme's program loads a library from another host for diagrams of this class.
+    for path in built_pages:
+        assert 'class="mermaid"' not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.thorough
+def test_links_inside_the_site_have_targets(site, built_pages):
+    broken = []
+    for path, page in built_pages.items():
+        if path.name == "404.html":
+            continue  # its links start from the root of a web server
+        for target in sorted(page.links | page.loaded):
+            parts = urlsplit(target)
+            if is_external(target) or parts.scheme:
+                continue
+            file = path
+            if parts.path:
+                file = (path.parent / unquote(parts.path)).resolve()
+            if file.is_dir():
+                file /= "index.html"
+            anchors = built_pages[file].anchors if file in built_pages else None
+            is_missing = not file.exists()
+            if anchors is not None and parts.fragment:
+                is_missing |= unquote(parts.fragment) not in anchors
+            if is_missing:
+                broken.append(f"{path.relative_to(site)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.thorough
+def test_the_reference_has_all_public_names(site, built_pages):
+    for source in sorted((DOCS / "api").glob("*.md")):
+        name = source.stem
+        module = ROOT.joinpath(*name.split(".")) / "__init__.py"
+        if name == "index" or not module.exists():
+            continue
+        page = built_pages[site / "api" / f"{name}.html"]
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.Assign):
+                continue
+            if ast.unparse(node.targets[0]) == "__all__":
+                missing = {f"{name}.{x}" for x in ast.literal_eval(node.value)}
+                assert not missing - page.anchors
