@@ -62,7 +62,7 @@ def main() -> tuple[jaxkv.Requests, jaxkv.StepInfo]:
     asks = [jaxkv.Sampling.greedy(max_tokens=8)] * 3
     requests = jaxkv.make_requests([[1, 2, 3], [4, 5], [6]], asks, config=config)
     done, trace = serve_inside_jit(params, requests, jnp.int32(1))
-    print(done.tokens[:3, :11], trace.num_emitted.sum(axis=1))
+    print(done.sequences.tokens[:3, :11], trace.num_emitted.sum(axis=1))
     return done, trace
 
 
