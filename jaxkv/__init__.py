@@ -1,4 +1,28 @@
-"""An LLM serving system as a value: pools, tables, schedules and keys in one pytree.
+"""An LLM serving engine as pure JAX functions, and a simulator of the same scheduler.
+
+Page pool, page tables, queue, schedule and random keys are one pytree of fixed-size
+arrays, and `step(params, state, ...) -> (state, info)` is a pure function of it:
+
+    engine = jaxkv.Engine.load(jaxkv.bundled_model(), max_slots=4, num_pages=128)
+    prompts = ["def read_lines(path):"]
+    [completion] = engine.generate(prompts, jaxkv.Sampling(max_tokens=48))
+    print(completion.text)
+
+Public names by purpose:
+
+    serve a model      Engine, Sampling, Completion, Event, bundled_model
+    engine functions   EngineConfig, init, make_requests, submit, step, run_steps,
+                       drain, cancel, save_state, load_state; EngineState, Requests,
+                       StepInfo
+    scheduling         fcfs, static, Policy, Counts, Plan, plan_in_order, schedule,
+                       RequestAttributes, StallError
+    models             Forward, ForwardResult, attend
+    speculation        SpeculationConfig, Speculation
+    sampling           Answer, the first argument of a `logits_fn`
+    debugging          InvariantError
+
+Sub-packages have the rest: `jaxkv.simulation` simulates the schedule with a cost model,
+`jaxkv.decoding` decodes without a scheduler, `jaxkv.workloads` makes loads and metrics.
 
 Terms:
 
@@ -12,8 +36,6 @@ Terms:
     length     number of tokens whose K and V are written
     policy     decides from counts which requests run; its decision is a plan
     workload   requests with their arrival times; a trace records a run
-
-The core is `step(state, ...) -> (state, info)`.
 """
 
 import importlib
@@ -35,6 +57,7 @@ if TYPE_CHECKING:
     from jaxkv.engine.drafting import Speculation
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.step import step
+    from jaxkv.files import bundled_model
     from jaxkv.memory import InvariantError
     from jaxkv.models import Forward, ForwardResult, attend
     from jaxkv.sampling import Sampling
@@ -75,6 +98,7 @@ _HOMES = {
     "StallError": "scheduling.stalls",
     "StepInfo": "engine.step",
     "attend": "models.interface",
+    "bundled_model": "files",
     "cancel": "engine.requests",
     "drain": "engine.requests",
     "fcfs": "scheduling.fcfs",
@@ -89,6 +113,13 @@ _HOMES = {
     "step": "engine.step",
     "submit": "engine.requests",
 }
+
+# Packages are attributes as well: `jaxkv.simulation` works after `import jaxkv`.
+_PACKAGES = (
+    *("decoding", "disaggregation", "engine", "files", "ledger", "memory", "models"),
+    *("parallel", "sampling", "scheduling", "server", "serving", "simulation"),
+    *("speculation", "text", "workloads"),
+)
 
 __all__ = [
     "Answer",
@@ -111,6 +142,7 @@ __all__ = [
     "StallError",
     "StepInfo",
     "attend",
+    "bundled_model",
     "cancel",
     "drain",
     "fcfs",
@@ -128,10 +160,12 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_PACKAGES})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

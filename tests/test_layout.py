@@ -92,6 +92,7 @@ TOP_LEVEL = {
     *("tests", ".ci", ".github"),
     *("pyproject.toml", "constraints.txt", ".python-version", ".gitignore"),
     *("Makefile", "README.md", "LICENSE"),
+    *("CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md", "docs"),
 }
 
 

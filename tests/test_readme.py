@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxkv
 from experiments.examples import (
     decode_without_a_scheduler,
     serve_your_own_model,
@@ -21,6 +22,9 @@ from tests.support.folders import RECORDS, ROOT
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments", "tests")
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/results.md",
     "experiments/records/README.md",
     *(f"{package}/README.md" for package in PACKAGES),
 )
@@ -44,9 +48,9 @@ def blocks() -> list[str]:
 )
 def test_readme_programs_run(model, blocks, tmp_path, monkeypatch, capsys):
     if model == "tiny":
-        folder = tmp_path / "experiments" / "models" / "stdlib-bytes"
-        engines.save_tiny_model(folder, max_positions=1024)
-    monkeypatch.chdir(tmp_path if model == "tiny" else ROOT)
+        folder = engines.save_tiny_model(tmp_path / "model", max_positions=1024)
+        monkeypatch.setattr(jaxkv, "bundled_model", lambda: folder)
+    monkeypatch.chdir(tmp_path)
     space: dict = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {number}", "exec"), space)
@@ -95,7 +99,7 @@ def test_decode_loop_example(tmp_path):
 
 @pytest.mark.parametrize(
     ("page", "most"),
-    [("README.md", 200), *((f"{package}/README.md", 80) for package in PACKAGES)],
+    [("README.md", 100), *((f"{package}/README.md", 80) for package in PACKAGES)],
 )
 def test_pages_are_short(page: str, most: int) -> None:
     assert len(read(page).splitlines()) <= most
@@ -203,7 +207,7 @@ def measured(record: str, *statements: str) -> list[float]:
 
 
 def expected_numbers() -> dict[str, list[str]]:
-    """Returns the numbers of each row of the front page, formatted from the records."""
+    """The numbers of the results page of each row of the front page, formatted from the records."""
     orca = ("Max", "Pow2", "Oracle")
     systems = [*(f"Orca ({x})" for x in orca), "the paged system"]
     parts = [f"{system}: token states" for system in systems]
@@ -322,8 +326,8 @@ CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
 
 
-def test_front_page_numbers_equal_the_records() -> None:
-    lines = [x for x in read("README.md").splitlines() if x.startswith("| ")]
+def test_the_results_page_has_the_numbers_of_the_records() -> None:
+    lines = [x for x in read("docs/results.md").splitlines() if x.startswith("| ")]
     first = next(i for i, x in enumerate(lines) if x.startswith("| claim | ours"))
     last = next(i for i, x in enumerate(lines) if x.startswith("| attention: decode"))
     cited = [x for x in lines[first + 1 : last + 1] if any(map(str.isdigit, x))]
@@ -336,7 +340,34 @@ def test_front_page_numbers_equal_the_records() -> None:
     assert not [x for x in cited if not any(each in x for each in unrecorded)]
 
 
-# Claims of each row of the front page: patterns by record.
+# Claims of each row of the front page: the row of the results page with the same numbers.
+FRONT = {
+    "decode at a context of 768 tokens": "decode at a context of 768",
+    "load that paged memory sustains": "fig. 12,",
+    "simulated steps per second": "simulated steps per second",
+    "4,000 bootstrap fits": "4,000 bootstrap fits",
+    "loss of a larger run": "Chinchilla's loss",
+}
+
+
+def test_the_front_page_has_numbers_and_verdicts_of_the_results_page() -> None:
+    front, results = read("README.md"), read("docs/results.md").splitlines()
+    section = front.partition("## Five results")[2].partition("\n[All results]")[0]
+    rows = [x for x in section.splitlines() if x.startswith("| ") and "| | " not in x]
+    assert len(rows) == len(FRONT)
+    expected = numbers()
+    for row in rows:
+        [start] = [x for x in FRONT if row.startswith(f"| {x}")]
+        for number in expected[FRONT[start]]:
+            assert number in row, f"{number} is not in {row}"
+        [full] = [x for x in results if x.startswith("| ") and FRONT[start] in x]
+        assert re.findall(r"\*\*.*?\*\*", row) == re.findall(r"\*\*.*?\*\*", full)
+    counted = re.search(r"of publications' numbers (.*? be compared)", front)
+    assert counted is not None
+    assert counted[1] in "\n".join(results)
+
+
+# By row of the results page: the claims that it is about, by record.
 JUDGED = {
     "fig. 2:": {"memory_waste": r"(Orca|the paged).*: (token|reserv|inter|exter)"},
     "fig. 12, ShareGPT": {"latency_vs_rate": r".*ShareGPT: times .*Oracle"},
@@ -355,8 +386,8 @@ JUDGED = {
 WORDS = {"hold": "holds", "fail": "fails"}
 
 
-def test_front_page_verdicts_equal_the_records() -> None:
-    page = read("README.md")
+def test_the_results_page_has_the_verdicts_of_the_records_by_kind() -> None:
+    page = read("docs/results.md")
     counted: Counter[tuple[str, str]] = Counter()
     for path in RECORDS.glob("*/claims.json"):
         rows = json.loads(path.read_text("utf-8"))

@@ -168,7 +168,14 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     Args:
       folder: folder with run folders; None means the shipped records.
       write: file for the page.
+
+    Raises:
+      ValueError: a run folder is invalid, or there is none.
     """
+    if folder is None and not any(RECORDS.glob("*/claims.json")):
+        raise ValueError(
+            "records are in the repository, not in the installed package; give --folder"
+        )
     records = find_records(RECORDS if folder is None else folder)
     lines = []
     if write is not None:

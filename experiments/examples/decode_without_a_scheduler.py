@@ -1,5 +1,7 @@
 """A jitted decode loop with a paged KV cache, for research on decoding itself."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 
@@ -7,21 +9,21 @@ import jaxkv
 from jaxkv import decoding
 from jaxkv.models import checkpoints, paged
 
-MODEL = "experiments/models/stdlib-bytes"
 
-
-def main(model: str = MODEL, prompt: str = "def main(", num_tokens: int = 24) -> str:
+def main(
+    model: str | Path | None = None, prompt: str = "def main(", num_tokens: int = 24
+) -> str:
     """Continues a prompt greedily, in one compiled program.
 
     Args:
-      model: Hugging Face folder of a byte-level model.
+      model: Hugging Face folder of a byte-level model; None means the bundled one.
       prompt: text to continue.
       num_tokens: tokens to generate.
 
     Returns:
       The generated text.
     """
-    loaded = checkpoints.load_model(model)
+    loaded = checkpoints.load_model(model or jaxkv.bundled_model())
     step = paged.PagedForward(loaded.config)
     cache = decoding.init_cache(
         paged.make_model_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),

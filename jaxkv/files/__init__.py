@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import errno
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ __all__ = [
     "ARRAY_OVERHEAD_BYTES",
     "DIGESTS",
     "MAX_CHARACTERS",
+    "bundled_model",
     "bundled_models",
     "cache_folder",
     "check_digests",
@@ -72,17 +72,45 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def bundled_models() -> dict[str, Path]:
     """Returns the folders of the models that ship with the project, by name.
 
-    They are data of the package `experiments`, which is located but not imported:
-    without that package the result is empty.
+    Draft heads, which have no architecture of their own, are left out. The folders are
+    data of the package `experiments`: without that package the result is empty.
     """
-    spec = importlib.util.find_spec("experiments")
-    folders = [] if spec is None else spec.submodule_search_locations or []
     return {
-        path.parent.name: path.parent
-        for folder in folders
-        for path in sorted(Path(folder, "models").glob("*/config.json"))
-        # Drafting heads have no architecture of their own.
-        if "architectures" in json.loads(path.read_text("utf-8"))
+        name: folder
+        for name, folder in _bundled_folders().items()
+        if "architectures" in json.loads((folder / "config.json").read_text("utf-8"))
+    }
+
+
+def bundled_model(name: str = "stdlib-bytes") -> Path:
+    """Returns the folder of a model, or of draft heads, that ship with the project.
+
+    The default is a byte-level Llama of 1.36 million parameters; its draft heads are
+    `stdlib-bytes-eagle` and `stdlib-bytes-medusa`.
+
+    Args:
+      name: name of the folder.
+
+    Raises:
+      ValueError: no such model is installed.
+    """
+    known = _bundled_folders()
+    if name not in known:
+        raise ValueError(
+            f"name={name!r} must be one of: {', '.join(known) or '(none)'}"
+        )
+    return known[name]
+
+
+def _bundled_folders() -> dict[str, Path]:
+    """Returns all folders below `experiments/models`, by name.
+
+    They are found by their place next to the package, not by an import of
+    `experiments`: a user's own package of that name may precede it.
+    """
+    models = Path(__file__).parents[2] / "experiments" / "models"
+    return {
+        path.parent.name: path.parent for path in sorted(models.glob("*/config.json"))
     }
 
 

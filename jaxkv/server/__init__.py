@@ -9,9 +9,6 @@ __all__ = [
     "Backend",
     "OverloadedError",
     "app",
-    "async_engine",
     "backend",
     "http_server",
-    "openai_requests",
-    "openai_responses",
 ]

@@ -15,6 +15,5 @@ __all__ = [
     "make_requests",
     "outputs",
     "programs",
-    "refusals",
     "request_batch",
 ]

@@ -16,5 +16,4 @@ __all__ = [
     "grid",
     "learning_rates",
     "sweep",
-    "workers",
 ]

@@ -23,7 +23,6 @@ __all__ = [
     "meshes",
     "objectives",
     "parallel",
-    "pipeline",
     "recipes",
     "step",
     "steps_taken",

@@ -1,5 +1,9 @@
 """Inspection of an engine: names, short forms, page tables, data frames."""
 
+import inspect
+import os
+import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -35,8 +39,15 @@ def engine() -> jaxkv.Engine:
 
 
 def test_the_package_lists_its_names() -> None:
-    assert {*jaxkv.__all__} <= {*dir(jaxkv)}
-    assert "Engine" in dir(jaxkv)
+    packages = {*dir(jaxkv)} - {*jaxkv.__all__}
+    assert packages == {x.name for x in pkgutil.iter_modules(jaxkv.__path__)} - {
+        *("arrays", "clock", "progress", "validation")
+    }
+    assert {x for x in packages if inspect.ismodule(getattr(jaxkv, x))} == packages
+    page = str(jaxkv.__doc__)
+    assert not [x for x in jaxkv.__all__ if not re.search(rf"\b{x}\b", page)]
+    assert page.splitlines()[0] in pydoc.render_doc(jaxkv)
+    assert not hasattr(jaxkv, "engines")
     code = "import jaxkv, sys; dir(jaxkv); assert 'jaxkv.serving' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -221,6 +232,17 @@ def test_models_are_found_by_path_or_name(
     assert files.model_folder("stdlib-bytes") == bundled
     assert files.model_folder(bundled) == bundled
     assert [*files.bundled_models()] == ["stdlib-bytes"]
+    assert jaxkv.bundled_model() == bundled
+    (tmp_path / "experiments").mkdir()  # a user's package of the same name
+    (tmp_path / "experiments" / "__init__.py").touch()
+    code = "import jaxkv; print(jaxkv.bundled_model('stdlib-bytes-eagle'))"
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True
+    )
+    assert ran.stdout == f"{bundled}-eagle\n", ran.stderr
+    with pytest.raises(ValueError, match="must be one of: stdlib-bytes, stdlib-"):
+        jaxkv.bundled_model("stdlib")
     (tmp_path / "stdlib-bytes").mkdir()
     assert files.model_folder("stdlib-bytes") == Path("stdlib-bytes")
     load: Any = jaxkv.Engine.load
