@@ -10,7 +10,7 @@ BOXES = (
     (
         "submit",
         "requests to queue and rows",
-        ("tokens [rows, max_length]", "limit [rows]"),
+        ("tokens [requests, max_length]", "limit [requests]"),
     ),
     ("counts", "state to integers", ("running [slots]", "waiting_pages [head]")),
     ("policy", "Counts to Plan", ("admit [head]", "num_rows [slots]")),
@@ -27,7 +27,7 @@ BOXES = (
     (
         "forward",
         "writes K and V, attends",
-        ("pages [L, pages, heads, 8, 64]", "logits [slots, vocab]"),
+        ("pages [L, pages, heads, size, dim]", "logits [slots, vocab]"),
     ),
     (
         "emit",
