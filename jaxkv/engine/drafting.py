@@ -235,8 +235,8 @@ class Speculation(_Pair):
         is_exact = getattr(verifier, "is_lossless", False) and not shares_noise
         if is_exact and getattr(drafter, "reuses_draws", False):
             raise ValueError(
-                f"{verifier=} must share the sampler's noise, as Coupled() does, with "
-                f"{drafter=}: it drafts tokens that the verifier drew"
+                f"{verifier=} must share the sampler's noise, as SharedNoiseVerifier "
+                f"does, with {drafter=}: it drafts tokens that the verifier sampled"
             )
         return super().__new__(cls, drafter, verifier)
 
