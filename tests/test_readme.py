@@ -207,7 +207,7 @@ def measured(record: str, *statements: str) -> list[float]:
 
 
 def expected_numbers() -> dict[str, list[str]]:
-    """The numbers of the results page of each row of the front page, formatted from the records."""
+    """Returns the numbers of each row of the results page, from the records."""
     orca = ("Max", "Pow2", "Oracle")
     systems = [*(f"Orca ({x})" for x in orca), "the paged system"]
     parts = [f"{system}: token states" for system in systems]
@@ -340,7 +340,7 @@ def test_the_results_page_has_the_numbers_of_the_records() -> None:
     assert not [x for x in cited if not any(each in x for each in unrecorded)]
 
 
-# Claims of each row of the front page: the row of the results page with the same numbers.
+# Rows of the front page, and the rows of the results page with the same numbers.
 FRONT = {
     "decode at a context of 768 tokens": "decode at a context of 768",
     "load that paged memory sustains": "fig. 12,",
@@ -355,7 +355,7 @@ def test_the_front_page_has_numbers_and_verdicts_of_the_results_page() -> None:
     section = front.partition("## Five results")[2].partition("\n[All results]")[0]
     rows = [x for x in section.splitlines() if x.startswith("| ") and "| | " not in x]
     assert len(rows) == len(FRONT)
-    expected = numbers()
+    expected = expected_numbers()
     for row in rows:
         [start] = [x for x in FRONT if row.startswith(f"| {x}")]
         for number in expected[FRONT[start]]:

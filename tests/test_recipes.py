@@ -141,7 +141,7 @@ import jaxkv
 from jaxkv.models import paged
 from jaxkv.scheduling.tenant_first import TenantFirst
 from jaxkv.server import openai_requests
-from jaxkv.simulation import Capacity, Members, driver
+from jaxkv.simulation import Capacity, SimulationMember, driver
 from jaxkv.workloads import arrivals
 from tests.support import engines
 
@@ -173,7 +173,7 @@ column = jaxkv.RequestAttributes(tenant=np.array(tenants))
 two = np.full(4, 2)
 load = arrivals.make_workload(np.zeros(4), two, two, attributes=column)
 bounds = Capacity.of(num_pages=20, max_length=8, token_budget=8)
-members = driver.stack([Members(load, bounds, TenantFirst(), OneSecond())])
+members = driver.stack([SimulationMember(load, bounds, TenantFirst(), OneSecond())])
 finish_s = driver.simulate(members, max_slots=1, head=4).finish_s[0]
 served = [tenants[i] for i in np.argsort(finish_s)]
 assert served == [0, 2, 5, 9], served

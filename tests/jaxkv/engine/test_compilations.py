@@ -16,7 +16,7 @@ from tests.support.engines import MODEL
 from tests.support.folders import TOKENIZED
 
 PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
-MOVE = "jit(move)"
+MOVE = "jit(apply_transfer)"
 """And one program for each direction of the host swap."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event that JAX reports for every compilation, cached or not."""

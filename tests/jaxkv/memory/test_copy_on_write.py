@@ -536,7 +536,7 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
     "a double free": (page_pool, "release", released_twice, "i1|i3"),
     "a page that is not swapped out": (
         swap_buffer,
-        "written",
+        "is_written",
         never_written,
         "swap|content",
     ),

@@ -399,7 +399,7 @@ match = prefix_cache.match
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (prefix_eviction, "use", never_used),
+        (prefix_eviction, "mark_used", never_used),
         (prefix_cache, "match", match_any_salt),
         (prefix_cache, "match", match_one_page_less),
     ],

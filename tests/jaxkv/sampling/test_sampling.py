@@ -254,7 +254,7 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     cases = [(row, cut) for row in hard_rows(vocab, vocab) for cut in CUTS]
     logits = jnp.asarray(np.stack([row for row, _ in cases]).astype(np.float32))
     params = params_of([cut for _, cut in cases])
-    few, many = (jitted("keep", max_candidates=n)(logits, params) for n in (4, 64))
+    few, many = (jitted("keep_mask", max_candidates=n)(logits, params) for n in (4, 64))
     # Either algorithm keeps the same tokens of a row.
     np.testing.assert_array_equal(few, many)
     excused = 0
@@ -279,7 +279,7 @@ def test_probabilities_equal_numpy() -> None:
     logits = np.stack([row for row, _ in cases]).astype(np.float32)
     params = params_of([cut for _, cut in cases])
     found = np.asarray(jitted("probabilities")(jnp.asarray(logits), params))
-    kept = np.asarray(jitted("keep")(jnp.asarray(logits), params))
+    kept = np.asarray(jitted("keep_mask")(jnp.asarray(logits), params))
     for place, (_, cut) in enumerate(cases):
         row, law, mask = np.asarray(logits[place]), found[place], kept[place]
         assert not law[~mask].any()

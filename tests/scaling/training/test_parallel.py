@@ -268,7 +268,7 @@ def test_bytes_of_micro_batches_one_after_another() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "way", ["gather", pytest.param("exchange", marks=pytest.mark.slow)]
+    "way", ["gather_rows", pytest.param("exchange", marks=pytest.mark.slow)]
 )
 def test_an_extra_exchange_is_counted(
     way: str, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +281,7 @@ def test_an_extra_exchange_is_counted(
         return whole(x, *args, **how) + 1e-9 * more[: len(x)]
 
     monkeypatch.setattr(experts, way, wasteful)
-    how = {"gather": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
+    how = {"gather_rows": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
     layout = parallelism.parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
     found = collectives.collectives(str(compiled(config, layout).as_text()))
