@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 QUICK = {"tutorials/policy.md"}
 """Pages whose programs are quick; the programs of all other pages are thorough."""
 
-pytestmark = pytest.mark.usefixtures("compiled_as_served")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 def programs() -> Iterator:
