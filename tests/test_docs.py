@@ -20,7 +20,7 @@ from tests.support import pages
 from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
-QUICK = {"tutorials/policy.md"}
+QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; the programs of all other pages are thorough."""
 
 pytestmark = pytest.mark.usefixtures("full_optimization")

@@ -8,7 +8,7 @@ import pytest
 from tests.support.folders import ROOT
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_support_matrix_is_generated() -> None:
     path = ROOT / "docs" / "make_support.py"
     spec = importlib.util.spec_from_file_location("make_support", path)

@@ -49,7 +49,7 @@ def test_static_batching_searches_without_a_cache_too() -> None:
     check("llama", run, 12)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_cancelled_search_frees_all_pages() -> None:
     loaded = checkpoints.load_model(GOLDEN / "llama")
     search = asks("llama")[4]

@@ -182,7 +182,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
 @pytest.mark.parametrize(
     ("drafter", "bounds", "asks"),
     [
-        marked("n-gram", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("n-gram", "cached", "shared prefix"),
         marked("tree", "cached", "shared prefix", speed=pytest.mark.thorough),
         marked("tree", "swapping", "groups"),
         marked("tree", "tight", "singles"),
