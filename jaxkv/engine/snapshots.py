@@ -120,7 +120,7 @@ def load_state(
       folder: folder written by `save_state`.
       config: configuration, equal to that of the saved engine in every field.
       pages: KV cache of the model, for types and shapes only, for example
-        `jax.eval_shape(lambda: models.make_pages(model, config))`.
+        `jax.eval_shape(lambda: paged.make_model_pages(model, config))`.
       memory: result of the drafter's `init`, if there is one, for types and shapes.
 
     Returns:

@@ -285,8 +285,8 @@ def run_steps(
 
     Requests that arrive after `clock`, in seconds and microseconds, are not admitted.
     With `may_draft=False`, static, the steps run without drafts, which is faster where
-    `StepInfo.rests` is True. `num_steps` is static; None means `config.steps_per_call`.
-    Callers should donate the state.
+    `StepInfo.is_disabled` is True. `num_steps` is static; None means
+    `config.steps_per_call`. Callers should donate the state.
 
     Returns:
       The new state, and the `StepInfo` of all steps, stacked.
@@ -325,7 +325,7 @@ def _finish_call(
     may_draft: bool,
     config: EngineConfig,
 ) -> tuple[EngineState, StepInfo]:
-    """Pads the infos of a call without drafts, and sets `StepInfo.rests`."""
+    """Pads the infos of a call without drafts, and sets `StepInfo.is_disabled`."""
     if drafter is None:
         return state, infos
     num_steps = infos.enough.shape[0]
@@ -337,9 +337,9 @@ def _finish_call(
             num_drafts=jnp.zeros_like(infos.num_rows),
         )
         state = state._replace(memory=drafter.on_skipped(state.memory, num_steps))
-    rests = drafter.is_disabled(state.memory, state, config)
-    if rests is not None:
-        infos = infos._replace(is_disabled=jnp.broadcast_to(rests, (num_steps,)))
+    disabled = drafter.is_disabled(state.memory, state, config)
+    if disabled is not None:
+        infos = infos._replace(is_disabled=jnp.broadcast_to(disabled, (num_steps,)))
     return state, infos
 
 

@@ -101,7 +101,7 @@ def init_simulation(
       policy: the scheduling policy.
       max_slots: largest number of running sequences, static.
       max_samples: largest number of sequences of a request, static.
-      head: largest `head` of later calls of `step`; None means `max_slots`.
+      head: largest `head` of later calls of `simulate_step`; None means `max_slots`.
       reservation: contiguous reservations in place of pages; None means pages.
 
     Returns:
