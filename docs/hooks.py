@@ -1,4 +1,4 @@
-"""Hooks of the site's build: navigation, included files, files outside `docs/`.
+"""Hooks of the site's build: included files, and files outside `docs/`.
 
 The pages link files of the repository by relative paths, which work in a checkout and
 on a code host. The build adds each linked file to the site: Markdown becomes a page,
@@ -102,7 +102,7 @@ def _linked_files() -> dict[str, Path]:
     return found
 
 
-def _rewrite(text: str, home: Path, page: str, planned: set[str]) -> str:
+def _rewrite(text: str, home: Path, page: str) -> str:
     """Rewrites the links of a text in a folder for a page of the site."""
 
     def link(match: re.Match[str]) -> str:
@@ -113,44 +113,15 @@ def _rewrite(text: str, home: Path, page: str, planned: set[str]) -> str:
         name = _site_path((home / path).resolve())
         if name is None:
             return match[0]  # MkDocs reports the broken link
-        if name in planned:
-            return label
         relative = posixpath.relpath(name, posixpath.dirname(page) or ".")
         return f"{mark}[{label}]({relative}{hash_}{anchor})"
 
     return _outside_code(text, lambda part: _LINK.sub(link, part))
 
 
-def _pages(nav: list[Any]) -> Iterator[str]:
-    """Yields the pages of a navigation."""
-    for entry in nav:
-        for value in entry.values() if isinstance(entry, dict) else [entry]:
-            yield from _pages(value) if isinstance(value, list) else [value]
-
-
-def _existing(nav: list[Any]) -> list[Any]:
-    """Returns a navigation without the pages that do not exist, and empty sections."""
-    kept: list[Any] = []
-    for entry in nav:
-        if isinstance(entry, dict):
-            [(title, value)] = entry.items()
-            if isinstance(value, list):
-                value = _existing(value)
-            elif not (DOCS / value).exists():
-                continue
-            if value:
-                kept.append({title: value})
-        elif (DOCS / entry).exists():
-            kept.append(entry)
-    return kept
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Takes planned pages out of the navigation."""
+    """Reads the pages again, as `mkdocs serve` builds more than once."""
     _includes.cache_clear()
-    nav = config.nav or []
-    config.extra["planned"] = {x for x in _pages(nav) if not (DOCS / x).exists()}
-    config.nav = _existing(nav)
     return config
 
 
@@ -175,18 +146,16 @@ def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
     """Includes files, and rewrites links to files outside `docs/`."""
-    name, planned = page.file.src_uri, config.extra["planned"]
+    name = page.file.src_uri
     home = (ROOT if page.file.generated_by else DOCS).joinpath(name).parent
     if page.file.generated_by:
         page.meta.setdefault("search", {"exclude": True})
 
     def include(match: re.Match[str]) -> str:
         path = ROOT / match[1]
-        if not path.exists():
-            return f"`{match[1]}` does not exist yet."
-        return _rewrite(_read(path), path.parent, name, planned)
+        return _rewrite(_read(path), path.parent, name)
 
-    return _INCLUDE.sub(include, _rewrite(markdown, home, name, planned))
+    return _INCLUDE.sub(include, _rewrite(markdown, home, name))
 
 
 class PublicNames(griffe.Extension):
