@@ -82,8 +82,6 @@ def load(num: int) -> Workload:
 def test_orca_admits_in_order_while_blocks_are_free() -> None:
     """Compares each step of all three rules with the lists, without preemptions."""
     w, num, leaf = load(60), 60, 2
-    # A sequence that ends in the step of its admission is in no state.
-    w = w._replace(output=jnp.maximum(w.output, 2))
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = fcfs.fcfs()
     rules = [
@@ -124,12 +122,14 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     batches = trace[-1].num_running
     for i in range(3):
         twin, blocks = Buddies(203, 64), {}
-        for sequence, block in zip(trace[0][i], trace[1][i], strict=True):
+        steps = zip(trace[0][i], trace[1][i], trace[-1].drew[i], strict=True)
+        for sequence, block, drew in steps:
             there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
-            # A step admits before it ends sequences.
-            for came in sorted(set(there) - set(blocks) - {-1}):
-                assert twin.allocate(orders[i][came]) == there[came]
-                blocks[came] = there[came]
+            # A step admits before it ends sequences: one that is admitted and ends in
+            # the same step is in no state, but drew.
+            for came in sorted({*there, *drew.tolist()} - set(blocks) - {-1}):
+                blocks[came] = twin.allocate(orders[i][came])
+                assert blocks[came] == there.get(came, blocks[came])
             for gone in set(blocks) - set(there):
                 twin.release(blocks.pop(gone))
     split, used = trace[-1].split, trace[-1].used_pages * leaf
