@@ -114,16 +114,6 @@ def before_first(marked: Bool[Array, " n"]) -> Bool[Array, " n"]:
     return index < jnp.min(jnp.where(marked, index, marked.shape[0]))
 
 
-def inverse_permutation(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Returns the inverse of a permutation of at most `MAX_PAIRWISE` entries.
-
-    Compares all pairs, which is faster than a scatter at this size.
-    """
-    index = jnp.arange(order.shape[0], dtype=jnp.int32)
-    at = order[:, None] == index[None, :]
-    return jnp.sum(jnp.where(at, index[:, None], 0), axis=0, dtype=jnp.int32)
-
-
 def mark_last_occurrences(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Marks the last occurrence of each id; NONE is never marked.
 

@@ -100,11 +100,6 @@ def attribute_columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:
     return RequestAttributes(*table.T)
 
 
-def default_columns(num: int) -> RequestAttributes:
-    """Returns NumPy columns of `num` requests with default attributes."""
-    return attribute_columns([RequestAttributes()] * num)
-
-
 def relative_to_clock(
     attributes: RequestAttributes,
     arrival: Int32[Array, "*n 2"],

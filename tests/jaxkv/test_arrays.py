@@ -41,12 +41,6 @@ def test_packed_keeps_the_order(num: int) -> None:
             np.testing.assert_array_equal(arrays.compact_ids(ids, size), expected)
 
 
-def test_a_permutation_is_inverted() -> None:
-    order = np.random.default_rng(0).permutation(33)
-    found = arrays.inverse_permutation(jnp.asarray(order, jnp.int32))
-    np.testing.assert_array_equal(found, np.argsort(order))
-
-
 def test_group_reductions() -> None:
     group, values = ints(2, 0, NONE, 2, 0, 1), ints(3, 1, 8, 4, 0, 6)
     assert arrays.reduce_groups(values, group, "add").tolist() == [7, 1, 0, 7, 1, 6]

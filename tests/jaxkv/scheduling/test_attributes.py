@@ -27,7 +27,7 @@ from tests.support.plans import LINE, counts, plan_of
 
 def columns(**given: list[int]) -> Any:
     """Columns of four requests; missing attributes have the default."""
-    blank = attributes.default_columns(LINE)
+    blank = attributes.attribute_columns([attributes.RequestAttributes()] * LINE)
     return blank._replace(**{name: np.array(x, np.int32) for name, x in given.items()})
 
 
