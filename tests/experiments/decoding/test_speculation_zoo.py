@@ -40,17 +40,17 @@ def test_claims_on_counts_and_times() -> None:
     found = Result(ways, adaptive, output_tokens=200, device="cpu")
     ours = smoke.measured_values(experiment.claims(found))
 
-    def said(words: str) -> float:
+    def measured(words: str) -> float:
         [value] = [value for claim, value in ours.items() if words in claim]
         return value
 
-    assert said("no method changes a token of 54") == 0
-    assert said("geometric mean") == pytest.approx(1.0)
-    assert said("worst case") == pytest.approx(0.5)
-    assert said("more than 75 %") == pytest.approx(1.2)
-    assert said("trees against chains") == pytest.approx(1.25)
-    assert said("prompt lookup") == 3.0
-    assert said("EAGLE: ") == 2.4
+    assert measured("no method changes a token of 54") == 0
+    assert measured("geometric mean") == pytest.approx(1.0)
+    assert measured("worst case") == pytest.approx(0.5)
+    assert measured("more than 75 %") == pytest.approx(1.2)
+    assert measured("trees against chains") == pytest.approx(1.25)
+    assert measured("prompt lookup") == 3.0
+    assert measured("EAGLE: ") == 2.4
     assert len(experiment.summary(found)) == 2
     assert smoke.draw(STUDY, found)
 

@@ -123,17 +123,17 @@ def test_the_tail_is_a_step_with_a_full_budget(result: Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: Result) -> None:
-    said = smoke.measured_values(smoke.run("chunked_prefill").claims)
+    measured = smoke.measured_values(smoke.run("chunked_prefill").claims)
     whole_s = settings.prompt_s(settings.MODELS["Yi-34B"], 8192)
 
     def extra(chunk: int) -> float:
         """Returns the overhead of further steps of a prompt of 8,192 tokens in %."""
         return 100 * (-(-8192 // chunk) - 1) * settings.OVERHEAD_S / whole_s
 
-    small = said["chunks of 512 cost at most 25 % more than the whole prompt"]
-    large = said["chunks of 2,048 cost hardly more than the whole prompt"]
+    small = measured["chunks of 512 cost at most 25 % more than the whole prompt"]
+    large = measured["chunks of 2,048 cost hardly more than the whole prompt"]
     assert (small, large) == pytest.approx((extra(512), extra(2048)), rel=1e-4)
-    odd = said["chunks of 257 cost more than chunks of 256"]
+    odd = measured["chunks of 257 cost more than chunks of 256"]
     assert odd == pytest.approx(0, abs=1e-3)  # equal steps: a roofline has no tiles
     for name in ("mixed only", "chunks only", "both"):
         here = result.ways.system == name
@@ -141,4 +141,4 @@ def test_claims_follow_from_the_result(result: Result) -> None:
             ("median time to the first token", result.ways.ttft_s),
             ("P99 time between tokens", result.ways.tbt_p99_s),
         ):
-            assert [said[f"openchat, {name}: {what}"]] == column[here].tolist()
+            assert [measured[f"openchat, {name}: {what}"]] == column[here].tolist()

@@ -48,10 +48,10 @@ def test_memory_grows_with_requests(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: experiment.Result) -> None:
-    said = smoke.measured_values(experiment.claims(result))
+    measured = smoke.measured_values(experiment.claims(result))
     gpu = "OPT-13B on an A100 of 40 GB: share "
-    assert said.pop(gpu + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
-    assert said.pop(gpu + "left for keys and values") == 100 * 12 * 2**30 / 40e9
+    assert measured.pop(gpu + "of the weights") == 100 * 2 * 12_853_473_280 / 40e9
+    assert measured.pop(gpu + "left for keys and values") == 100 * 12 * 2**30 / 40e9
     served = "OPT-13B, ShareGPT, 2 requests/s: "
     batches = {}
     for name, uses, batch in zip(
@@ -59,22 +59,22 @@ def test_claims_follow_from_the_result(result: experiment.Result) -> None:
     ):
         by = latency_vs_rate_published.name_in_sentence(name)
         batches[name] = sum(batch) / len(batch)
-        assert said.pop(f"{served}served at once by {by}") == approx(batches[name])
+        assert measured.pop(f"{served}served at once by {by}") == approx(batches[name])
         shares = [100 * sum(x[kind] for x in uses) / len(uses) for kind in (0, 1, 2)]
-        assert said.pop(f"{by}: token states") == approx(shares[0])
+        assert measured.pop(f"{by}: token states") == approx(shares[0])
         if name != "paged":
-            assert said.pop(f"{by}: reservation") == approx(shares[1])
-            assert said.pop(f"{by}: internal waste") == approx(shares[2])
-            assert said.pop(f"{by}: external waste and rest") == approx(
+            assert measured.pop(f"{by}: reservation") == approx(shares[1])
+            assert measured.pop(f"{by}: internal waste") == approx(shares[2])
+            assert measured.pop(f"{by}: external waste and rest") == approx(
                 100 - sum(shares)
             )
         else:
             waste = 100 * (1 - shares[0] / sum(shares))
-            assert said.pop(f"{by}: waste within the pages in use") == approx(waste)
+            assert measured.pop(f"{by}: waste within the pages in use") == approx(waste)
     for name in ("Orca (Oracle)", "Orca (Max)"):
-        times = said.pop(f"{served}times the requests of {name} at once")
+        times = measured.pop(f"{served}times the requests of {name} at once")
         assert times == approx(batches["paged"] / batches[name])
-    assert not said
+    assert not measured
 
 
 def test_the_record_has_the_published_setting() -> None:

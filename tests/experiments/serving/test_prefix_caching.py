@@ -28,9 +28,11 @@ def server(result: experiment.Result) -> Stepper:
 
 @pytest.mark.slow
 def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None:
-    said = smoke.measured_values(experiment.claims(result))
+    measured = smoke.measured_values(experiment.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
-        mine = {claim: value for claim, value in said.items() if f"{name}: " in claim}
+        mine = {
+            claim: value for claim, value in measured.items() if f"{name}: " in claim
+        }
         for claim, value in mine.items():
             if "misses each of them once" in claim or "depth first" in claim:
                 assert value == pytest.approx(best), claim

@@ -29,14 +29,14 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     run = smoke.run("isoflop")
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    found, said = run.metrics, smoke.measured_values(run.claims)
+    found, measured = run.metrics, smoke.measured_values(run.claims)
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]
     predicted = "error of the predicted loss of a larger run, as a share of its gain"
-    assert said[predicted] == pytest.approx(abs(missed / gain))
+    assert measured[predicted] == pytest.approx(abs(missed / gain))
     inside = "the truth is in the 90 % interval that was predicted"
-    assert said[inside] == (found["low"] <= found["truth"] <= found["high"])
+    assert measured[inside] == (found["low"] <= found["truth"] <= found["high"])
     assert run.metrics["cosine_runs"] == 9
     assert found["interior_minima"] == interior_minima(run.result.runs)
 

@@ -190,7 +190,7 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
     )
 
 
-class Nobody(NamedTuple):
+class AdmitFirst(NamedTuple):
     """A policy that admits the first requests, and then none."""
 
     most: jax.Array
@@ -209,7 +209,9 @@ def test_a_run_without_admissions_ends_with_a_warning() -> None:
     @jax.jit
     def run(most: jax.Array) -> Simulation:
         def one(most: jax.Array) -> Simulation:
-            return step.simulate_workload(load, BOUNDS, Nobody(most), COST, max_slots=6)
+            return step.simulate_workload(
+                load, BOUNDS, AdmitFirst(most), COST, max_slots=6
+            )
 
         return jax.vmap(one)(most)
 

@@ -121,18 +121,18 @@ def test_the_best_placement_per_gpu_is_chosen() -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result() -> None:
     kept = smoke.run("disaggregation")
-    said, queues = smoke.measured_values(kept.claims), kept.result.queues
+    measured, queues = smoke.measured_values(kept.claims), kept.result.queues
     # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
     size = 512 * 2 * 64 * 9216 * 2 / 2**30
-    assert said["keys and values of 512 tokens of OPT-66B"] == size == 1.125
-    assert said["so 10 requests/s need"] == 11.25
+    assert measured["keys and values of 512 tokens of OPT-66B"] == size == 1.125
+    assert measured["so 10 requests/s need"] == 11.25
     off = "mean waiting time of a queue of prompts, {}: off the formula by"
     for i, machine in enumerate(MACHINES):
         waiting_s = [
             formula_s(machine, rate) for rate in np.asarray(queues.rate).tolist()
         ]
         apart = abs(queues.simulated_s[i] - waiting_s) / queues.waiting_s[i]
-        assert said[off.format(machine)] == pytest.approx(100 * apart.max())
+        assert measured[off.format(machine)] == pytest.approx(100 * apart.max())
 
 
 @pytest.mark.slow

@@ -210,23 +210,26 @@ def test_times_of_a_restore(whole: Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(whole: Result) -> None:
-    said = smoke.measured_values(measurement.claims(whole))
-    assert said["no answer depends on which requests are preempted, or how"] == 0
-    assert said["with swap space as large as the pool no token is computed again"] == 0
+    measured = smoke.measured_values(measurement.claims(whole))
+    assert measured["no answer depends on which requests are preempted, or how"] == 0
     assert (
-        said["no new request is admitted until all preempted ones have completed"] == 0
+        measured["with swap space as large as the pool no token is computed again"] == 0
+    )
+    assert (
+        measured["no new request is admitted until all preempted ones have completed"]
+        == 0
     )
     again = rows(whole.ways, name="recompute")
     left = "swapping without swap space is recomputation"
-    assert said[left] == again.num_recomputed[0]
+    assert measured[left] == again.num_recomputed[0]
     pools = rows(whole.pools, preemption="recompute")
     share = 100 * max(pools.num_recomputed / pools.num_fed)
     most = "most compute is recomputation when the pool is small enough"
-    assert said[most] == pytest.approx(share)
+    assert measured[most] == pytest.approx(share)
     rules = rows(whole.victims, preemption="recompute")
     spared = 1 - min(rules.num_recomputed / rules.num_fed) / again.recomputed_share[0]
     best = "choosing other victims saves half of the recomputation"
-    assert said[best] == pytest.approx(spared)
+    assert measured[best] == pytest.approx(spared)
     kept = smoke.run("preemption")
     assert list(kept.metrics) == list(Result.columns())
     assert kept.metrics["ways"][0]["name"] == "room for all"
@@ -241,8 +244,8 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     assert len(result.ways.name) == (1 if label == "recompute and swap" else 5)
     assert len(result.watermarks.name) == (1 if label == "watermarks" else 0)
     assert len(result.spaces.name) == len(result.moves.page_size) == 0
-    said = smoke.measured_values(measurement.claims(result))
-    assert not said.get("no answer depends on which requests are preempted, or how")
+    measured = smoke.measured_values(measurement.claims(result))
+    assert not measured.get("no answer depends on which requests are preempted, or how")
     assert STUDY.metrics(result)["ways"][0]["num_preempted"] == 0
     assert len(STUDY.report_parts(result)) >= 1
     assert smoke.draw(STUDY, result)

@@ -229,24 +229,24 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: measurement.Result) -> None:
     kept, samples = run("sharing"), result.samples
-    said = measured_values(kept.claims)
-    assert said["8 answers to a prompt compute its tokens once"] == 1
+    measured = measured_values(kept.claims)
+    assert measured["8 answers to a prompt compute its tokens once"] == 1
     for name in ("short", "long"):
         here = samples.lengths == name
         pairs = zip(
             samples.saved_share[here], samples.expected_share[here], strict=True
         )
         worst = max(100 * abs(saved - expected) for saved, expected in pairs)
-        (closed,) = (x for x in said if x.startswith(f"{name} prompts: n answers"))
-        assert said[closed] == pytest.approx(worst)
+        (closed,) = (x for x in measured if x.startswith(f"{name} prompts: n answers"))
+        assert measured[closed] == pytest.approx(worst)
     saved = 100 * samples.saved("short", 4)
-    assert said["pages saved by 4 answers, short prompts"] == pytest.approx(saved)
+    assert measured["pages saved by 4 answers, short prompts"] == pytest.approx(saved)
     gains = [
         result.beams.saved(name, 4) - samples.saved(name, 4)
         for name in ("short", "long")
     ]
     beams = "beams save more pages than as many answers; smallest difference"
-    assert said[beams] == pytest.approx(100 * min(gains))
+    assert measured[beams] == pytest.approx(100 * min(gains))
     (picture, *_) = kept.metrics["pictures"]
     assert picture["logical_pages"] == picture["pages"]
     report = (kept.folder / "report.md").read_text()
@@ -262,14 +262,14 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    said, samples = measured_values(measurement.claims(result)), result.samples
+    measured, samples = measured_values(measurement.claims(result)), result.samples
     if label == "parallel sampling":
-        saved = said.pop("pages saved by 4 answers, short prompts")
+        saved = measured.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])
         apart = abs(samples.saved_share[0] - samples.expected_share[0])
-        assert [*said.values()] == pytest.approx([100 * apart])
+        assert [*measured.values()] == pytest.approx([100 * apart])
     else:
-        assert not said
+        assert not measured
     (study, _) = registry.load_experiment("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.report_parts(result)) >= 1
