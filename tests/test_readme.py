@@ -16,7 +16,7 @@ from experiments.examples import (
 )
 from experiments.framework import registry
 from scaling.shapes import published
-from tests.support import engines
+from tests.support import engines, pages
 from tests.support.folders import RECORDS, ROOT
 
 PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments", "tests")
@@ -39,22 +39,21 @@ def read(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", read("README.md"), flags=re.DOTALL)
+    found = pages.fenced_blocks(ROOT / "README.md")
+    return [block.text for block in found if block.language == "python"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "model", ["tiny", pytest.param("published", marks=pytest.mark.slow)]
 )
-def test_readme_programs_run(model, blocks, tmp_path, monkeypatch, capsys):
+def test_readme_programs_run(model, blocks, tmp_path, monkeypatch):
     if model == "tiny":
         folder = engines.save_tiny_model(tmp_path / "model", max_positions=1024)
         monkeypatch.setattr(jaxkv, "bundled_model", lambda: folder)
     monkeypatch.chdir(tmp_path)
-    space: dict = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {number}", "exec"), space)
-    printed = capsys.readouterr().out
+    space, outputs = pages.run_blocks(ROOT / "README.md")
+    printed = "".join(outputs)
     assert "def read_lines(path):" in printed
     # The values in the comments of the programs.
     assert "6738415616" in printed
