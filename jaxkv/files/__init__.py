@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         verify_checksums,
         write_checksums,
     )
+    from jaxkv.files.delimited import RaggedError
+    from jaxkv.files.raw_table import Cell, RawRow, RawTable
     from jaxkv.files.reading import (
         MAX_CHARACTERS,
         parse_json,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         read_text,
         reporting_errors,
     )
+    from jaxkv.files.tables import read_decompressed_text, read_table
     from jaxkv.files.writing import (
         ARRAY_OVERHEAD_BYTES,
         check_disk_space,

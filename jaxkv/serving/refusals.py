@@ -7,13 +7,18 @@ import jax
 import numpy as np
 
 from jaxkv import validation
-from jaxkv.engine import EngineConfig
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation, Verifier
+from jaxkv.engine import (
+    REPRODUCIBLE_TREES,
+    Drafter,
+    EngineConfig,
+    Speculation,
+    Verifier,
+)
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import interface as models_interface
-from jaxkv.parallel import layout
+from jaxkv.models import Forward
+from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.scheduling import Policy
 
 
 def check_parts(
@@ -36,15 +41,15 @@ def check_parts(
     for name, value, kinds in (
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
-        ("forward", forward, (models_interface.Forward,)),
-        ("policy", policy, (scheduling_interface.Policy, type(None))),
+        ("forward", forward, (Forward,)),
+        ("policy", policy, (Policy, type(None))),
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
         ("speculation", speculation, (Speculation, type(None))),
         ("tokenizer", tokenizer, (TextTokenizer, type(None))),
     ):
         validation.instance(name, value, *kinds)
-    layout.check_mesh(mesh)
+    check_mesh(mesh)
     assert isinstance(config, EngineConfig)
     if isinstance(speculation, Speculation):
         validation.instance("speculation.drafter", speculation.drafter, Drafter)

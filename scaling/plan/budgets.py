@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, published
+from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, divide_budget, loss_powers
 
 type Amount = float | Float[np.ndarray, "..."]
 
@@ -54,7 +54,7 @@ def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
       ValueError: the law has no such form, or the coefficients have no optimum.
     """
     is_repeating = law.name == "data-constrained"
-    powers = published.loss_powers(CHINCHILLA if is_repeating else law, coefficients)
+    powers = loss_powers(CHINCHILLA if is_repeating else law, coefficients)
     for name in ("A", "B", "alpha", "beta", "outer"):
         value = getattr(powers, name)
         if not 0 < value < math.inf:
@@ -116,7 +116,7 @@ def allocate_budget(
     arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
     if inference_tokens == 0:
-        free = published.divide_budget(powers, flops)
+        free = divide_budget(powers, flops)
     else:
         served = math.log(2 * inference_tokens)
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.cli.console import interrupts
-from experiments.framework import registry, run_folder
+from experiments.framework import load_experiment, run_folder
 from experiments.training.bundled_model import experiment
-from scaling.training import train
+from scaling.training import restore_checkpoint
 from scaling.training.step import init_train_state
 from tests.support import engines
 
@@ -105,7 +105,7 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     output, err = press(process)
     assert err == STOPPING
     assert "interrupted; the result is partial" in output
-    kept = run_folder.read_run(out, registry.load_experiment("demo"))
+    kept = run_folder.read_run(out, load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
     names = {path.name for path in out.iterdir()}
@@ -130,7 +130,7 @@ def test_ctrl_c_during_serving_keeps_partial_results(
     while not (line := heard(process.stderr)).startswith(whole):
         assert line.startswith("static batching: ")  # a progress line on a busy machine
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, registry.load_experiment("demo"))
+    kept = run_folder.read_run(out, load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.static.is_done.all()
     assert not kept.result.continuous.is_done.all()
@@ -184,13 +184,13 @@ def test_an_interrupted_training_run_can_be_resumed(
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, registry.load_experiment("bundled_model"))
+    kept = run_folder.read_run(out, load_experiment("bundled_model"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
     config = experiment.CONFIGS["smoke"].trunk
     like = init_train_state(config.model, config.optimizer, jnp.int32(0))
-    step = int(train.restore_checkpoint(last, like).step)
+    step = int(restore_checkpoint(last, like).step)
     lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
     assert step == json.loads(lines[-1])["step"] > 0
 
@@ -235,7 +235,7 @@ def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
         "interrupted; the result is partial",
         f"report: {out / 'report.md'}",
     ]
-    kept = run_folder.read_run(out, registry.load_experiment("lecture_numbers"))
+    kept = run_folder.read_run(out, load_experiment("lecture_numbers"))
     assert kept.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
