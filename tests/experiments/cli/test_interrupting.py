@@ -83,7 +83,7 @@ def test_ctrl_c_without_results_ends_at_once(
 # A library that swallows KeyboardInterrupt, like a garbage collector's callback.
 STUBBORN = """if True:
     import time
-    from experiments.framework import registry
+    from experiments.cli import main
     def load(name):
         print("here", flush=True)
         while True:
@@ -91,7 +91,7 @@ STUBBORN = """if True:
                 time.sleep(60)
             except BaseException:
                 pass
-    registry.load_experiment = load
+    main.load_experiment = load
 """
 
 
@@ -152,15 +152,15 @@ def test_a_second_ctrl_c_does_not_wait_for_the_compiler(
 # One bytecode instruction that takes minutes, like a compilation, without signals.
 DEAF = """if True:
     import hashlib, os
-    from experiments.framework import registry
-    load = registry.load_experiment
+    from experiments.cli import main
+    load = main.load_experiment
     def run(config, progress):
         os.write(1, b"here\\n")  # atomic, unlike print, if a signal arrives
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
     def deaf(name):
         found = load(name)
         return found._replace(studies=(found.studies[0]._replace(run=run),))
-    registry.load_experiment = deaf
+    main.load_experiment = deaf
 """
 
 
@@ -243,8 +243,8 @@ def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
 # Waits to be stopped before it begins.
 PATIENT = """if True:
     import time
-    from experiments.framework import registry
-    load = registry.load_experiment
+    from experiments.cli import main
+    load = main.load_experiment
     def waiting(experiment):
         (study,) = experiment.studies
         def run(config, progress):
@@ -253,7 +253,7 @@ PATIENT = """if True:
                 time.sleep(0.01)
             return study.run(config)
         return experiment._replace(studies=(study._replace(run=run),))
-    registry.load_experiment = lambda name: waiting(load(name))
+    main.load_experiment = lambda name: waiting(load(name))
 """
 
 

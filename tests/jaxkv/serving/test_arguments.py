@@ -26,7 +26,9 @@ from tests.support import engines
 from tests.support.folders import TOKENIZED
 
 # Arguments here have types that no annotation allows.
-api: Any = types.SimpleNamespace(**vars(speculation))
+api: Any = types.SimpleNamespace(
+    **{name: getattr(speculation, name) for name in speculation.__all__}
+)
 api.Engine, api.EngineConfig = jaxkv.Engine, jaxkv.EngineConfig
 api.Sampling, api.make_mesh, api.load_model = (
     Sampling,
