@@ -263,7 +263,7 @@ BUGS = {
     "the residual is not normalised": Bug(
         verifiers,
         "_try_child",
-        "fixed_point.normalise(jnp.maximum(target_probs - draft_probs, 0))",
+        "sampling.normalise(jnp.maximum(target_probs - draft_probs, 0))",
         "jnp.maximum(target_probs - draft_probs, 0)",
         check_distance,
         ("one draft",),
@@ -303,7 +303,7 @@ BUGS = {
     "the remaining draft distribution is not normalised": Bug(
         verifiers.Rejection,
         "rule",
-        "fixed_point.normalise(jnp.where(is_child, 0, left))",
+        "sampling.normalise(jnp.where(is_child, 0, left))",
         "jnp.where(is_child, 0, left)",
         check_distance,
         ("two that differ",),
