@@ -99,7 +99,7 @@ class RooflineCost(NamedTuple):
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Returns the seconds of a step, see `scaling.costs.step_work`."""
+        """Returns the seconds of a step, see `scaling.costs.step_cost`."""
         w, c = as_floats(work), self.step
         tokens = w.num_decode_rows + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)

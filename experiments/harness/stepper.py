@@ -26,7 +26,7 @@ from jaxkv.scheduling import Policy
 from jaxkv.serving import LOCAL, make_requests
 
 type Step = Callable[..., tuple[EngineState, Any]]
-"""A step function as `engine.step.step`; its second result may be of any type."""
+"""A step function as `engine.step`; its second result may be of any type."""
 
 
 class StepperCall(NamedTuple):
@@ -111,7 +111,7 @@ class Stepper:
           arrivals_s: earliest admission of each request, ascending; a call takes 1 s.
             None means that all requests arrive at the start.
           policy: scheduling policy; None means first come, first served.
-          eviction: eviction rule, as in `engine.step.step`.
+          eviction: eviction rule, as in `engine.step`.
 
         Yields:
           The result of each call.
@@ -242,7 +242,7 @@ def _steps(
     forward: Callable[..., ForwardResult],
     step: Step,
 ) -> tuple[EngineState, Any]:
-    """Runs the steps of a call like `engine.step.run_steps`, with any step function."""
+    """Runs the steps of a call like `engine.run_steps`, with any step function."""
 
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         return step(params, state, config=config, forward=forward, **rules)

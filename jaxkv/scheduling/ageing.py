@@ -35,7 +35,7 @@ class AgeingPriority(NamedTuple):
 def ageing_priority(
     *, level_ms: int = 10_000, inner: first_come.FCFS | None = None
 ) -> AgeingPriority:
-    """Makes an `AgeingPriority` policy; `inner` None means `fcfs.fcfs()`.
+    """Makes an `AgeingPriority` policy; `inner` None means `fcfs()`.
 
     Raises:
       ValueError: `level_ms` is not in [1, 1000000].

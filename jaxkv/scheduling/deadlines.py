@@ -27,5 +27,5 @@ class EarliestDeadline(NamedTuple):
 
 
 def earliest_deadline(inner: first_come.FCFS | None = None) -> EarliestDeadline:
-    """Makes an `EarliestDeadline` policy; `inner` None means `fcfs.fcfs()`."""
+    """Makes an `EarliestDeadline` policy; `inner` None means `fcfs()`."""
     return EarliestDeadline(first_come.fcfs() if inner is None else inner)

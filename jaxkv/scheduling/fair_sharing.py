@@ -39,5 +39,5 @@ class FairShare(NamedTuple):
 
 
 def fair_share(inner: first_come.FCFS | None = None) -> FairShare:
-    """Makes a `FairShare` policy; `inner` None means `fcfs.fcfs()`."""
+    """Makes a `FairShare` policy; `inner` None means `fcfs()`."""
     return FairShare(first_come.fcfs() if inner is None else inner)

@@ -29,5 +29,5 @@ class ShortestRemaining(NamedTuple):
 
 
 def shortest_remaining(inner: first_come.FCFS | None = None) -> ShortestRemaining:
-    """Makes a `ShortestRemaining` policy; `inner` None means `fcfs.fcfs()`."""
+    """Makes a `ShortestRemaining` policy; `inner` None means `fcfs()`."""
     return ShortestRemaining(first_come.fcfs() if inner is None else inner)

@@ -71,7 +71,7 @@ class Engine:
             `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: bound on token ids; None does not check them.
-          policy: scheduling policy; None means `fcfs.fcfs()`.
+          policy: scheduling policy; None means `fcfs()`.
           eviction: eviction rule of the prefix cache; None means
             `prefix_eviction.LRU()`.
           logits_fn: changes logits before a token is sampled; a plain function,
@@ -254,7 +254,7 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        """Sets the policy of the next steps; None means `fcfs.fcfs()`.
+        """Sets the policy of the next steps; None means `fcfs()`.
 
         Raises:
           ValueError: it is not a policy.

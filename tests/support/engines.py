@@ -295,7 +295,7 @@ def serve(
     Args:
       asks: the requests, in order of arrival.
       config: the engine's configuration.
-      policy: the scheduling policy; None means `fcfs.fcfs()`.
+      policy: the scheduling policy; None means `fcfs()`.
       state: an engine to continue; None means a new one.
       model: the model.
       weights: its parameters; None means `params(model)`.

@@ -129,7 +129,7 @@ class System(NamedTuple):
     Attributes:
       name: name in tables.
       whole: see `scheduling.chunked_prefill`.
-      first: see `scheduling.chunked_prefill.chunked_prefill`.
+      first: see `scheduling.chunked_prefill`.
       is_serialized: True if prefill and decode take separate steps.
       budget: token budget of a step; None for whole prompts, see `budget_of`.
       reads_all_waiting: True if a step may prefill all waiting prompts.

@@ -3,7 +3,7 @@
 Waiting requests are served one at a time by the engine's scheduler, page pool and
 prefix cache, with a model that does no work. The order is the order of arrival; or the
 request with the most cached tokens among the first in the queue
-(`fcfs.fcfs(cached_first=True)`); or a depth-first walk of the tree of all prompts,
+(`fcfs(cached_first=True)`); or a depth-first walk of the tree of all prompts,
 which needs all prompts in advance and computes every page once, the optimum.
 
 A hit rate is pages found / pages of all prompts. Pool sizes are relative to the number

@@ -98,7 +98,7 @@ def serve(
       follow: makes a follow-up of the first answer to a request, or None.
       before_call: changes the state before each call.
       program: the steps, compiled.
-      chunk_size: as in `policies.fcfs`.
+      chunk_size: as in `fcfs`.
       cancels: probability per call that a request is cancelled.
     """
     rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
