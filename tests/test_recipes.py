@@ -136,14 +136,15 @@ TENANT_FIRST = '''
 
 from typing import NamedTuple
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import interface
+from jaxkv.scheduling.first_come import FCFS, fcfs
 from jaxkv.scheduling.interface import Counts, Plan
 
 
 class TenantFirst(NamedTuple):
     """Admits the request with the smallest tenant first."""
 
-    inner: fcfs.FCFS = fcfs.fcfs()
+    inner: FCFS = fcfs()
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:

@@ -396,7 +396,7 @@ def test_a_killed_process_loses_at_most_the_interval(
         "import sys, pathlib\n"
         "from jaxkv.models.config import *\nfrom scaling.corpora.corpora import *\n"
         "from scaling.training.recipes import *\nfrom scaling.training import train\n"
-        f"train.train({config!r}, pathlib.Path({str(out)!r}))\n"
+        f"train({config!r}, pathlib.Path({str(out)!r}))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     for num_lines in (5, 40, 90):
