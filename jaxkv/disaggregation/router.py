@@ -342,7 +342,7 @@ class Router:
             prompt=tokens,
             sampling=sampling,
             key_id=key_id,
-            attributes=scheduling.checked(attributes),
+            attributes=scheduling.check_attributes(attributes),
             is_streamed=is_streamed,
         )
         self._requests[number] = request

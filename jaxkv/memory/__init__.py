@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         CONTEXT,
         broadcast_from_owner,
         check_window,
-        degree,
+        num_page_parts,
     )
     from jaxkv.memory.page_pool import (
         NO_PAGE,

@@ -219,7 +219,7 @@ class KVLayout:
             plan=plan,
             **_local_attention_args(pages, rows, window),
         )
-        if page_parts.degree() > 1:
+        if page_parts.num_page_parts() > 1:
             merge = merge_own_rows if own_rows else merge_devices
             state = merge(state, page_parts.CONTEXT)
         return state.out
@@ -296,10 +296,14 @@ def _local_attention_args(
 ) -> dict[str, Any]:
     """Returns the arguments of attention for this device's part of the pages."""
     position, context, ancestors = rows.position, rows.context, rows.ancestors
-    if page_parts.degree() > 1:
+    if page_parts.num_page_parts() > 1:
         last = functools.partial(page_parts.last_local_place, part=pages.part)
         position = last(position)
-    if page_parts.degree() > 1 and context is not None and ancestors is not None:
+    if (
+        page_parts.num_page_parts() > 1
+        and context is not None
+        and ancestors is not None
+    ):
         # The tree's places on this device are contiguous columns too, but fewer.
         start = jnp.where(context >= 0, last(context - 1) + 1, -1)
         column = jnp.arange(ancestors.shape[1], dtype=jnp.int32)

@@ -88,7 +88,7 @@ class Pages(NamedTuple):
     @property
     def page_size(self) -> int:
         """Token places in a page, on all devices (the block size in vLLM)."""
-        return self.part * page_parts.degree()
+        return self.part * page_parts.num_page_parts()
 
     @property
     def part(self) -> int:
@@ -171,7 +171,7 @@ def _where(
 ) -> tuple[Int32[Array, "*shape"], Int32[Array, "*shape"]]:
     # Place -1 gives column -1 of the table, which `arrays.take` treats as unmapped.
     page = arrays.take(page_ids, (slot, place // page_size), fill=NO_PAGE)
-    if (num := page_parts.degree()) == 1:
+    if (num := page_parts.num_page_parts()) == 1:
         return page, place % page_size
     part = page_size // num
     offset = place % page_size - page_parts.first_offset(part)
@@ -266,7 +266,7 @@ def move_tokens(
             # A gather and a scatter of the entries' tokens.
             page = jnp.where(written < 0, leaf.shape[1], written)
             found = leaf[:, jnp.maximum(read, 0), :, at]
-            if page_parts.degree() > 1:
+            if page_parts.num_page_parts() > 1:
                 has = jnp.expand_dims(read >= 0, tuple(range(1, found.ndim)))
                 found = jnp.where(has, found, jnp.zeros_like(found))
                 found = page_parts.broadcast_from_owner(found)

@@ -21,7 +21,7 @@ CONTEXT = "context"
 """Mesh axis over which pages are divided."""
 
 
-def degree() -> int:
+def num_page_parts() -> int:
     """Returns the number of devices that divide every page, in the current trace."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
@@ -29,7 +29,9 @@ def degree() -> int:
 
 def first_offset(part: int) -> Int32[Array, ""] | int:
     """Returns the first place of each page in this device's part of `part` places."""
-    return 0 if degree() == 1 else lax.axis_index(CONTEXT).astype(jnp.int32) * part
+    return (
+        0 if num_page_parts() == 1 else lax.axis_index(CONTEXT).astype(jnp.int32) * part
+    )
 
 
 def last_local_place(
@@ -44,14 +46,14 @@ def last_local_place(
     Returns:
       Index among this device's places of the sequence; -1 if there is none.
     """
-    size = part * degree()
+    size = part * num_page_parts()
     inside = jnp.clip(place % size + 1 - first_offset(part), 0, part)
     return place // size * part + inside - 1
 
 
 def global_place(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
     """Returns the place in the sequence of one of this device's places."""
-    return own // part * (part * degree()) + first_offset(part) + own % part
+    return own // part * (part * num_page_parts()) + first_offset(part) + own % part
 
 
 def local_window(size: int | None, *, part: int) -> int | None:
@@ -60,10 +62,10 @@ def local_window(size: int | None, *, part: int) -> int | None:
     Raises:
       ValueError: the window is not a multiple of the page size.
     """
-    if size is None or degree() == 1:
+    if size is None or num_page_parts() == 1:
         return size
-    check_window(size, page_size=part * degree())
-    return size // degree()
+    check_window(size, page_size=part * num_page_parts())
+    return size // num_page_parts()
 
 
 def check_window(size: int | None, *, page_size: int) -> None:
@@ -84,7 +86,7 @@ def broadcast_from_owner(found: Any) -> Any:
 
     The result is exact for every dtype.
     """
-    if degree() == 1:
+    if num_page_parts() == 1:
         return found
 
     def one(x: Array) -> Array:

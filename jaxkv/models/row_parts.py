@@ -67,7 +67,7 @@ def divide_rows(
     Packed rows are divided if each device gets an equal number. With reproducible
     numerics, whose passes have one size and include single rows, they are not divided.
     """
-    num, num_rows = memory.degree(), rows.position.shape[0]
+    num, num_rows = memory.num_page_parts(), rows.position.shape[0]
     if rows.slot is None or numerics != "fast" or num_rows % num:
         return WHOLE
     return RowParts(num)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         gather_numbers,
         is_first,
         join_processes,
-        num,
+        num_processes,
     )
     from jaxkv.parallel.sequence import (
         RING,

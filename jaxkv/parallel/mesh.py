@@ -18,7 +18,7 @@ def set_cpu_devices(num: int) -> None:
 
     With several processes, `num` is the number of devices of all processes.
     """
-    num = -(-num // processes.num())
+    num = -(-num // processes.num_processes())
     if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # the user has set the number
     if (jax.config.values["jax_num_cpu_devices"] or 1) < num:

@@ -134,7 +134,7 @@ def _wait_for(host: str, port: int) -> None:
     )
 
 
-def num() -> int:
+def num_processes() -> int:
     """Returns the number of processes; 1 without `join_processes`."""
     return _joined.num
 
@@ -151,10 +151,10 @@ def check_all_used(num_devices: int) -> None:
       ValueError: a process has no device; the message has the numbers.
     """
     used = {device.process_index for device in jax.devices()[:num_devices]}
-    if len(used) < num():
+    if len(used) < num_processes():
         raise ValueError(
-            f"a mesh of {num_devices} devices leaves some of {num()} processes without "
-            f"one; each has {jax.local_device_count()}"
+            f"a mesh of {num_devices} devices leaves some of {num_processes()} processes "
+            f"without one; each has {jax.local_device_count()}"
         )
 
 
@@ -163,7 +163,7 @@ def broadcast_from_first[T](tree: T) -> T:
 
     Every process must call this function.
     """
-    if num() == 1:
+    if num_processes() == 1:
         return tree
     from jax.experimental import multihost_utils
 
@@ -186,7 +186,7 @@ def gather_numbers(number: int) -> list[int]:
 
     Every process must call this function.
     """
-    if num() == 1:
+    if num_processes() == 1:
         return [number]
     from jax.experimental import multihost_utils
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         REQUEST_FIELDS,
         RequestAttributes,
         attribute_columns,
-        checked,
+        check_attributes,
         from_fields,
         relative_to_clock,
     )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.scheduling.prefill_chunks import chunked_prefill
     from jaxkv.scheduling.remaining_work import shortest_remaining
-    from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, error
+    from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, stall_error
     from jaxkv.scheduling.static_batching import static
     from jaxkv.scheduling.victims import Victim
 

@@ -57,7 +57,7 @@ REQUEST_FIELDS = tuple(
 """Attributes that a request can set; the engine sets those with a single value."""
 
 
-def checked(attributes: object) -> RequestAttributes:
+def check_attributes(attributes: object) -> RequestAttributes:
     """Validates the attributes of one request; None means the defaults.
 
     Raises:

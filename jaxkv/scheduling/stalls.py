@@ -73,7 +73,7 @@ class StepCounter:
             self.num_steps += num_rows.size
 
 
-def error(
+def stall_error(
     policy: Any, request: str, *, has_pages: bool, request_id: int | None = None
 ) -> StallError:
     """Makes the error.

@@ -454,7 +454,7 @@ class EngineCore:
         name = record.request_id
         request = f"request_id={name}, {len(record.prompt)} prompt tokens,"
         has_pages = bool(info.enough[-1])
-        raise scheduling.error(
+        raise scheduling.stall_error(
             call.policy, request, has_pages=has_pages, request_id=name
         )
 

@@ -382,7 +382,7 @@ class Engine:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
             key_id = refusals.check_request_id("key_id", key_id)
-        attributes = scheduling.checked(attributes)
+        attributes = scheduling.check_attributes(attributes)
         if request_id is not None:
             request_id = refusals.check_request_id("request_id", request_id)
         else:

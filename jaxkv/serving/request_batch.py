@@ -60,7 +60,7 @@ def make_requests(
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     attributes = [None] * num if attributes is None else attributes
     _check_length("attributes", attributes, num)
-    asked = [scheduling.checked(x) for x in attributes]
+    asked = [scheduling.check_attributes(x) for x in attributes]
     # Request of each row, and index of the sequence in it.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]

@@ -176,7 +176,7 @@ class MemberBatch:
             return
         first = int(self._open(member)[0])
         size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
-        raise scheduling.error(
+        raise scheduling.stall_error(
             self._members.policy,
             f"request {first} of member {self._names[member]}, {size} tokens,",
             has_pages=bool(info.enough[-1]),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         save_heads,
     )
     from jaxkv.speculation.jacobi import Jacobi
-    from jaxkv.speculation.layer_search import search
+    from jaxkv.speculation.layer_search import search_layers
     from jaxkv.speculation.lookahead import Lookahead
     from jaxkv.speculation.medusa import (
         Medusa,

@@ -81,7 +81,7 @@ def speed_of(acceptance: float, cost: float, most: int) -> tuple[float, int]:
     return max(gains, key=lambda gain: (gain[0], -gain[1]))
 
 
-def search(
+def search_layers(
     params: Params,
     tokens: Int[Array, "texts length"],
     *,

@@ -137,7 +137,7 @@ def train(
         if last is not None:
             state = _read_arrays(last, state)
         layout = dataclasses.asdict(config.how.layout)
-        curve = folder.go_on(last, int(state.step), parallel.num(), layout)
+        curve = folder.go_on(last, int(state.step), parallel.num_processes(), layout)
         state, first_step = broadcast_from_first((state, folder.first_step))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         run.curve = curve
@@ -148,7 +148,7 @@ def train(
                 if line["step"] % config.checkpoint_every == 0:
                     _save(folder, run.state)
         except KeyboardInterrupt:
-            if parallel.num() > 1:  # other processes do not see the interrupt
+            if parallel.num_processes() > 1:  # other processes do not see the interrupt
                 raise
             run.status = "stopped"
         state = run.state
@@ -294,7 +294,7 @@ def restore_checkpoint(checkpoint: Path, like: TrainState) -> TrainState:
 
 def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
     """Reads the arrays of an undamaged checkpoint."""
-    if parallel.num() > 1:  # read by one process, not over the mesh
+    if parallel.num_processes() > 1:  # read by one process, not over the mesh
         like = jax.tree.map(np.asarray, like)
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
@@ -330,7 +330,7 @@ def save_checkpoint(
     ) as new:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         files.check_disk_space(new, num_bytes)
-        if parallel.num() > 1:
+        if parallel.num_processes() > 1:
             state = jax.tree.map(np.asarray, state)
         with (
             files.silencing_orbax(),

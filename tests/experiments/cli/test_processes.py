@@ -265,7 +265,7 @@ def test_a_missing_coordinator_is_named(
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ValueError, match=f"coordinator='{address}': no response"):
         processes.join_processes(address, 2, 1)
-    assert processes.num() == 1
+    assert processes.num_processes() == 1
     assert processes.is_first()
 
 

@@ -40,9 +40,11 @@ def test_the_fields_with_a_row_for_each_waiting_request_are_declared() -> None:
 
 
 def test_attributes_of_a_request_are_checked() -> None:
-    assert attributes.checked(None) == RequestAttributes()
+    assert attributes.check_attributes(None) == RequestAttributes()
     given = RequestAttributes(priority=np.int64(3), deadline_ms=250)
-    assert attributes.checked(given) == RequestAttributes(priority=3, deadline_ms=250)
+    assert attributes.check_attributes(given) == RequestAttributes(
+        priority=3, deadline_ms=250
+    )
     for wrong, line in (
         (RequestAttributes(priority=1001), "attributes.priority=1001 must be a whole"),
         (RequestAttributes(session=-2), "attributes.session=-2 must be a whole"),
@@ -52,7 +54,7 @@ def test_attributes_of_a_request_are_checked() -> None:
         (7, "attributes=7 must be "),
     ):
         with pytest.raises(ValueError, match=re.escape(line)):
-            attributes.checked(wrong)
+            attributes.check_attributes(wrong)
 
 
 def test_times_become_relative_to_the_clock() -> None:

@@ -63,7 +63,7 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for layers, share in shares.items()
     }
-    found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
+    found = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
     assert found.speed == pytest.approx(max(speeds.values()))
     assert speeds[found.layers] == pytest.approx(found.speed)
     # Greedy removal: the best pair, then the better of its layers.
@@ -71,7 +71,7 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = max(sets[3:], key=lambda layers: shares[layers])
     tried = [pair, *((layer,) for layer in pair)]
     best = max(tried, key=lambda layers: shares[layers] if len(layers) == 1 else -1.0)
-    found = layer_search.search(params, tokens, config=THREE, max_drafts=4)
+    found = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
     assert found.layers in (pair, best)
     assert found.speed == pytest.approx(max(speeds[pair], speeds[best]))
 
@@ -81,7 +81,7 @@ def test_found_layers_are_served() -> None:
     """As on the package's page."""
     folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]
     model = load_model(folder)
-    found = layer_search.search(model.params, texts() % 60, config=model.config)
+    found = layer_search.search_layers(model.params, texts() % 60, config=model.config)
     bounds: Any = {"num_pages": 16, "max_slots": 2, "max_length": 40}
     ask = Sampling.greedy(max_tokens=12, ignore_eos=True)
     plain = jaxkv.Engine.load(folder, numerics="reproducible", **bounds)
@@ -104,10 +104,10 @@ def test_found_layers_are_served() -> None:
 def test_models_that_cannot_be_searched_are_refused() -> None:
     params, tokens = engines.params(THREE), texts()
     with pytest.raises(ValueError, match="max_drafts=0 must be"):
-        layer_search.search(params, tokens, config=THREE, max_drafts=0)
+        layer_search.search_layers(params, tokens, config=THREE, max_drafts=0)
     one = dataclasses.replace(THREE, num_layers=1)
     with pytest.raises(ValueError, match="num_layers=1 must be at least 2"):
-        layer_search.search(params, tokens, config=one)
+        layer_search.search_layers(params, tokens, config=one)
     stacked = stack_layers(THREE, params)
     with pytest.raises(ValueError, match="layers that are not stacked"):
-        layer_search.search(stacked, tokens, config=THREE)
+        layer_search.search_layers(stacked, tokens, config=THREE)
