@@ -153,8 +153,8 @@ def check_all_used(num_devices: int) -> None:
     used = {device.process_index for device in jax.devices()[:num_devices]}
     if len(used) < num_processes():
         raise ValueError(
-            f"a mesh of {num_devices} devices leaves some of {num_processes()} processes "
-            f"without one; each has {jax.local_device_count()}"
+            f"a mesh of {num_devices} devices leaves some of {num_processes()} "
+            f"processes without one; each has {jax.local_device_count()}"
         )
 
 
