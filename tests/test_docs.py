@@ -14,11 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import jaxkv
 from tests.support import pages
 from tests.support.folders import ROOT
 
@@ -127,6 +129,12 @@ def test_each_package_has_a_page_of_the_reference() -> None:
         assert page == f"# {name}\n\n::: {name}\n"
         assert f"]({name}.md)" in listed
         assert f"- api/{name}.md\n" in config
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {jaxkv.__version__}\n" in citation
+    assert jaxkv.__version__ == metadata.version("jaxkv")
 
 
 # The built site

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import jaxkv
 from experiments.cli import compilation_cache, multiprocess, run
 from experiments.cli.console import interrupts, streams
 from experiments.cli.run import CommandOutput
@@ -47,6 +48,9 @@ def main(args: list[str] | None = None) -> int:
             return status
         with interrupts.exit_on_interrupt():
             return multiprocess.exit_unjoined(main(sys.argv[1:]))
+    if args == ["--version"]:
+        print(f"jaxkv {jaxkv.__version__}")
+        return 0
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
     # Unencodable characters are replaced; JSON is always UTF-8.

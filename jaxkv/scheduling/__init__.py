@@ -6,6 +6,7 @@ from jaxkv.scheduling.interface import (
     Counts,
     Plan,
     Policy,
+    plan_by,
     plan_in_order,
     schedule,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "fair_share",
     "fcfs",
     "interface",
+    "plan_by",
     "plan_in_order",
     "schedule",
     "shortest_remaining",

@@ -263,9 +263,9 @@ class Engine:
         Raises:
           ValueError: it is not a policy.
         """
-        kinds = (scheduling_interface.Policy, type(None))
-        policy = validation.instance("policy", policy, *kinds)
-        self.core.policy = fcfs.fcfs() if policy is None else policy
+        policy = fcfs.fcfs() if policy is None else policy
+        scheduling_interface.check_policy(policy)
+        self.core.policy = policy
 
     @property
     def trace(self) -> outputs.Trace:

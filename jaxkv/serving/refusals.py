@@ -37,13 +37,14 @@ def check_parts(
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
         ("forward", forward, (models_interface.Forward,)),
-        ("policy", policy, (scheduling_interface.Policy, type(None))),
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
         ("speculation", speculation, (Speculation, type(None))),
         ("tokenizer", tokenizer, (TextTokenizer, type(None))),
     ):
         validation.instance(name, value, *kinds)
+    if policy is not None:
+        scheduling_interface.check_policy(policy)
     layout.check_mesh(mesh)
     assert isinstance(config, EngineConfig)
     if isinstance(speculation, Speculation):

@@ -12,7 +12,14 @@ from experiments.harness import cost_models
 from jaxkv import clock
 from jaxkv.progress import Quiet
 from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import SimulationMember, SimulationResult, driver, outcomes, step
+from jaxkv.simulation import (
+    SimulationMember,
+    SimulationResult,
+    Work,
+    driver,
+    outcomes,
+    step,
+)
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import arrivals, metrics
 from tests.support import simulations
@@ -118,13 +125,35 @@ def test_a_stopped_run_returns_partial_results() -> None:
     assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
 
 
-def test_members_of_different_types_are_refused() -> None:
+def test_members_of_different_types_are_refused(no_type_checks) -> None:
     member = SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
     other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="policy must have the same type in all"):
         driver.stack([member, other])
     with pytest.raises(ValueError, match="must have at least one member"):
         driver.stack([])
+    for field, value in (("policy", fcfs.fcfs), ("cost", 0.02)):
+        wrong: dict[str, Any] = {**member._asdict(), field: value}
+        with pytest.raises(ValueError, match=rf"^{field}=.* must be a "):
+            driver.stack([SimulationMember(**wrong)])
+
+
+def test_unstacked_members_are_refused(no_type_checks) -> None:
+    members: Any = [SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)]
+    with pytest.raises(ValueError, match=r"must be stacked: simulate\(stack\("):
+        driver.simulate(members, max_slots=6)
+
+
+def test_a_cost_may_be_a_function() -> None:
+    def step_s(work: Work) -> jax.Array:
+        return COST(work)
+
+    members = [SimulationMember(load, BOUNDS, fcfs.fcfs(), step_s) for load in LOADS]
+    found = driver.simulate(driver.stack(members), max_slots=6, steps_per_call=50)
+    np.testing.assert_array_equal(found.finish_s, served().finish_s)
+    other = members[0]._replace(cost=lambda work: jnp.float32(0.1))
+    with pytest.raises(ValueError, match="cost must have the same type in all"):
+        driver.stack([members[1], other])
 
 
 @pytest.mark.slow
