@@ -289,7 +289,9 @@ def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
         if is_named:
             raise ValueError(f"{prog}: {name} and --config {file} exclude each other")
         base, name = experiment.config_loads(files.read_text(file), file), ""
-    description = f"{experiment.question} Configs: {', '.join(configs)}."
+    first, *others = configs
+    listed = ", ".join([f"{first} (the default)", *others])
+    description = f"{experiment.question} Configs: {listed}."
     asked = _changed(base, flags, f"{prog} [CONFIG]", description)
     return run.run(experiment, *asked, config_name=name)
 
