@@ -22,6 +22,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
+from pallas_kernels.lazy_exports import read_exports
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
@@ -169,16 +171,20 @@ def on_page_markdown(
 
 
 class PublicNames(griffe.Extension):
-    """Limits the API reference to the names in `__all__`.
+    """Limits the API reference to the objects that packages export.
 
-    Griffe takes all submodules and all special methods for public.
+    Griffe does not evaluate the call of `lazy_exports` that lists them, and takes all
+    submodules and all special methods for public.
     """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Makes submodules outside `__all__` private; removes special methods."""
+        """Sets the exports of packages; removes special methods."""
         objects: list[griffe.Object] = [pkg]
         while objects:
             parent = objects.pop()
+            if isinstance(parent, griffe.Module) and parent.is_init_module:
+                if names := read_exports(Path(str(parent.filepath))):
+                    parent.exports = [*names]
             for name, member in [*parent.members.items()]:
                 if isinstance(member, griffe.Alias):
                     continue

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.engine.drafting import Speculation
     from jaxkv.engine.snapshots import load_state, save_state
-    from jaxkv.engine.step import step
+    from jaxkv.engine.steps import step
     from jaxkv.files import bundled_model
     from jaxkv.memory import InvariantError
     from jaxkv.models import Forward, ForwardResult, attend
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         schedule,
         static,
     )
-    from jaxkv.scheduling.fcfs import fcfs
+    from jaxkv.scheduling.first_come import fcfs
     from jaxkv.serving import Completion, Engine, Event, make_requests
     from jaxkv.speculation.methods import SpeculationConfig
 
@@ -98,21 +98,21 @@ _HOMES = {
     "Speculation": "engine.drafting",
     "SpeculationConfig": "speculation.methods",
     "StallError": "scheduling.stalls",
-    "StepInfo": "engine.step",
+    "StepInfo": "engine.steps",
     "attend": "models.interface",
     "bundled_model": "files",
     "cancel": "engine.requests",
     "drain": "engine.requests",
-    "fcfs": "scheduling.fcfs",
+    "fcfs": "scheduling.first_come",
     "init": "engine.state",
     "load_state": "engine.snapshots",
     "make_requests": "serving.request_batch",
     "plan_in_order": "scheduling.interface",
-    "run_steps": "engine.step",
+    "run_steps": "engine.steps",
     "save_state": "engine.snapshots",
     "schedule": "scheduling.interface",
     "static": "scheduling.static_batching",
-    "step": "engine.step",
+    "step": "engine.steps",
     "submit": "engine.requests",
 }
 

@@ -14,21 +14,32 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays, validation
-from jaxkv.memory import kv_pages, page_pool, page_table
-from jaxkv.models import ModelConfig, interface
+from jaxkv import arrays, memory, validation
+from jaxkv.memory import (
+    NO_PAGE,
+    Pages,
+    Pool,
+    Rows,
+    Table,
+    advance_lengths,
+    gather_pages,
+    make_pool,
+    make_table,
+    scatter_pages,
+)
+from jaxkv.models import Forward, ModelConfig
 from pallas_kernels import devices
 
 
 class Cache(NamedTuple):
     """The KV cache of several sequences, one per slot, in pages of a shared pool."""
 
-    pages: kv_pages.Pages
-    pool: page_pool.Pool
-    table: page_table.Table
+    pages: Pages
+    pool: Pool
+    table: Table
 
 
-def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cache:
+def init_cache(pages: Pages, *, max_slots: int, max_length: int) -> Cache:
     """Makes an empty KV cache for `max_slots` sequences of `max_length` tokens at most.
 
     Programs that use the cache should donate it. `pages` are the K and V arrays of a
@@ -40,8 +51,8 @@ def init_cache(pages: kv_pages.Pages, *, max_slots: int, max_length: int) -> Cac
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
         pages,
-        page_pool.make_pool(pages.num_pages),
-        page_table.make_table(max_slots, -(-max_length // pages.page_size)),
+        make_pool(pages.num_pages),
+        make_table(max_slots, -(-max_length // pages.page_size)),
     )
 
 
@@ -51,7 +62,7 @@ def prefill(
     tokens: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
     *,
-    forward: interface.Forward,
+    forward: Forward,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
     """Appends several tokens to each slot.
 
@@ -82,7 +93,7 @@ def prefill(
     used = place < fed[:, None]
     # Rows of a slot must be contiguous; padding may separate slots.
     slot = jnp.arange(slots, dtype=jnp.int32)[:, None]
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=tokens.reshape(-1),
         position=jnp.where(used, cache.table.length[:, None] + place, -1).reshape(-1),
         slot=jnp.where(used, slot, -1).reshape(-1),
@@ -98,7 +109,7 @@ def decode_step(
     cache: Cache,
     tokens: Int32[Array, " slots"],
     *,
-    forward: interface.Forward,
+    forward: Forward,
     active: Bool[Array, " slots"] | None = None,
 ) -> tuple[Float[Array, "slots vocab"], Cache, Bool[Array, ""]]:
     """Appends one token to each slot, or to each active slot.
@@ -112,7 +123,7 @@ def decode_step(
     slots = tokens.shape[0]
     want = jnp.ones((slots,), jnp.int32) if active is None else active.astype(jnp.int32)
     cache, fed, enough = _reserve(cache, want)
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=tokens,
         position=jnp.where(fed > 0, cache.table.length, -1),
         slot=None,
@@ -123,7 +134,7 @@ def decode_step(
     return logits, cache, enough
 
 
-def _check_length(cache: Cache, forward: interface.Forward) -> None:
+def _check_length(cache: Cache, forward: Forward) -> None:
     """Checks the smallest `max_length` from which this cache can have been made."""
     config = getattr(forward, "config", None)
     if isinstance(config, ModelConfig):
@@ -134,7 +145,7 @@ def _check_length(cache: Cache, forward: interface.Forward) -> None:
 def _reserve(
     cache: Cache, want: Int32[Array, " slots"]
 ) -> tuple[Cache, Int32[Array, " slots"], Bool[Array, ""]]:
-    pool, table, copies, enough = page_table.reserve(
+    pool, table, copies, enough = memory.reserve(
         cache.pool,
         cache.table,
         jnp.where(want > 0, cache.table.length + want, 0),
@@ -149,31 +160,29 @@ def _reserve(
 
 @jax.custom_jvp
 def _copy(
-    pages: kv_pages.Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]
-) -> kv_pages.Pages:
+    pages: Pages, source: Int32[Array, " n"], target: Int32[Array, " n"]
+) -> Pages:
     """Copies pages; the loop in `kv_pages.copy` has no reverse derivative."""
-    return kv_pages.copy(pages, source, target)
+    return memory.copy(pages, source, target)
 
 
 @_copy.defjvp
-def _copy_tangents(primals: Any, tangents: Any) -> tuple[kv_pages.Pages, Any]:
+def _copy_tangents(primals: Any, tangents: Any) -> tuple[Pages, Any]:
     """Copies the tangents of the same pages."""
     pages, source, target = primals
-    placed = jnp.where(source >= 0, target, page_pool.NO_PAGE)
+    placed = jnp.where(source >= 0, target, NO_PAGE)
 
     def one_leaf(tangent: Any) -> Any:
         if tangent.dtype == jax.dtypes.float0:
             return tangent
-        return kv_pages.scatter_pages(
-            tangent, placed, kv_pages.gather_pages(tangent, source)
-        )
+        return scatter_pages(tangent, placed, gather_pages(tangent, source))
 
     return _copy(pages, source, target), jax.tree.map(one_leaf, tangents[0])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    forward: interface.Forward, why: str, params: Any, pages: Any, rows: Any
+    forward: Forward, why: str, params: Any, pages: Any, rows: Any
 ) -> Any:
     return forward(params, pages, rows)
 
@@ -186,9 +195,9 @@ def _refuse_gradient(forward: Any, why: str, primals: Any, tangents: Any) -> Any
 def _feed(
     params: Any,
     cache: Cache,
-    rows: kv_pages.Rows,
+    rows: Rows,
     fed: Int32[Array, " slots"],
-    forward: interface.Forward,
+    forward: Forward,
 ) -> tuple[Array, Cache]:
     kv_dtype, dtype, why = cache.pages.layout.kv_dtype, cache.pages.dtype, None
     if kv_dtype != "model":
@@ -204,5 +213,5 @@ def _feed(
     if why is not None:
         forward = functools.partial(_without_gradient, forward, why)
     result = forward(params, cache.pages, rows)
-    table = page_table.advance_lengths(cache.table, fed)
+    table = advance_lengths(cache.table, fed)
     return result.logits, cache._replace(pages=result.pages, table=table)

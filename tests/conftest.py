@@ -29,10 +29,11 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from experiments.framework import config_json, registry, study
+from experiments.framework import config_loads, registry, study
 from experiments.framework.claims import Claim, judge
 from jaxkv.progress import QUIET, Progress
 from tests.support import commands, folders
+from tests.support.mutation import replace
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -241,7 +242,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if config.name == "broken":
         int("not a number")
     if config.name == "refused":
-        config_json.config_loads(Config, "{", "model/config.json")
+        config_loads(Config, "{", "model/config.json")
     done = list(progress.track(range(config.num_points), "points", "points"))
     time_s = np.linspace(0, 1, len(done)) / config.load.rate
     return Result(time_s, np.asarray(done), Tail(0.5 * len(done), "µ|s"))
@@ -318,8 +319,9 @@ def work_folder(
     entry = registry.RegistryEntry("made_up", experiment.question, configs, "")
     known = [*registry.entries(), entry]
     load = registry.load_experiment
-    monkeypatch.setattr(registry, "entries", lambda: known)
-    monkeypatch.setattr(
+    replace(monkeypatch, registry, "entries", lambda: known)
+    replace(
+        monkeypatch,
         registry,
         "load_experiment",
         lambda name: experiment if name == "made_up" else load(name),

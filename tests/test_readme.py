@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from experiments import framework
 from experiments.examples import (
     decode_without_a_scheduler,
     serve_your_own_model,
     simulate_a_policy,
 )
-from experiments.framework import registry
-from scaling.shapes import published
+from scaling.shapes import CONFIGS
 from tests.support import engines, pages
 from tests.support.folders import RECORDS, ROOT
 
@@ -139,14 +139,14 @@ def test_commands_on_pages_exist(page: str) -> None:
     text = read(page)
     commands = set(re.findall(r"(?:`|^|&& )jaxkv ([a-z_]+)", text, re.MULTILINE))
     assert commands <= set(COMMANDS)
-    known = {entry.name: entry.configs for entry in registry.entries()}
+    known = {entry.name: entry.configs for entry in framework.entries()}
     for name, config in re.findall(r"jaxkv run ([a-z_0-9]+)(?: ([a-z_0-9]+))?", text):
         assert name in known
         assert config in (*known[name], ""), f"{name} {config}"
     for name in re.findall(r"jaxkv bench (\w+)", text):
         assert f"bench_{name}" in known
     for name in re.findall(r"jaxkv cost ([a-z]+[\w.-]+)", text):
-        assert name in published.CONFIGS or (name, page) == COST_OF_A_FILE
+        assert name in CONFIGS or (name, page) == COST_OF_A_FILE
 
 
 COST_OF_A_FILE = ("plan", "experiments/README.md")

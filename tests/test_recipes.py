@@ -19,22 +19,42 @@ import pytest
 
 import jaxkv
 from experiments.cli import main
-from experiments.framework import registry, run_folder
-from jaxkv import arrays
-from jaxkv.engine import drafting
-from jaxkv.models import checkpoints, config, nonlinear, transformer
-from jaxkv.models.huggingface import configs, families
+from experiments.framework import read_run, registry
+from jaxkv import arrays, models
+from jaxkv.engine import Drafter, Drafts
+from jaxkv.models import (
+    FAMILIES,
+    config,
+    init_params,
+    load_model,
+    nonlinear,
+    save_model,
+)
+from jaxkv.models.huggingface import configs
 from jaxkv.speculation import SharedNoiseVerifier
 from pallas_kernels import devices
-from pallas_kernels.paged_attention import api, dispatch, prefill_plan, stream_k
-from scaling.costs import parameters
-from scaling.fits import fit
+from pallas_kernels.paged_attention import (
+    dispatch,
+    make_plan,
+    paged_attention,
+    prefill_plan,
+    stream_k,
+)
+from scaling import fits
+from scaling.costs import count_parameters
 from scaling.laws import base, powers
-from scaling.plan import budgets
-from scaling.shapes import huggingface
-from scaling.training import LearningRateSchedule, OptimizerConfig, architectures, step
+from scaling.plan import allocate_budget, law_two_powers
+from scaling.shapes import describe_huggingface, load_shape
+from scaling.training import (
+    LearningRateSchedule,
+    OptimizerConfig,
+    architectures,
+    compiled_steps,
+    init_train_state,
+)
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
 from tests.support.folders import ROOT
+from tests.support.mutation import replace
 
 # Add a policy; add a sampling rule. One compiled program tests both.
 
@@ -116,14 +136,15 @@ TENANT_FIRST = '''
 
 from typing import NamedTuple
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import interface
+from jaxkv.scheduling.first_come import FCFS, fcfs
 from jaxkv.scheduling.interface import Counts, Plan
 
 
 class TenantFirst(NamedTuple):
     """Admits the request with the smallest tenant first."""
 
-    inner: fcfs.FCFS = fcfs.fcfs()
+    inner: FCFS = fcfs()
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
@@ -212,7 +233,7 @@ def test_policy_reads_a_new_request_attribute(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatLastToken(drafting.Drafter):
+class RepeatLastToken(Drafter):
     """Proposes the last token again and counts accepted drafts per sequence."""
 
     def init(self, config: jaxkv.EngineConfig) -> jax.Array:
@@ -225,7 +246,7 @@ class RepeatLastToken(drafting.Drafter):
         row = jnp.maximum(state.slots.sequence, 0)
         last = state.sequences.tokens[row, state.slots.num_tokens - 1]
         tokens = jnp.repeat(last[:, None], config.max_drafts, axis=1)
-        return memory, state.pages, drafting.Drafts(granted, tokens)
+        return memory, state.pages, Drafts(granted, tokens)
 
     def learn(self, memory, state, verified):
         row = jnp.where(verified.emits, state.slots.sequence, -1)
@@ -252,15 +273,15 @@ def test_model_family_is_one_table_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = dataclasses.replace(engines.MODEL, num_layers=1)
-    weights = transformer.init_params(shape, jax.random.key(0))
+    weights = init_params(shape, jax.random.key(0))
     raw = configs.to_hf(shape) | {"model_type": "toy", "architectures": ["ToyLM"]}
     with pytest.raises(ValueError, match="architecture 'ToyLM' is not supported"):
         configs.from_hf(raw)
 
-    llama = families.FAMILIES["llama"]
+    llama = FAMILIES["llama"]
     modules = {**llama.modules, ".out": (".attention.output",)}
     toy = llama._replace(architecture="ToyLM", modules=modules)
-    monkeypatch.setitem(families.FAMILIES, "toy", toy)
+    monkeypatch.setitem(FAMILIES, "toy", toy)
     names = (*get_args(config.FamilyName.__value__), "toy")
     family = config.ModelConfig.__dataclass_fields__["family"]
     monkeypatch.setattr(family, "type", Literal[names])  # ty: ignore[invalid-type-form]
@@ -269,19 +290,19 @@ def test_model_family_is_one_table_entry(
     with pytest.raises(ValueError, match="attn_logit_cap"):
         configs.from_hf(raw | {"attn_logit_cap": 30.0})
 
-    checkpoints.save_model(tmp_path / "toy", found, weights)
+    save_model(tmp_path / "toy", found, weights)
     names = (tmp_path / "toy" / "model.safetensors").read_bytes()
     assert b"model.layers.0.attention.output.weight" in names
-    again = checkpoints.load_model(tmp_path / "toy")
+    again = load_model(tmp_path / "toy")
     assert again.config == found
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
 
-    counted = parameters.count_parameters(huggingface.load_shape(tmp_path / "toy"))
+    counted = count_parameters(load_shape(tmp_path / "toy"))
     assert counted.total == sum(x.size for x in jax.tree.leaves(weights))
     only_counted = toy._replace(architecture="Toy2LM", servable=False)
-    monkeypatch.setitem(families.FAMILIES, "toy2", only_counted)
+    monkeypatch.setitem(FAMILIES, "toy2", only_counted)
     raw |= {"model_type": "toy2", "architectures": ["Toy2LM"]}
-    assert parameters.count_parameters(huggingface.describe_huggingface(raw)) == counted
+    assert count_parameters(describe_huggingface(raw)) == counted
     with pytest.raises(ValueError, match="architecture 'Toy2LM' is not supported"):
         configs.from_hf(raw)
 
@@ -314,10 +335,10 @@ def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     squared = lambda x: jnp.square(jax.nn.relu(x))  # noqa: E731
     monkeypatch.setitem(nonlinear.ACTIVATIONS, "relu2", squared)
 
-    llama = families.FAMILIES["llama"]
+    llama = FAMILIES["llama"]
     implied = {**llama.implied, "norm": "peak"}
     toy = llama._replace(architecture="ToyLM", implied=implied)
-    monkeypatch.setitem(families.FAMILIES, "toy", toy)
+    monkeypatch.setitem(FAMILIES, "toy", toy)
     monkeypatch.setitem(configs.ACTIVATIONS, "relu2", ("relu2",))
 
     names = {"norm": "peak", "activation": "relu2", "family": "toy"}
@@ -325,26 +346,26 @@ def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     rng = np.random.default_rng(0)
     params = jax.tree.map(  # biases of 0 and scales of 1 would hide errors
         lambda x: x + jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype),
-        transformer.init_params(shape, jax.random.key(0)),
+        init_params(shape, jax.random.key(0)),
     )
-    checkpoints.save_model(tmp_path / "toy", shape, params)
+    save_model(tmp_path / "toy", shape, params)
     return NewFamily(shape, params, tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("no_type_checks")  # `FamilyName` has no `toy`
 def test_new_norm_and_activation_are_defined_once(new_family: NewFamily) -> None:
     shape, params, folder = new_family
-    again = checkpoints.load_model(folder)
+    again = load_model(folder)
     assert again.config == shape
     size = sum(x.size for x in jax.tree.leaves(params))
     assert architectures.count_model_parameters(shape).total == size
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 30, (2, 7)), jnp.int32)
-    columns = transformer.logits(params, tokens, config=shape)
+    columns = models.logits(params, tokens, config=shape)
     rows = architectures.forward(params, tokens, config=shape).logits
     np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-4)
     for other in ({"norm": "layer"}, {"activation": "relu"}):
         known = dataclasses.replace(shape, **other)
-        far = transformer.logits(params, tokens, config=known) - columns
+        far = models.logits(params, tokens, config=known) - columns
         assert np.abs(far).max() > 0.01
 
 
@@ -361,10 +382,10 @@ def test_new_norm_and_activation_work_in_serving_and_training(
     assert np.argmax(trained[0, 2:], axis=-1).tolist() == list(found.tokens)
 
     optimizer = OptimizerConfig(kind="adamw")
-    state = step.init_train_state(shape, optimizer, jnp.int32(0))
+    state = init_train_state(shape, optimizer, jnp.int32(0))
     stream = jnp.asarray(np.tile(np.arange(20), 40), jnp.uint16)
     losses = []
-    run = step.compiled_steps(shape, optimizer, 4, 16)
+    run = compiled_steps(shape, optimizer, 4, 16)
     for _ in range(2):
         rate = LearningRateSchedule.constant(1e-2)
         state, loss = run(state, stream, rate, jnp.int32(0), jnp.int32(20))
@@ -394,24 +415,24 @@ def test_tiling_argument_reaches_the_plan(
     arrays = [jnp.asarray(x) for x in case]
     # The reference implementation ignores the tiling: the traced programs are equal.
     programs = [
-        str(jax.make_jaxpr(functools.partial(api.paged_attention, **fields))(*arrays))
+        str(jax.make_jaxpr(functools.partial(paged_attention, **fields))(*arrays))
         for fields in ({}, {"tiling": CUSTOM})
     ]
     assert programs[0] == programs[1]
 
     h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: h200)
+    replace(monkeypatch, devices, "current_target", lambda: h200)
     q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays[:2])
 
     def planned(tiling: dispatch.KernelTilings | None) -> dispatch.StepPlan:
-        plan = functools.partial(api.make_plan, q, k, tiling=tiling)
+        plan = functools.partial(make_plan, q, k, tiling=tiling)
         return jax.eval_shape(plan, *arrays[3:6])
 
     assert planned(CUSTOM).tiling == CUSTOM
     assert planned(None).tiling == dispatch.default_tilings(64)
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
     with pytest.raises(ValueError, match="must be that of the plan"):
-        api.paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=CUSTOM)
+        paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=CUSTOM)
     with pytest.raises(ValueError, match="must be a multiple of 64"):
         stream_k.Tiling(tile=96)
     assert prefill_plan.default_prefill_tiling(head_dim=64).block_rows == 128
@@ -455,12 +476,10 @@ def test_new_law_is_fitted_and_allocates_a_budget() -> None:
     )
     predicted = law.predict(np.array([*coefficients.values()]), data)
     np.testing.assert_allclose(predicted, data["loss"], rtol=1e-5)
-    found = fit.fit(law, data)
+    found = fits.fit(law, data)
     assert found.coefficients == pytest.approx(coefficients, rel=1e-4)
 
-    best = budgets.allocate_budget(
-        budgets.law_two_powers(law, found.coefficients), 6e20
-    )
+    best = allocate_budget(law_two_powers(law, found.coefficients), 6e20)
     assert best.num_params * best.num_tokens == pytest.approx(1e20)
     # At the optimum both terms have the same slope along the line of constant compute.
     terms = (
@@ -553,13 +572,13 @@ def test_experiment_is_a_module_and_a_registry_entry(
         "dice_question.experiment",
     )
     known = (*registry.entries(), line)
-    monkeypatch.setattr(registry, "entries", lambda: known)
+    replace(monkeypatch, registry, "entries", lambda: known)
     monkeypatch.chdir(tmp_path)
 
     assert main.main(["list"]) == 0
     assert "dice" in capsys.readouterr().out
     assert main.main(["run", "dice", "--num", "900", "--out", "here"]) == 0
-    kept = run_folder.read_run(tmp_path / "here", registry.load_experiment("dice"))
+    kept = read_run(tmp_path / "here", registry.load_experiment("dice"))
     assert kept.config.num == 900
     [claim] = kept.claims
     assert claim.verdict == "holds"

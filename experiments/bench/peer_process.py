@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from experiments.framework import environment
+from experiments.framework import num_cpus
 
 MAIN = Path(__file__).with_name("peer_main.py")
 
@@ -46,7 +46,7 @@ class PeerProcess:
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
-                [*map(str, (python, MAIN, *words, environment.num_cpus()))],
+                [*map(str, (python, MAIN, *words, num_cpus()))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

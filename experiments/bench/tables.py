@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from experiments.plotting import systems
+from experiments.plotting import SYSTEMS, system_style
 
 
 def split_details(
@@ -27,7 +27,7 @@ def draw_bars(
 ) -> None:
     """Draws a bar for each name from top to bottom, in the colour of its system."""
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        look = systems.system_style(name if name in systems.SYSTEMS else "plain Python")
+        look = system_style(name if name in SYSTEMS else "plain Python")
         bar = ax.barh(place, value, 0.7, **look.bar)
         ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)

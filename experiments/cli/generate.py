@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.cli import parsing
-from experiments.cli.console import answer_writer, interrupts
+from experiments.cli.console import STATUS, AnswerWriter, handle_signals, raise_stopped
 from experiments.cli.run import CommandOutput
-from experiments.harness import bundled
+from experiments.harness import find_bundled_folder, find_heads_folder
 
 STEPS_PER_CALL = 4
 """Tokens per update of the text; a benchmark would use more."""
@@ -134,7 +134,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
     write, start_s = (
-        answer_writer.AnswerWriter(headings, whole=is_ranked),
+        AnswerWriter(headings, whole=is_ranked),
         time.perf_counter(),
     )
     tuned_s = engine.compile_s  # before the answers
@@ -149,9 +149,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
         try:
             for event in engine.stream():
                 if not keeps:  # compiled: from here on there are partial answers
-                    keeps = interrupts.handle_signals(
-                        interrupts.raise_stopped, lambda number: None
-                    )
+                    keeps = handle_signals(raise_stopped, lambda number: None)
                     stack.enter_context(keeps)
                 i, sample = event.request_id, event.sample
                 if not is_search:  # beams are not final answers
@@ -171,7 +169,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                     if is_ranked:
                         write_all(i)
         except KeyboardInterrupt as error:
-            status = getattr(error, "status", interrupts.STATUS)
+            status = getattr(error, "status", STATUS)
             if is_ranked:  # unfinished requests have no ranking
                 for i in sorted(under_way):
                     write_all(i)
@@ -313,19 +311,19 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
       ValueError: the model cannot be used, or has no tokenizer; `--parallel` is not
         supported by an engine; or there are too few devices.
     """
-    from jaxkv.parallel import make_mesh, processes, set_cpu_devices
-    from jaxkv.serving import loading
+    from jaxkv.parallel import check_all_used, make_mesh, set_cpu_devices
+    from jaxkv.serving import read_model_folder
 
-    folder, mesh = bundled.find_bundled_folder(model), None
+    folder, mesh = find_bundled_folder(model), None
     degrees = mesh_degrees(options.parallel)
     if (num := math.prod(degrees.values())) == 1:
-        processes.check_all_used(1)
+        check_all_used(1)
     else:
         set_cpu_devices(num)
         mesh = make_mesh(**degrees)
     # The part of a page on each device has the size of a whole page on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
-    loaded = loading.read_model_folder(folder, dtype=options.dtype, mesh=mesh)
+    loaded = read_model_folder(folder, dtype=options.dtype, mesh=mesh)
     if loaded.tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
     return ReadModel(model, folder, mesh, page_size, loaded)
@@ -339,7 +337,7 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
       options: options of speculation.
       **bounds: fields of `EngineConfig`, except `page_size`.
     """
-    from jaxkv.serving.engine import Engine
+    from jaxkv.serving import Engine
 
     bounds = {"max_stop_tokens": max(4, len(read.loaded.eos_ids))} | bounds
     return Engine.load(
@@ -354,7 +352,7 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
     """Returns arguments of `Engine.load`: dtype and speculation."""
-    from jaxkv.speculation import SpeculationConfig, head_folders
+    from jaxkv.speculation import KINDS, SpeculationConfig
 
     fields: dict[str, Any] = {"dtype": options.dtype}
     if options.drafts is not None:
@@ -363,9 +361,9 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
         return fields
     draft = heads = None
     if options.draft_model is not None:
-        draft = bundled.find_bundled_folder(options.draft_model)
-    if options.heads is not None or options.speculate in head_folders.KINDS:
-        heads = options.heads or bundled.find_heads_folder(model, options.speculate)
+        draft = find_bundled_folder(options.draft_model)
+    if options.heads is not None or options.speculate in KINDS:
+        heads = options.heads or find_heads_folder(model, options.speculate)
     return fields | {
         "speculate": SpeculationConfig(
             options.speculate,
@@ -382,13 +380,13 @@ def mesh_degrees(parallel: str) -> dict[str, int]:
     Raises:
       ValueError: the layout is not supported by an engine.
     """
-    from scaling.costs import parallelism
+    from scaling.costs import Layout, parse_layout
 
-    layout = parallelism.parse_layout(parallel)
+    layout = parse_layout(parallel)
     served: dict[str, Any] = {"tensor": layout.tensor, "pages": layout.pages}
     if layout.gather:
         served |= {"expert": layout.expert, "data": layout.expert, "gather": True}
-    if layout != parallelism.Layout(**served):
+    if layout != Layout(**served):
         raise ValueError(
             f"--parallel {parallel}: an engine supports tp, cp and ep=N,gather"
         )

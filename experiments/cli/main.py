@@ -19,11 +19,25 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jaxkv
+from experiments import framework
 from experiments.cli import compilation_cache, multiprocess, run
-from experiments.cli.console import interrupts, streams
+from experiments.cli.console import (
+    STATUS,
+    OutputError,
+    exit_on_interrupt,
+    guard_streams,
+)
 from experiments.cli.run import CommandOutput
-from experiments.framework import config_json, registry, user_errors
+from experiments.framework import (
+    SMOKE,
+    config_loads,
+    error_line,
+    find_entry,
+    is_user_error,
+    load_experiment,
+)
 from jaxkv import files
+from jaxkv.validation import format_unknown_name
 
 
 def main(args: list[str] | None = None) -> int:
@@ -38,7 +52,7 @@ def main(args: list[str] | None = None) -> int:
     """
     if args is None:  # called as the main program
         try:
-            streams.guard_streams(is_shared=multiprocess.is_requested(sys.argv))
+            guard_streams(is_shared=multiprocess.is_requested(sys.argv))
         except ValueError as error:
             return _report_error(error, 1)
         if (
@@ -46,7 +60,7 @@ def main(args: list[str] | None = None) -> int:
             and (status := multiprocess.fork_worker()) is not None
         ):
             return status
-        with interrupts.exit_on_interrupt():
+        with exit_on_interrupt():
             return multiprocess.exit_unjoined(main(sys.argv[1:]))
     if args == ["--version"]:
         print(f"jaxkv {jaxkv.__version__}")
@@ -76,35 +90,35 @@ def main(args: list[str] | None = None) -> int:
                     answer = _COMMANDS[name].call(args[1:])
         if answer is not None and multiprocess.is_first_process():
             if not as_json:
-                from experiments.cli.console import printing
+                from experiments.cli.console import print_parts
 
-                printing.print_parts(answer.parts)
+                print_parts(answer.parts)
                 if answer.parts and answer.lines:
                     print()
                 for line in answer.lines:
                     print(line)
             elif answer.document:  # otherwise it is already printed
-                print(config_json.dumps(answer.document))
+                print(framework.dumps(answer.document))
         sys.stdout.flush()
         return 0 if answer is None else answer.status
-    except streams.OutputError as error:  # no message if the reader closed the pipe
+    except OutputError as error:  # no message if the reader closed the pipe
         return 1 if error.is_left else _report_error(error, 1)
     except KeyboardInterrupt as error:
-        status = getattr(error, "status", interrupts.STATUS)
+        status = getattr(error, "status", STATUS)
         _report_error(str(error) or "interrupted", status)
         return multiprocess.exit_unjoined(status, at_once=True)
     except Exception as error:
         if multiprocess.is_peer_loss(error):
             reason = str(error).partition("\n")[0]
             return _report_error(f"another process has ended: {reason}", 1)
-        if user_errors.is_user_error(error):
+        if is_user_error(error):
             return _report_error(error, 2)
         traceback.print_exc()
         return 1
 
 
 def _bench(args: list[str]) -> CommandOutput:
-    known = [x for x in registry.entries() if x.name.startswith("bench_")]
+    known = [x for x in framework.entries() if x.name.startswith("bench_")]
     questions = {x.name.removeprefix("bench_"): x.question for x in known}
     name = _word(args, "benchmark", questions, "usage: jaxkv bench BENCHMARK [OPTIONS]")
     return _lift_metrics(_experiment(f"bench_{name}", args[1:], f"jaxkv bench {name}"))
@@ -112,7 +126,7 @@ def _bench(args: list[str]) -> CommandOutput:
 
 def _run(args: list[str]) -> CommandOutput:
     args = [args[0].replace("-", "_"), *args[1:]] if _is_word(args) else args
-    questions = {x.name: x.question for x in registry.entries()}
+    questions = {x.name: x.question for x in framework.entries()}
     name = _word(args, "experiment", questions, _RUN_USAGE)
     return _experiment(name, args[1:], f"jaxkv run {name}")
 
@@ -138,9 +152,9 @@ def _served[T](
     args: list[str], options: type[T], prog: str, base: T | None = None
 ) -> tuple[str, T]:
     """Parses `COMMAND MODEL [OPTIONS]`; the model is a folder or a bundled one."""
-    from experiments.harness import bundled
+    from experiments.harness import bundled_names
 
-    known = ", ".join(bundled.bundled_names())
+    known = ", ".join(bundled_names())
     asks = f"MODEL is missing: a folder, or one of: {known}"
     description = f"MODEL is a folder, or the name of a bundled model: {known}."
     return _subject(args, options, prog, asks, description, base)
@@ -168,7 +182,7 @@ def _fit(args: list[str]) -> CommandOutput:
     base = FitConfig(log=log)
     if (file := _value_of(flags, "--config")) is not None:
         text = files.read_text(file)
-        base = config_json.config_loads(FitConfig, text, file)
+        base = config_loads(FitConfig, text, file)
         base = dataclasses.replace(base, log=log or base.log)
     description = "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep."
     where = "LOG/fit for a sweep, or a new one under runs/"
@@ -216,7 +230,7 @@ def _list(args: list[str]) -> CommandOutput:
 
     description = "The experiments and their configs."
     parsing.parse_options(parsing.NoOptions, args, "jaxkv list", description)
-    known = registry.entries()
+    known = framework.entries()
     rows = [(x.name, " ".join(x.configs), x.question) for x in known]
     sheet = Sheet("", ("experiment", "configs", "question"), rows)
     line = "jaxkv run EXPERIMENT [CONFIG] runs one; the first config is the default."
@@ -274,15 +288,15 @@ _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
 
 def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
-    is_named, entry = _is_word(args), registry.find_entry(name)
+    is_named, entry = _is_word(args), find_entry(name)
     is_default = not is_named and _value_of(args, "--config") is None
-    if (args[0] if is_named else is_default and entry.configs[0]) == registry.SMOKE:
+    if (args[0] if is_named else is_default and entry.configs[0]) == SMOKE:
         compilation_cache.disable_optimization(name)
-    experiment = registry.load_experiment(name)
+    experiment = load_experiment(name)
     configs = experiment.configs
     name, flags = (args[0], args[1:]) if is_named else (next(iter(configs)), args)
     if name not in configs:
-        line = config_json.format_unknown_name("config", name, configs)
+        line = format_unknown_name("config", name, configs)
         raise ValueError(f"{prog}: {line}")
     base = configs[name]
     if (file := _value_of(flags, "--config")) is not None:
@@ -381,7 +395,7 @@ def _word(args: list[str], kind: str, choices: dict[str, str], usage: str) -> st
     if not _is_word(args):
         raise ValueError(f"{kind} is missing; one of: {', '.join(choices)}")
     if args[0] not in choices:
-        raise ValueError(config_json.format_unknown_name(kind, args[0], choices))
+        raise ValueError(format_unknown_name(kind, args[0], choices))
     return args[0]
 
 
@@ -396,7 +410,7 @@ def _value_of(args: list[str], flag: str) -> str | None:
 
 
 def _report_error(error: object, status: int) -> int:
-    print("jaxkv:", user_errors.error_line(error), file=sys.stderr)
+    print("jaxkv:", error_line(error), file=sys.stderr)
     return status
 
 

@@ -89,14 +89,14 @@ def join_from_command(args: list[str]) -> list[str]:
         return args
     if NAMES[0] not in given:
         raise ValueError(f"{next(iter(given))} needs {NAMES[0]} HOST:PORT")
-    from jaxkv.parallel import processes
+    from jaxkv.parallel import is_first, join_processes
 
     for name in NAMES[1:]:
         if name in given and not given[name].isdecimal():
             raise ValueError(f"{name} {given[name]}: must be a whole number")
     numbers = [int(given[name]) if name in given else None for name in NAMES[1:]]
-    processes.join_processes(given[NAMES[0]], *numbers)
-    if not processes.is_first():
+    join_processes(given[NAMES[0]], *numbers)
+    if not is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return rest
 

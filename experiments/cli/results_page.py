@@ -9,9 +9,19 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
+from experiments import framework
 from experiments.cli import parsing
 from experiments.cli.run import CommandOutput
-from experiments.framework import NOT_JUDGED, Claim, config_json, registry, report
+from experiments.framework import (
+    NOT_JUDGED,
+    Claim,
+    ReportPart,
+    Sheet,
+    claim_numbers,
+    count_verdicts,
+    from_plain,
+    load_experiment,
+)
 from jaxkv import files
 
 RECORDS = Path(__file__).parents[1] / "records"
@@ -71,7 +81,7 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
             for name in ("env", "claims")
         )
         for name, kind in _OF_ENV.items():
-            config_json.from_plain(kind, env[name], name)
+            from_plain(kind, env[name], name)
         claims = []
         for row in claimed:
             # Folders of earlier versions lack the kind.
@@ -81,9 +91,9 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
                 is_unset = name not in row and name in Claim._field_defaults
                 # A number that is not finite is null.
                 if not is_unset and (row[name] is not None or hint is not float):
-                    config_json.from_plain(hint, row[name], name)
+                    from_plain(hint, row[name], name)
             claims.append(Claim(**row))
-        experiment = registry.load_experiment(str(env["experiment"]))
+        experiment = load_experiment(str(env["experiment"]))
         where = run / "config.json"
         own_config = experiment.config_loads(files.read_text(where), str(where))
     except (LookupError, TypeError, ValueError, RecursionError) as error:
@@ -115,7 +125,7 @@ def render_page(records: list[ClaimsRecord]) -> str:
         )
         for x in record.claims:
             verdict = f"**{x.verdict}**{_APART.get(x.kind, '')}"
-            cells = (verdict, x.claim, report.claim_numbers(x), x.note)
+            cells = (verdict, x.claim, claim_numbers(x), x.note)
             rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
         sections.append("\n".join(rows))
     return "\n\n".join(sections) + "\n"
@@ -134,9 +144,7 @@ _WORDS = (
 
 def _first_line(records: list[ClaimsRecord]) -> str:
     """Counts verdicts by kind."""
-    found = report.count_verdicts(
-        claim for record in records for claim in record.claims
-    )
+    found = count_verdicts(claim for record in records for claim in record.claims)
     shown, fits, checks, ways = (
         found[x] for x in ("reproductions", "calibrated", "checks", "directions")
     )
@@ -183,15 +191,13 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
         lines.append(f"page: {write}")
     keys = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in keys} for x in records]
-    counts = report.count_verdicts(
-        claim for record in records for claim in record.claims
-    )
-    sheets: list[report.ReportPart] = [report.paragraph("", _first_line(records))]
+    counts = count_verdicts(claim for record in records for claim in record.claims)
+    sheets: list[ReportPart] = [framework.paragraph("", _first_line(records))]
     sheets += [
-        report.Sheet(
+        Sheet(
             f"{x.experiment} {x.config}",
             ("verdict", "kind", "claim", "numbers"),
-            [(c.verdict, c.kind, c.claim, report.claim_numbers(c)) for c in x.claims],
+            [(c.verdict, c.kind, c.claim, claim_numbers(c)) for c in x.claims],
         )
         for x in records
         if x.claims

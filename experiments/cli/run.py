@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.cli.console import interrupts
-from experiments.framework import user_errors
+from experiments.cli.console import RESUMABLE, STATUS, WorkStopped
+from experiments.framework import is_user_error
 
 if TYPE_CHECKING:
     from experiments.cli.console import Terminal
@@ -63,23 +63,25 @@ def run(
       ValueError: the folder or an input named in the config cannot be used, and the
         folder is removed; or another process is writing there.
     """
-    from experiments.cli.console import terminal
-    from experiments.framework import run_folder
+    from experiments.cli import console
+    from experiments.framework import (
+        lock_folder,
+    )
 
-    with run_folder.lock_folder(out, experiment.name) as folder:
+    with lock_folder(out, experiment.name) as folder:
 
         def last_words() -> str:
             return _give_up(folder, KeyboardInterrupt())
 
-        with terminal.Terminal(last_words, max_seconds=max_seconds) as bars:
+        with console.Terminal(last_words, max_seconds=max_seconds) as bars:
             goes_on = bool(getattr(config, "folder", ""))  # has resumable results
             try:
                 kept = _carry_out(experiment, config, folder, bars, config_name)
             except BaseException as error:
                 line = _give_up(folder, error)
                 if isinstance(error, KeyboardInterrupt):
-                    status = _status(bars, goes_on) or interrupts.STATUS
-                    raise interrupts.WorkStopped(line, status) from None
+                    status = _status(bars, goes_on) or STATUS
+                    raise WorkStopped(line, status) from None
                 raise
     was_stopped = kept.env["status"] == "interrupted"
     document = {
@@ -90,7 +92,7 @@ def run(
     }
     status = _status(bars, goes_on)
     lines = ["interrupted; the result is partial"] if was_stopped else []
-    if status == interrupts.RESUMABLE:
+    if status == RESUMABLE:
         lines = ["time limit reached; run the same command to continue"]
     lines.append(f"report: {folder / 'report.md'}")
     return CommandOutput(document, kept.parts, lines, status)
@@ -104,22 +106,26 @@ def _carry_out(
     config_name: str,
 ) -> "SavedRun":
     """Runs the experiment and writes its result."""
-    from experiments.framework import run_folder
+    from experiments.framework import (
+        OUT,
+        begin_run,
+        finish_run,
+    )
     from jaxkv import parallel
 
     if (num := getattr(config, "mesh_devices", 1)) > 1:
         parallel.set_cpu_devices(num)  # before JAX lists its devices
     experiment.study_of(config).prepare()
-    run_folder.begin_run(folder, experiment, config, config_name)
+    begin_run(folder, experiment, config, config_name)
     started = time.monotonic()
-    if getattr(config, "folder", "") == run_folder.OUT:
+    if getattr(config, "folder", "") == OUT:
         config = dataclasses.replace(config, folder=str(folder))
     result = experiment.study_of(config).run(config, bars)
     duration_s = time.monotonic() - started
     bars.show("drawing")
     was_stopped = bars.has_stopped  # a stop from here on has no effect
     try:
-        return run_folder.finish_run(
+        return finish_run(
             folder, experiment, result, duration_s=duration_s, interrupted=was_stopped
         )
     except OSError as error:
@@ -129,28 +135,32 @@ def _carry_out(
 
 def _status(bars: "Terminal", goes_on: bool) -> int:
     """Returns the exit status; "resumable" only for commands that can be resumed."""
-    is_over = bars.status == interrupts.RESUMABLE and not goes_on
-    return interrupts.STATUS if is_over else bars.status
+    is_over = bars.status == RESUMABLE and not goes_on
+    return STATUS if is_over else bars.status
 
 
 def _give_up(folder: Path, error: BaseException) -> str:
     """Cleans up the folder of a failed run; returns a message about its content."""
-    from experiments.framework import run_folder
+    from experiments import framework
+    from experiments.framework import (
+        EARLIER,
+        abandon_run,
+        discard_earlier,
+        mark_status,
+    )
 
     if not folder.is_dir():
         return "interrupted at once"
-    has_result = run_folder.has_result(folder)
+    has_result = framework.has_result(folder)
     reason = str(error) if isinstance(error, KeyboardInterrupt) else ""
-    is_empty = bool(reason) or user_errors.is_user_error(error)
-    if (is_empty or (folder / run_folder.EARLIER).is_dir()) and not has_result:
-        run_folder.abandon_run(folder)
+    is_empty = bool(reason) or is_user_error(error)
+    if (is_empty or (folder / EARLIER).is_dir()) and not has_result:
+        abandon_run(folder)
         return reason or f"interrupted at once; {folder} is unchanged"
     if (folder / "env.json").exists():
         was_interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError, ValueError):  # the disk may be full
-            run_folder.mark_status(
-                folder, "interrupted" if was_interrupted else "failed"
-            )
-    run_folder.discard_earlier(folder)
+            mark_status(folder, "interrupted" if was_interrupted else "failed")
+    discard_earlier(folder)
     content = "result" if has_result else "config"
     return f"interrupted at once; only the {content} is in {folder}"

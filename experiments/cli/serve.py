@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 from experiments.cli import generate, parsing
-from experiments.cli.console import interrupts
+from experiments.cli.console import exit_now, handle_signals, status_of
 from experiments.cli.run import CommandOutput
-from experiments.framework import config_json
-from experiments.harness import bundled
+from experiments.framework import from_plain
+from experiments.harness import find_bundled_folder
 from jaxkv import files, validation
 
 API_KEY = "JAXKV_API_KEY"
@@ -108,7 +108,7 @@ def read_options(path: Path | str) -> ServeOptions:
         name = "loading" if "loading" in own else "config"
         raise ValueError(f"{path}: {name!r} is not an option of a config file")
     document = own | {"loading": loading}
-    return config_json.from_plain(ServeOptions, document, str(path))
+    return from_plain(ServeOptions, document, str(path))
 
 
 def serve_model(
@@ -133,8 +133,9 @@ def serve_model(
     if is_disaggregated:
         validation.check_installed("disaggregated serving", "ray", "ray")
     validation.check_installed("jaxkv serve", "serve", "fastapi", "uvicorn")
+    from jaxkv import server
     from jaxkv.sampling import Sampling
-    from jaxkv.server import SWITCH_S, AsyncEngine, http_server
+    from jaxkv.server import SWITCH_S, AsyncEngine
 
     given = options.api_key
     given = os.environ.get(API_KEY) if given is None else given
@@ -150,7 +151,7 @@ def serve_model(
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
-    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
+    with contextlib.closing(server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
         engine = generate.load_engine(read, options.loading, **bounds)
         # Compiles all programs before the first request.
@@ -170,12 +171,13 @@ def _serve_workers(
     documents: TextIO | None,
 ) -> CommandOutput:
     """Serves a model by workers of a Ray cluster, see `serve_model`."""
+    from jaxkv import server
     from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
-    from jaxkv.models import checkpoints
-    from jaxkv.server import http_server
+    from jaxkv.models import read_config
+    from jaxkv.server import url_of
 
-    folder = bundled.find_bundled_folder(model).resolve()
-    longest = checkpoints.read_config(folder).max_positions
+    folder = find_bundled_folder(model).resolve()
+    longest = read_config(folder).max_positions
     _check(options, longest)
     # Without --decode and --prefill, a router is added to the workers of --service.
     is_second = options.decode is None and options.prefill is None
@@ -205,7 +207,7 @@ def _serve_workers(
         for _ in range(num)
     ]
     name = options.name or Path(model).name
-    with contextlib.closing(http_server.listen(options.host, options.port)) as listener:
+    with contextlib.closing(server.listen(options.host, options.port)) as listener:
         front = HttpFront(
             descriptor=listener.fileno(),
             api_key=key,
@@ -230,13 +232,13 @@ def _serve_workers(
                 if documents is not None:
                     workers = service.status()["workers"]
                     fields |= {"router_pid": service.pid, "workers": workers}
-                url = http_server.url_of(listener)
+                url = url_of(listener)
                 _announce(url, fields, lines, shown_key, documents)
                 while not signals and not service.wait(0.2):
                     pass
                 if not signals:
                     raise ConnectionError(service.end_reason())
-    return CommandOutput({}, [], [], interrupts.status_of(signals[0]))
+    return CommandOutput({}, [], [], status_of(signals[0]))
 
 
 def _announce(
@@ -268,11 +270,11 @@ def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
 
     def hear(number: int) -> None:
         if heard:
-            interrupts.exit_now(status=interrupts.status_of(number))
+            exit_now(status=status_of(number))
         heard.append(number)
         call()
 
-    with interrupts.handle_signals(lambda number, frame: None, hear):
+    with handle_signals(lambda number, frame: None, hear):
         yield heard
 
 
@@ -297,15 +299,16 @@ def serve_backend(
     Returns:
       An output without a document, with the status of the signal.
     """
-    from jaxkv.server import app, http_server
+    from jaxkv import server
+    from jaxkv.server import HttpService, make_app, url_of
 
-    service = app.HttpService(
+    service = HttpService(
         backend,
         api_key=key,
         max_requests=options.max_requests,
         deadline_s=options.deadline_s,
     )
-    url = http_server.url_of(listener)
+    url = url_of(listener)
 
     async def serve_app() -> list[int]:
         loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
@@ -321,7 +324,7 @@ def serve_backend(
             _announce(url, fields, [], shown_key, documents)
 
         with _signals(lambda: loop.call_soon_threadsafe(stop_requested.set)) as signals:
-            await http_server.serve(app.make_app(service), listener, stop, on_ready)
+            await server.serve(make_app(service), listener, stop, on_ready)
         return signals
 
     signals = asyncio.run(serve_app())
@@ -329,7 +332,7 @@ def serve_backend(
     num = counts.get("requests_total", 0)
     tokens = counts.get("completion_tokens_total", 0)
     print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
-    status = interrupts.status_of(signals[0]) if signals else 1
+    status = status_of(signals[0]) if signals else 1
     return CommandOutput({}, [], [], status)
 
 

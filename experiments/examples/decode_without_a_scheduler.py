@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from jaxkv import decoding
-from jaxkv.models import checkpoints, paged
+from jaxkv.models import PagedForward, load_model, make_model_pages
 
 
 def main(
@@ -23,10 +23,10 @@ def main(
     Returns:
       The generated text.
     """
-    loaded = checkpoints.load_model(model or jaxkv.bundled_model())
-    step = paged.PagedForward(loaded.config)
+    loaded = load_model(model or jaxkv.bundled_model())
+    step = PagedForward(loaded.config)
     cache = decoding.init_cache(
-        paged.make_model_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),
+        make_model_pages(loaded.config, jaxkv.EngineConfig(num_pages=32)),
         max_slots=1,
         max_length=128,
     )

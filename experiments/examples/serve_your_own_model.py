@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxkv
 from experiments.examples.simulate_a_policy import ConcurrencyLimit
 from jaxkv.engine import DrainedSequences
-from jaxkv.memory import kv_layout
+from jaxkv.memory import make_pages
 
 config = jaxkv.EngineConfig(num_pages=32, max_slots=4, max_length=64, token_budget=16)
 
@@ -29,7 +29,7 @@ def one_layer_model(params, pages, rows):
 @jax.jit
 def serve_inside_jit(params, requests, limit):
     """Runs 24 steps; returns the answers and the trace of all steps."""
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=32,
         num_kv_heads=2,

@@ -14,8 +14,9 @@ import numpy as np
 
 import jaxkv
 from experiments.examples.simulate_a_policy import machine, step_seconds
-from jaxkv.simulation import SimulationMember, driver
-from jaxkv.workloads import arrivals, metrics
+from jaxkv import simulation
+from jaxkv.simulation import SimulationMember
+from jaxkv.workloads import make_workload, normalised_latency_s
 
 
 class ShortestJobFirst(NamedTuple):
@@ -46,7 +47,7 @@ def main() -> dict[str, float]:
     """Serves a burst of long and short jobs with both policies, in simulated time."""
     rng, num = np.random.default_rng(0), 64
     is_long = rng.random(num) < 0.25
-    load = arrivals.make_workload(
+    load = make_workload(
         np.sort(rng.uniform(0.0, 2.0, num)),
         np.where(is_long, 400, 20),
         np.where(is_long, 200, 10),
@@ -56,10 +57,10 @@ def main() -> dict[str, float]:
         ("first come", jaxkv.fcfs()),
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),
     ):
-        members = driver.stack([SimulationMember(load, machine, policy, cost)])
-        found = driver.simulate(members, max_slots=8)
+        members = simulation.stack([SimulationMember(load, machine, policy, cost)])
+        found = simulation.simulate(members, max_slots=8)
         output = np.asarray(load.output)
-        each = metrics.normalised_latency_s(found.arrival_s, found.finish_s, output)
+        each = normalised_latency_s(found.arrival_s, found.finish_s, output)
         longest = (found.finish_s - found.arrival_s).max()
         print(f"{name}: {each[0]:.3f} s per token, longest {longest:.1f} s")
         latency[name] = float(each[0])

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.simulation import Capacity, outcomes
-from jaxkv.simulation import step as simulation
-from jaxkv.workloads import arrivals, lengths, metrics
+from jaxkv.simulation import Capacity, read_outcomes, simulate_workload
+from jaxkv.workloads import ALPACA, normalised_latency_s, open_loop
 
 
 class ConcurrencyLimit(NamedTuple):
@@ -42,7 +41,7 @@ def step_seconds(work):
 
 def run(load, limit):
     """Simulates a workload to its end."""
-    return simulation.simulate_workload(
+    return simulate_workload(
         load, machine, ConcurrencyLimit(limit), step_seconds, max_slots=32
     )
 
@@ -51,16 +50,16 @@ def main() -> np.ndarray:
     """Sweeps three limits and three rates, and returns the median seconds per token."""
     rates, limits = (1.0, 4.0, 16.0), jnp.asarray([2, 8, 32], jnp.int32)
     loads = [
-        arrivals.open_loop(np.random.default_rng(0), lengths.ALPACA, rate=rate, num=200)
+        open_loop(np.random.default_rng(0), ALPACA, rate=rate, num=200)
         for rate in rates
     ]
     loads = jax.tree.map(lambda *each: jnp.stack(each), *loads)
     each_rate = jax.vmap(run, in_axes=(0, None))
     ends = jax.jit(jax.vmap(each_rate, in_axes=(None, 0)))(loads, limits)
     # Warns about requests that were not served.
-    found = outcomes.read_outcomes(ends, loads)
+    found = read_outcomes(ends, loads)
     output = np.asarray(loads.output)
-    latency = metrics.normalised_latency_s(found.arrival_s, found.finish_s, output)
+    latency = normalised_latency_s(found.arrival_s, found.finish_s, output)
     print(latency.round(3))
     return latency
 

@@ -7,13 +7,18 @@ from typing import Any
 import numpy as np
 
 from experiments.fitting.result import Contour, Result
-from experiments.framework import units
+from experiments.framework import format_count
 from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
     colors,
+    draw_reference_line,
     label_log_axis,
     sequential_colors,
-    style,
-    systems,
+    set_labels,
 )
 
 LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
@@ -56,7 +61,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
             sequential_colors(known)[i],
             {"linestyle": next(styles), "linewidth": 1},
         )
-        ax.plot(flops, loss, color=color, label=units.format_count(size), **look)
+        ax.plot(flops, loss, color=color, label=format_count(size), **look)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
@@ -68,7 +73,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     title = f"{result.laws[0]} fits {off.size:,} runs"
     if off.size:
         title += f" to {100 * np.median(off):.2g} % (median)"
-    style.set_labels(ax, title, name, _label(result), xscale="log", yscale="log")
+    set_labels(ax, title, name, _label(result), xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
 
 
@@ -84,15 +89,15 @@ def _draw_residuals(ax: Any, result: Result) -> None:
         _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law, mark=mark)
         known = np.abs(off[np.isfinite(off)])
         worst = max(worst, float(known.max(initial=0.0)))
-    style.draw_reference_line(ax, 0)
+    draw_reference_line(ax, 0)
     title = f"Residuals: at most {worst:.2g} %"
     title += " (hollow: held out)" if held.any() else ""
-    style.set_labels(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
+    set_labels(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
     if len(result.laws) > 1:
         ax.legend()
 
 
-LAW_COLORS = (systems.BLUE, systems.RED, systems.GREEN, systems.ORANGE, systems.PURPLE)
+LAW_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE)
 """Colours of the laws, in order."""
 
 
@@ -116,7 +121,7 @@ def _scatter(
 
 def _draw_groups(ax: Any, result: Result) -> None:
     """Draws the runs of each budget, the parabolas through them, and their minima."""
-    style.set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
+    set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
         _write_notice(ax, "no two budgets\nwith three sizes")
         return
@@ -124,7 +129,7 @@ def _draw_groups(ax: Any, result: Result) -> None:
     ax.plot(*result.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(result.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(result.parabolas.x)} budgets have a minimum"
-    style.set_labels(ax, title, "parameters [1]", _label(result))
+    set_labels(ax, title, "parameters [1]", _label(result))
     ax.legend()
     high = result.loss.max()
     low = result.loss[result.group >= 0].min(initial=high)
@@ -153,7 +158,7 @@ def draw_isoflop_groups(ax: Any, result: Result) -> None:
 def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     """Draws the objective with all other coefficients fitted, and the resamples."""
     title = f"{law}: objective over its least value (points: resamples)"
-    style.set_labels(ax, title, "", "")
+    set_labels(ax, title, "", "")
     if not contour.x_name:
         _write_notice(ax, "fewer than two exponents,\nor fixed coefficients")
         return

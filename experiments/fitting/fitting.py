@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from experiments import framework
 from experiments.fitting import drawing, grids, report
 from experiments.fitting.config import Config
 from experiments.fitting.groups import ROLLOUT, FitGroup, fit_groups
 from experiments.fitting.result import Result
-from experiments.framework import config_json
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import goodness
-from scaling.fits.fit import describe_thinning, predict, to_json
-from scaling.laws import Law, published
-from scaling.logs import SIZES, Log, doubts, rules
-from scaling.logs.columns import LogColumns
-from scaling.logs.log import read_log
-from scaling.sweeps import folder
+from jaxkv.validation import format_unknown_name
+from scaling.fits import describe_thinning, measure_goodness, predict, to_json
+from scaling.laws import Law, find_law
+from scaling.logs import SIZES, Log, LogColumns, find_doubts, mentions, read_log
+from scaling.sweeps import shared_shape
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
@@ -30,7 +28,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the log, a rule or a law cannot be used.
     """
-    chosen = [published.find_law(name) for name in config.laws]
+    chosen = [find_law(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
     log = _read_log(config, chosen)
@@ -58,7 +56,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     seen = log.take(first.rows & is_fitted)
     unknown = np.full(num_runs, np.nan)
     return Result(
-        document=config_json.dumps(_document(config, log, parts, is_fitted, unfitted)),
+        document=framework.dumps(_document(config, log, parts, is_fitted, unfitted)),
         target=chosen[0].target,
         row=np.array([row.number for row in log.raw]),
         **{name: log.columns.get(name, unknown) for name in SIZES},
@@ -82,7 +80,7 @@ def _read_log(config: Config, chosen: list[Law]) -> Log:
     columns = _columns(config)
     for name in columns.others:
         if name not in needs:
-            line = config_json.format_unknown_name("input", name, needs)
+            line = format_unknown_name("input", name, needs)
             raise ValueError(f"--columns {name}: no law has this input: {line}")
     return read_log(
         Path(config.log),
@@ -115,7 +113,7 @@ def _document(
         | {
             "formula": fit.find_law().formula,
             "source": fit.find_law().source,
-            "residual_sizes": goodness.measure_goodness(fit.residuals)._asdict(),
+            "residual_sizes": measure_goodness(fit.residuals)._asdict(),
             **({"group": part.label} if config.by else {}),
         }
         for part in parts
@@ -155,9 +153,9 @@ def _document(
         "others": others,
         **({"by": config.by} if config.by else {}),
         "log": config.log,
-        "log_warnings": [*unfitted, *doubts.find_doubts(seen, _columns(config), used)],
+        "log_warnings": [*unfitted, *find_doubts(seen, _columns(config), used)],
         "count": log.count,
-        "shape": folder.shared_shape(Path(config.log)),
+        "shape": shared_shape(Path(config.log)),
         "notes": [*log.notes, *_choices(config, log, is_fitted), *notes],
         "scored": scored,
         "frontiers": frontiers,
@@ -177,7 +175,7 @@ def _choices(config: Config, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
         yield f"the figure has dots for {most:,} of {num_rows:,} rows"
     rules_text = " ".join((config.where, config.hold_out, config.ignore))
     for name, unit in log.units.items():
-        if rules.mentions(rules_text, name):
+        if mentions(rules_text, name):
             yield f"rules compare {name} times {unit:g}, the unit of its flag"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"

@@ -8,12 +8,9 @@ from jaxtyping import Float
 
 from experiments.fitting.groups import FitGroup
 from experiments.fitting.result import Contour, PlotCurve
-from scaling.fits import FitResult, profile
-from scaling.fits.fit import predict
-from scaling.frontiers import parabola
-from scaling.frontiers.frontier_set import PARABOLA, FrontierSet
-from scaling.frontiers.groups import average_by_size
-from scaling.laws import Optimum, published
+from scaling.fits import FitResult, choose_pair, predict, profile_objective
+from scaling.frontiers import PARABOLA, FrontierSet, average_by_size, fit_parabola
+from scaling.laws import Optimum, compute_optimum
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
 
 MAX_SIZES = 6
@@ -109,7 +106,7 @@ def optimum_at(
     C differs from 6 N D of all parameters: attention and the head count, norms do not.
     """
     by_6nd = flops * FLOPS_PER_PARAM_AND_TOKEN / _per_param_and_token(columns)
-    return published.compute_optimum(fit.find_law(), fit.coefficients, by_6nd)
+    return compute_optimum(fit.find_law(), fit.coefficients, by_6nd)
 
 
 def _per_param_and_token(columns: Columns) -> float:
@@ -158,7 +155,7 @@ def _parabolas(found: FrontierSet, num_runs: int) -> GridGroups:
     for i, each in enumerate(groups):
         group[found.groups.rows[each.places]] = i
         loss, weight = average_by_size(each, np.ones((1, each.places.size)))
-        vertex = parabola.fit_parabola(np.log10(each.sizes), loss, weight)
+        vertex = fit_parabola(np.log10(each.sizes), loss, weight)
         x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
     plain = [each for each in found.frontiers if each.method == PARABOLA]
@@ -172,7 +169,7 @@ def _parabolas(found: FrontierSet, num_runs: int) -> GridGroups:
 
 def objective_contour(fit: FitResult, columns: Columns) -> Contour:
     """Returns the objective over the plane of two coefficients; empty for many rows."""
-    names = profile.choose_pair(fit)
+    names = choose_pair(fit)
     if names is None:
         none = np.empty(0)
         return Contour("", "", none, none, np.empty((0, 0)), none, none)
@@ -193,7 +190,7 @@ def objective_contour(fit: FitResult, columns: Columns) -> Contour:
     if fit.num_points > MAX_ROWS:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
-    objective = profile.profile_objective(fit, columns, names, x, y)
+    objective = profile_objective(fit, columns, names, x, y)
     # For an exact law, the minimum of the objective is a rounding error.
     over_least = np.maximum(objective / max(fit.objective, 1e-12), 1.0)
     return Contour(*names, x, y, over_least, samples[:, 0], samples[:, 1])

@@ -7,9 +7,14 @@ from jaxtyping import Bool
 
 from experiments.fitting.config import Config
 from jaxkv.progress import Progress
-from scaling.fits import FitResult, diagnostics, prediction
-from scaling.fits import fit as fits_fit
-from scaling.frontiers.frontier_set import FrontierSet, find_frontiers
+from scaling.fits import (
+    FitResult,
+    held_out_warnings,
+    run_flops,
+    score_held_out,
+)
+from scaling.fits import fit as fit_law
+from scaling.frontiers import FrontierSet, find_frontiers
 from scaling.laws import Law
 from scaling.logs import Log
 
@@ -136,8 +141,8 @@ def _fit_law(
     }
     fit = _resampled(law, seen, config.bootstrap, options, progress)
     if held_out_log.runs:
-        return fits_fit.score_held_out(fit, held_out_log.columns)
-    flops = prediction.run_flops(law, seen.columns)
+        return score_held_out(fit, held_out_log.columns)
+    flops = run_flops(law, seen.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
         return fit
@@ -145,11 +150,11 @@ def _fit_law(
     options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
     try:
         options["held_out"] = is_large
-        held_out = fits_fit.fit(law, seen.columns, **options).held_out
+        held_out = fit_law(law, seen.columns, **options).held_out
     except ValueError:  # such as a single size among the small runs
         return fit
     assert held_out is not None
-    doubts = diagnostics.held_out_warnings(held_out, fit.warnings)
+    doubts = held_out_warnings(held_out, fit.warnings)
     return fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
 
 
@@ -158,7 +163,7 @@ def _resampled(
 ) -> FitResult:
     """Fits a law with bootstrap intervals, or without them after an interrupt."""
     if not resamples:
-        return fits_fit.fit(law, log.columns, **options)
+        return fit_law(law, log.columns, **options)
     update = progress.bar(law.name, resamples, "resamples")
 
     def report(done: float) -> None:
@@ -168,11 +173,11 @@ def _resampled(
 
     if not progress.stopped:
         try:
-            return fits_fit.fit(
+            return fit_law(
                 law, log.columns, bootstrap=resamples, progress=report, **options
             )
         except _Stopped:
             pass
     warning = "interrupted before its resamples: intervals are from the curvature"
-    first = fits_fit.fit(law, log.columns, **options)
+    first = fit_law(law, log.columns, **options)
     return first._replace(warnings=[*first.warnings, warning])

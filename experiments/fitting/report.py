@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 
 from experiments.fitting.result import Result
-from experiments.framework import ReportPart, Sheet, units
-from experiments.framework.report import numbered_list
-from scaling.fits import FitResult, goodness
-from scaling.frontiers import Frontier, frontier_set, parabola
+from experiments.framework import (
+    ReportPart,
+    Sheet,
+    format_number,
+    format_percent,
+    numbered_list,
+)
+from scaling.fits import FitResult, percentages
+from scaling.frontiers import (
+    CORRECTED,
+    ENVELOPE,
+    PARABOLA,
+    Frontier,
+    FrontierSet,
+    vertex_shift,
+)
 
 MAX_ROWS = 25
 """Largest number of held-out runs in a table; the largest runs by compute are
@@ -113,17 +125,17 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
     rows = [
         (
             _name(fit),
-            units.format_number(fit["num_points"]),
-            units.format_number(fit["objective"]),
-            goodness.percentages([*fit["residual_sizes"].values()]),
+            format_number(fit["num_points"]),
+            format_number(fit["objective"]),
+            percentages([*fit["residual_sizes"].values()]),
             fit["status"],
-            units.format_number(fit["distinct_minima"]),
-            units.format_number(fit["condition_number"]),
-            units.format_number(held.get("num_points")),
+            format_number(fit["distinct_minima"]),
+            format_number(fit["condition_number"]),
+            format_number(held.get("num_points")),
             _percent(held.get("mean_error")),
             _percent(held.get("worst_error")),
             _percent(held.get("last_error"), "+"),
-            units.format_percent(held.get("covered")),
+            format_percent(held.get("covered")),
         )
         for fit, held in pairs
     ]
@@ -154,10 +166,10 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
         (
             ", ".join(filter(None, (each["method"], each.get("group")))),
             f"{each['num_minima']} of {each['num_budgets']}",
-            units.format_number(each["a"]),
+            format_number(each["a"]),
             _interval(each["a_interval"], share=True),
-            units.format_number(each["b"]),
-            units.format_number(each["loss_exponent"]),
+            format_number(each["b"]),
+            format_number(each["loss_exponent"]),
         )
         for each in document["frontiers"]
     ]
@@ -171,10 +183,10 @@ def _held_out(result: Result) -> Sheet:
     shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_ROWS]
     rows = []
     for i in shown:
-        cells = [units.format_number(int(result.row[i]))]
+        cells = [format_number(int(result.row[i]))]
         sizes = (result.num_params, result.num_tokens, result.flops)
         cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
-        cells.append(units.format_number(float(result.loss[i])))
+        cells.append(format_number(float(result.loss[i])))
         for predicted in result.predicted:
             off = float(np.log(predicted[i] / result.loss[i]))
             cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
@@ -243,7 +255,7 @@ def frontier_json(each: Frontier) -> dict[str, Any]:
     }
 
 
-def expected_shift(found: frontier_set.FrontierSet) -> str:
+def expected_shift(found: FrontierSet) -> str:
     """Returns a sentence about the bias of parabola vertices.
 
     The bias is relative to the minima of the fitted surface.
@@ -255,16 +267,13 @@ def expected_shift(found: frontier_set.FrontierSet) -> str:
     if found.exponents is None:
         return ""
     with np.errstate(invalid="ignore"):
-        ratio = (
-            by_name[frontier_set.PARABOLA].num_params[0]
-            / by_name[frontier_set.CORRECTED].num_params[0]
-        )
+        ratio = by_name[PARABOLA].num_params[0] / by_name[CORRECTED].num_params[0]
     ratio = ratio[np.isfinite(ratio)]
     if not ratio.size:
         return ""
     alpha, beta = found.exponents
     off = 100 * (np.exp(np.log(ratio).mean()) - 1)
-    centred = 100 * (10 ** parabola.vertex_shift(alpha, beta, 1.0, 9) - 1)
+    centred = 100 * (10 ** vertex_shift(alpha, beta, 1.0, 9) - 1)
     return (
         f"The projected surface has alpha {alpha:.3f} and beta {beta:.3f}. On it, "
         f"parabolas through these sizes bias N* by {off:+.1f} % ({centred:+.1f} % "
@@ -273,9 +282,7 @@ def expected_shift(found: frontier_set.FrontierSet) -> str:
     )
 
 
-def disjoint_intervals(
-    fits: Sequence[FitResult], found: frontier_set.FrontierSet
-) -> list[str]:
+def disjoint_intervals(fits: Sequence[FitResult], found: FrontierSet) -> list[str]:
     """Warns about methods whose intervals of the optimum's growth do not overlap.
 
     Args:
@@ -291,9 +298,7 @@ def disjoint_intervals(
     methods = [
         (each.method, each.num_params.exponent, each.num_params.interval)
         for each in found.frontiers
-        if each.num_params
-        and each.num_params.interval
-        and each.method != frontier_set.ENVELOPE
+        if each.num_params and each.num_params.interval and each.method != ENVELOPE
     ]
     if any("contradict each other" in line for line in found.doubts):
         pairs = [*itertools.combinations(laws, 2), *itertools.product(laws, methods)]

@@ -32,9 +32,9 @@ from experiments.framework import report as framework_report
 from experiments.framework.claims import Claim
 from experiments.framework.report import ReportPart, Verdicts
 from experiments.framework.study import Experiment, Study
-from experiments.plotting import style
+from experiments.plotting import render_figure
 from jaxkv import files
-from jaxkv.parallel import processes
+from jaxkv.parallel import is_first
 from scaling import locking
 
 FILES = (
@@ -97,7 +97,7 @@ def lock_folder(out: Path | None, name: str) -> Generator[Path]:
     Raises:
       ValueError: another process writes there, or the folder cannot be used.
     """
-    if not processes.is_first():  # only the first process keeps its folder
+    if not is_first():  # only the first process keeps its folder
         with tempfile.TemporaryDirectory() as scratch:
             yield Path(scratch)
         return
@@ -308,7 +308,7 @@ def read_run(folder: Path, experiment: Experiment) -> SavedRun:
 
 def draw_figure(run: SavedRun) -> None:
     """Draws the figure of a run and its panels into its folder."""
-    figures = style.render_figure(
+    figures = render_figure(
         lambda axes: run.study.plot(axes, run.result),
         panels=run.study.panels,
         size_inches=run.study.panel_size_inches,

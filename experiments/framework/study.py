@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from experiments.framework import config_json, report, table
 from experiments.framework.claims import Claim
-from experiments.plotting import style
+from experiments.plotting import PANEL_SIZE_INCHES
 from jaxkv import files
 
 
@@ -50,7 +50,7 @@ class Study(NamedTuple):
     metrics: Callable[[Any], dict[str, Any]] = table.metrics
     summary: Callable[[Any], list[report.ReportPart]] | None = None
     panels: tuple[int, int] = (1, 1)
-    panel_size_inches: tuple[float, float] = style.PANEL_SIZE_INCHES
+    panel_size_inches: tuple[float, float] = PANEL_SIZE_INCHES
     files: Callable[[Any], dict[str, str]] = lambda result: {}
     prepare: Callable[[], None] = lambda: None
     switch: tuple[str, bool] | None = None

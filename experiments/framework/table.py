@@ -133,9 +133,9 @@ class ResultTable(ResultRecord):
         Raises:
           ImportError: neither pandas nor polars is installed.
         """
-        from jaxkv.workloads import dataframes
+        from jaxkv.workloads import make_dataframe
 
-        return dataframes.make_dataframe(field_values(self))
+        return make_dataframe(field_values(self))
 
     def __len__(self) -> int:
         """Returns the number of rows."""

@@ -1,18 +1,75 @@
 """Shared tools of experiments: engines, models, prompts, cost models, timing."""
 
-__all__ = [
-    "bundled",
-    "cost_models",
-    "kernels",
-    "length_distributions",
-    "model_shapes",
-    "named_costs",
-    "prompts",
-    "sentence_model",
-    "serving",
-    "sharded_steps",
-    "stepper",
-    "sweep_tables",
-    "terminal_text",
-    "timing",
-]
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from experiments.harness.bundled import (
+        bundled_names,
+        find_bundled_folder,
+        find_heads_folder,
+    )
+    from experiments.harness.cost_models import (
+        DISTSERVE,
+        PAGE_SIZE,
+        LinearCost,
+        RooflineCost,
+        distserve,
+        figure_12,
+        linear,
+        make_roofline_cost,
+        max_kv_pages,
+    )
+    from experiments.harness.kernels.calls import MAX_ERROR, Implementation, KernelRun
+    from experiments.harness.kernels.runs import (
+        attention_implementations,
+        implementations_of,
+    )
+    from experiments.harness.length_distributions import (
+        draw_lengths,
+        measured_page_saving,
+    )
+    from experiments.harness.model_shapes import (
+        RANDOM_SHAPES,
+        load_benchmark_model,
+        load_text_model,
+        make_benchmark_config,
+        make_engine,
+    )
+    from experiments.harness.named_costs import find_cost_model
+    from experiments.harness.prompts import (
+        PromptRequest,
+        RaggedConfig,
+        cut_held_out_prompts,
+        draw_ragged_lengths,
+    )
+    from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
+    from experiments.harness.serving import Server
+    from experiments.harness.sharded_steps import (
+        collective_bytes,
+        count_compiled,
+        predicted_traffic,
+    )
+    from experiments.harness.stepper import Stepper, make_stepper, slot_tokens
+    from experiments.harness.sweep_tables import (
+        RATE_HEADS,
+        direction_verdict,
+        format_best_loss,
+        format_interval,
+        format_rates,
+        judge_direction,
+        run_sweep_with_progress,
+    )
+    from experiments.harness.terminal_text import make_printable
+    from experiments.harness.timing import (
+        CallTimes,
+        host_share,
+        measure_in_turns,
+        median_and_spread,
+        median_seconds,
+        record_call_times,
+        time_call,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.simulation import Cost, Work
-from scaling.costs import devices, serving, steps
+from scaling.costs import Device, StepCost, find_device, max_batch, step_cost
 from scaling.shapes import ModelShape
 
 PAGE_SIZE = 16
@@ -27,9 +27,9 @@ def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
 
     OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
     """
-    return serving.max_batch(
+    return max_batch(
         model,
-        devices.find_device(device),
+        find_device(device),
         context=PAGE_SIZE,
         num_devices=num_devices,
         memory_share=MEMORY_SHARE,
@@ -93,13 +93,13 @@ class LinearCost(NamedTuple):
 class RooflineCost(NamedTuple):
     """Time of a step: the larger of compute time and memory time."""
 
-    step: steps.StepCost
+    step: StepCost
     copy_s: Float[Array, ""]
     """Seconds per page copied within the pool."""
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Returns the seconds of a step, see `scaling.costs.step_work`."""
+        """Returns the seconds of a step, see `scaling.costs.step_cost`."""
         w, c = as_floats(work), self.step
         tokens = w.num_decode_rows + w.num_prompt_rows
         layers = jnp.sum(c.layers, dtype=jnp.float32)
@@ -230,7 +230,7 @@ def distserve(name: str) -> CostModel[LinearCost]:
 
 def make_roofline_cost(
     model: ModelShape,
-    device: devices.Device,
+    device: Device,
     *,
     num_devices: int = 1,
     name: str = "roofline",
@@ -254,7 +254,7 @@ def make_roofline_cost(
             f"{model.name}: sliding windows are not supported, since the counts of a "
             "step do not give the attended tokens"
         )
-    step = steps.step_cost(model, device, num_devices=num_devices, **how)
+    step = step_cost(model, device, num_devices=num_devices, **how)
     return CostModel(
         name=name,
         cost=RooflineCost(step, jnp.float32(0.0), jnp.float32(0.0)),

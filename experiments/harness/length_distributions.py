@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxkv.workloads.lengths import Gamma, Lengths, Pair, rescale_to_means
+from jaxkv.workloads import Gamma, Lengths, Pair, rescale_to_means
 
 NUM_DRAWN = 8192
 """Pairs drawn to represent a distribution."""

@@ -4,14 +4,21 @@ from typing import Any, Literal
 
 import jax
 
-from experiments.framework import config_json
 from experiments.harness import bundled
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints, config, paged, transformer
-from jaxkv.serving.engine import Engine
+from jaxkv.models import (
+    LoadedModel,
+    ModelConfig,
+    PagedForward,
+    init_params,
+    load_model,
+    make_model_pages,
+)
+from jaxkv.serving import Engine
+from jaxkv.validation import format_unknown_name
 
 RANDOM_SHAPES = {
-    "random-135m": config.ModelConfig(
+    "random-135m": ModelConfig(
         vocab_size=49152,
         hidden_size=576,
         num_layers=30,
@@ -22,7 +29,7 @@ RANDOM_SHAPES = {
         max_positions=8192,
         rope_theta=100_000.0,
     ),
-    "random-8b": config.ModelConfig(
+    "random-8b": ModelConfig(
         vocab_size=128_256,
         hidden_size=4096,
         num_layers=32,
@@ -34,7 +41,7 @@ RANDOM_SHAPES = {
         rope_theta=500_000.0,
         tie_embeddings=False,
     ),
-    "random-tiny": config.ModelConfig(
+    "random-tiny": ModelConfig(
         vocab_size=257,
         hidden_size=32,
         num_layers=2,
@@ -50,7 +57,7 @@ RANDOM_SHAPES = {
 
 def load_benchmark_model(
     model: str, dtype: Literal["float32", "bfloat16"]
-) -> checkpoints.LoadedModel:
+) -> LoadedModel:
     """Loads a model, or initializes one with random weights.
 
     Args:
@@ -62,26 +69,26 @@ def load_benchmark_model(
     """
     if model in RANDOM_SHAPES:
         shape = RANDOM_SHAPES[model]
-        params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
-        return checkpoints.LoadedModel(shape, params, None, ())
+        params = init_params(shape, jax.random.key(0), dtype=dtype)
+        return LoadedModel(shape, params, None, ())
     try:
         folder = bundled.find_bundled_folder(model)
     except ValueError:
-        line = config_json.format_unknown_name(
+        line = format_unknown_name(
             "model", model, [*bundled.bundled_names(), *RANDOM_SHAPES]
         )
         raise ValueError(f"{line} (or the path of a folder)") from None
-    return checkpoints.load_model(folder, dtype=dtype)
+    return load_model(folder, dtype=dtype)
 
 
-def load_text_model(model: str, *, max_length: int) -> checkpoints.LoadedModel:
+def load_text_model(model: str, *, max_length: int) -> LoadedModel:
     """Loads a model that has a tokenizer and positions for `max_length` tokens.
 
     Raises:
       ValueError: the model does not exist, cannot be read, has no tokenizer, or has too
         few positions.
     """
-    loaded = checkpoints.load_model(bundled.find_bundled_folder(model))
+    loaded = load_model(bundled.find_bundled_folder(model))
     if loaded.tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer, so no text")
     if max_length > loaded.config.max_positions:
@@ -109,7 +116,7 @@ def make_benchmark_config(
 
 
 def make_engine(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     bounds: EngineConfig,
     *,
     has_text: bool = True,
@@ -125,8 +132,8 @@ def make_engine(
     """
     return Engine(
         model.params,
-        paged.PagedForward(model.config, bounds.numerics),
-        paged.make_model_pages(model.config, bounds),
+        PagedForward(model.config, bounds.numerics),
+        make_model_pages(model.config, bounds),
         bounds,
         tokenizer=model.tokenizer if has_text else None,
         eos_ids=model.eos_ids,

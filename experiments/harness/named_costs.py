@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy import optimize
 
-from experiments.framework import config_json, registry, run_folder
+from experiments.framework import load_experiment, read_run
 from experiments.harness import cost_models
-from scaling.costs import devices
-from scaling.shapes import published
+from jaxkv.validation import format_unknown_name
+from scaling import shapes
+from scaling.costs import find_device
 
 
 def find_cost_model(name: str) -> cost_models.CostModel:
@@ -31,16 +32,14 @@ def find_cost_model(name: str) -> cost_models.CostModel:
     if kind == "distserve" and len(rest) == 2:
         if name not in cost_models.DISTSERVE:
             raise ValueError(
-                config_json.format_unknown_name(
-                    "cost model", name, cost_models.DISTSERVE
-                )
+                format_unknown_name("cost model", name, cost_models.DISTSERVE)
             )
         return cost_models.distserve(name)
     if kind == "roofline" and len(rest) in (2, 3):
         num = rest[2] if len(rest) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model, device = published.describe(rest[0]), devices.find_device(rest[1])
+        model, device = shapes.describe(rest[0]), find_device(rest[1])
         return cost_models.make_roofline_cost(
             model, device, num_devices=int(num), name=name
         )
@@ -68,7 +67,7 @@ def fit_measured_steps(
     Raises:
       ValueError: the folder is no such run, or has no rows of the implementation.
     """
-    ran = run_folder.read_run(folder, registry.load_experiment("bench_decode"))
+    ran = read_run(folder, load_experiment("bench_decode"))
     rows = [
         row
         for row in ran.result

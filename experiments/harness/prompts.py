@@ -8,7 +8,7 @@ import numpy as np
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.sampling import Sampling
-from scaling.corpora import corpora
+from scaling.corpora import STANDARD_LIBRARY, load_documents
 
 
 class PromptRequest(NamedTuple):
@@ -131,7 +131,7 @@ def cut_held_out_prompts(
       samplings: sampling parameters of each answer.
       rng: random generator for the files and the first line of each prompt.
     """
-    documents = corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
+    documents = load_documents(STANDARD_LIBRARY).held_out
     requests = []
     for size, sampling in zip(sizes, samplings, strict=True):
         text = documents[rng.integers(len(documents))].text.decode()

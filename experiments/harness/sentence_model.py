@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
-from jaxkv.memory import kv_pages, page_pool
+from jaxkv.memory import NO_PAGE, Pages, Rows
 from jaxkv.models import ForwardResult
 
 _NEVER = -30.0
@@ -77,9 +77,7 @@ class SentenceModel:
 
     language: SentenceLanguage
 
-    def __call__(
-        self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
-    ) -> ForwardResult:
+    def __call__(self, params: None, pages: Pages, rows: Rows) -> ForwardResult:
         """Writes the rows, reads earlier words from the pages, predicts the next."""
         word, place = (
             x.astype(pages.dtype)[:, None, None] for x in (rows.token, rows.position)
@@ -89,7 +87,7 @@ class SentenceModel:
         slot = rows.logit_rows
         if rows.slot is not None:
             slot = arrays.take(rows.slot, slot, fill=-1)
-        page_ids = arrays.take(rows.page_ids, slot, fill=page_pool.NO_PAGE)
+        page_ids = arrays.take(rows.page_ids, slot, fill=NO_PAGE)
         words, _ = pages.layout.read(pages, 0, page_ids)
         held = words[:, : self.language.max_length, 0, 0]
         past = jnp.arange(held.shape[1], dtype=jnp.int32)[None, :] <= last[:, None]

@@ -11,8 +11,7 @@ from experiments.harness.prompts import PromptRequest
 from experiments.harness.timing import CallTimes, record_call_times
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.serving import Completion
-from jaxkv.serving.engine import Engine
+from jaxkv.serving import Completion, Engine
 
 NUM_SHOWN = 3
 """Answers that stream on the terminal at the same time."""

@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.models import ModelConfig, transformer
-from jaxkv.parallel import collectives
-from scaling.costs import traffic
-from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
-from scaling.training import StepConfig, meshes, parallel
+from jaxkv.models import ModelConfig, param_shapes
+from jaxkv.parallel import find_collectives
+from scaling.costs import Layout, Traffic, training_traffic
+from scaling.shapes import describe_config
+from scaling.training import (
+    StepConfig,
+    divided_gradient,
+    make_training_mesh,
+    tree_specs,
+)
 
 NUMBER_BYTES = 4
 """Bytes of an activation, weight or gradient: float32."""
@@ -45,12 +49,12 @@ def count_compiled(
       batch: sequences over all devices.
       sequence: tokens of each sequence.
     """
-    mesh, whole = meshes.make_training_mesh(layout), transformer.param_shapes(shape)
+    mesh, whole = make_training_mesh(layout), param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
-        meshes.tree_specs(shape, layout, mesh, whole),
+        tree_specs(shape, layout, mesh, whole),
         whole,
     )
     windows = jax.ShapeDtypeStruct(
@@ -58,7 +62,7 @@ def count_compiled(
         jnp.int32,
         sharding=NamedSharding(mesh, PartitionSpec()),
     )
-    gradient = parallel.divided_gradient(shape, StepConfig(layout=layout))
+    gradient = divided_gradient(shape, StepConfig(layout=layout))
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
     given = memory.argument_size_in_bytes - 4 * windows.size
@@ -72,13 +76,13 @@ def count_compiled(
 
 def collective_bytes(program: Any) -> float:
     """Returns the bytes that a device sends by the collectives of a program."""
-    found = collectives.collectives(str(program.as_text()))
+    found = find_collectives(str(program.as_text()))
     return sum(each.sent(rank=1) for each in found)
 
 
 def predicted_traffic(
     shape: ModelConfig, layout: Layout, *, batch: int, sequence: int
-) -> tuple[traffic.Traffic, ...]:
+) -> tuple[Traffic, ...]:
     """Returns the traffic of a training step according to the formulas.
 
     Args:
@@ -87,8 +91,8 @@ def predicted_traffic(
       batch: sequences over all devices.
       sequence: tokens of each sequence.
     """
-    return traffic.training_traffic(
-        from_model.describe_config(shape),
+    return training_traffic(
+        describe_config(shape),
         layout,
         batch=batch // layout.data,
         sequence=sequence,

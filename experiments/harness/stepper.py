@@ -15,18 +15,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxkv import engine, scheduling
 from jaxkv.clock import from_seconds
 from jaxkv.engine import DrainedSequences, EngineConfig, EngineState, drain, init
-from jaxkv.engine import step as engine_step
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import ForwardResult, checkpoints, paged
+from jaxkv.models import ForwardResult, LoadedModel, PagedForward, make_model_pages
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import programs, request_batch
+from jaxkv.scheduling import Policy
+from jaxkv.serving import LOCAL, make_requests
 
 type Step = Callable[..., tuple[EngineState, Any]]
-"""A step function as `engine.step.step`; its second result may be of any type."""
+"""A step function as `engine.step`; its second result may be of any type."""
 
 
 class StepperCall(NamedTuple):
@@ -71,7 +71,7 @@ class Stepper:
         *,
         params: Any = None,
         eos_ids: tuple[int, ...] = (),
-        step: Step = engine_step.step,
+        step: Step = engine.step,
     ) -> None:
         """Makes an idle engine; all requests share one compiled program.
 
@@ -98,7 +98,7 @@ class Stepper:
         asks: Sequence[Sampling],
         *,
         arrivals_s: Sequence[float] | None = None,
-        policy: interface.Policy | None = None,
+        policy: Policy | None = None,
         eviction: Eviction | None = None,
     ) -> Iterator[StepperCall]:
         """Submits requests as places become free, and runs until all are finished.
@@ -111,7 +111,7 @@ class Stepper:
           arrivals_s: earliest admission of each request, ascending; a call takes 1 s.
             None means that all requests arrive at the start.
           policy: scheduling policy; None means first come, first served.
-          eviction: eviction rule, as in `engine.step.step`.
+          eviction: eviction rule, as in `engine.step`.
 
         Yields:
           The result of each call.
@@ -119,7 +119,7 @@ class Stepper:
         Raises:
           ValueError: a request does not fit the engine.
         """
-        policy = fcfs.fcfs() if policy is None else policy
+        policy = scheduling.fcfs() if policy is None else policy
         rules = {"policy": policy, "eviction": eviction}
         arrivals_s = [0.0] * len(prompts) if arrivals_s is None else arrivals_s
         first = unfinished = 0
@@ -129,7 +129,7 @@ class Stepper:
             sizes = [ask.num_sequences for ask in asks[first : first + width]]
             num = int(np.searchsorted(np.cumsum(sizes), width, "right"))
             if batch := range(first, first + num):
-                requests = request_batch.make_requests(
+                requests = make_requests(
                     [prompts[i] for i in batch],
                     [asks[i] for i in batch],
                     config=self.config,
@@ -138,7 +138,7 @@ class Stepper:
                     eos_ids=self._eos_ids,
                     width=width,
                 )
-                self.state, accepted = programs.LOCAL.submit(
+                self.state, accepted = LOCAL.submit(
                     self.state, requests, config=self.config
                 )
                 accepted = np.asarray(accepted)
@@ -163,7 +163,7 @@ class Stepper:
         prompts: Sequence[Sequence[int]],
         asks: Sequence[Sampling],
         *,
-        policy: interface.Policy | None = None,
+        policy: Policy | None = None,
         eviction: Eviction | None = None,
         progress: Progress = QUIET,
     ) -> ServingRecord | None:
@@ -192,13 +192,13 @@ class Stepper:
 
 
 def make_stepper(
-    model: checkpoints.LoadedModel, config: EngineConfig, step: Step = engine_step.step
+    model: LoadedModel, config: EngineConfig, step: Step = engine.step
 ) -> Stepper:
     """Returns an idle engine for a text model."""
     return Stepper(
         config,
-        paged.PagedForward(model.config, config.numerics),
-        functools.partial(paged.make_model_pages, model.config, config),
+        PagedForward(model.config, config.numerics),
+        functools.partial(make_model_pages, model.config, config),
         params=model.params,
         eos_ids=model.eos_ids,
         step=step,
@@ -242,7 +242,7 @@ def _steps(
     forward: Callable[..., ForwardResult],
     step: Step,
 ) -> tuple[EngineState, Any]:
-    """Runs the steps of a call like `engine.step.run_steps`, with any step function."""
+    """Runs the steps of a call like `engine.run_steps`, with any step function."""
 
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         return step(params, state, config=config, forward=forward, **rules)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Direction, environment, units
+from experiments.framework import Direction, describe_machine, format_number
 from jaxkv.progress import Progress
-from scaling.sweeps import SweepConfig, sweep
+from scaling.sweeps import SweepConfig, SweepOutcome, run_sweep
 
 MAX_COLUMNS = 8
 """Largest number of token counts in one table."""
@@ -16,10 +16,10 @@ MAX_COLUMNS = 8
 
 def run_sweep_with_progress(
     config: SweepConfig, out: Path, progress: Progress
-) -> sweep.SweepOutcome:
+) -> SweepOutcome:
     """Runs a sweep with progress bars and a table of losses."""
-    described = environment.describe_machine()
-    return sweep.run_sweep(
+    described = describe_machine()
+    return run_sweep(
         config,
         out,
         commit=described["commit"] or "",
@@ -39,8 +39,7 @@ def loss_table(records: list[dict[str, Any]]) -> str:
     lines = []
     if 0 < len(tokens) <= MAX_COLUMNS:
         lines = [
-            "params \\ tokens"
-            + "".join(f"{units.format_number(x):>12}" for x in tokens)
+            "params \\ tokens" + "".join(f"{format_number(x):>12}" for x in tokens)
         ]
     for size, _ in sizes:
         selected = [r for r in records if r["num_params"] == size]
@@ -50,7 +49,7 @@ def loss_table(records: list[dict[str, Any]]) -> str:
                 for n in tokens
             ]
             lines.append(
-                f"{units.format_number(size):>15}" + "".join(f"{x:>12}" for x in cells)
+                f"{format_number(size):>15}" + "".join(f"{x:>12}" for x in cells)
             )
     if lines:
         return "\n".join(lines)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv.progress import Progress
-from jaxkv.serving.core import EngineCore
+from jaxkv.serving import EngineCore
 
 
 def time_call[**P, R](

@@ -1,18 +1,55 @@
 """Style of figures, and shared drawing functions."""
 
-from experiments.plotting.boxes import Box as Box
-from experiments.plotting.style import colors as colors
-from experiments.plotting.style import label_log_axis as label_log_axis
-from experiments.plotting.style import sequential_colors as sequential_colors
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Box",
-    "boxes",
-    "colors",
-    "label_log_axis",
-    "layout",
-    "sequential_colors",
-    "style",
-    "systems",
-    "timelines",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from experiments.plotting.boxes import (
+        COPY,
+        GHOST,
+        GREY,
+        INK,
+        SMALL,
+        Box,
+        draw_arrow,
+        draw_frame,
+        draw_rectangle,
+        draw_reference_count,
+        draw_tag,
+        draw_text,
+        draw_words,
+        fill_stripes,
+        lighten,
+        slot_color,
+    )
+    from experiments.plotting.style import (
+        PANEL_SIZE_INCHES,
+        POINTS,
+        annotate,
+        draw_curve,
+        draw_reference_line,
+        draw_ridge,
+        label_log_axis,
+        label_wide_log_axis,
+        render_figure,
+        sequential_colors,
+        set_labels,
+        shade_band,
+        use_powers_of_two,
+    )
+    from experiments.plotting.systems import (
+        BLACK,
+        BLUE,
+        GREEN,
+        ORANGE,
+        PURPLE,
+        RED,
+        SKY,
+        SYSTEMS,
+        colors,
+        system_style,
+    )
+    from experiments.plotting.timelines import draw_slots
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -4,34 +4,23 @@
 `ray`. `Router` and `Worker` are its parts, without Ray.
 """
 
-from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
-from jaxkv.disaggregation.config import RouterConfig
-from jaxkv.disaggregation.process import HttpFront
-from jaxkv.disaggregation.router import (
-    ReplayError,
-    RequestCancelledError,
-    RoutedAnswer,
-    Router,
-    Transfer,
-)
-from jaxkv.disaggregation.service import Service, ServiceLostError
-from jaxkv.disaggregation.worker import Worker, WorkerSpec
-from jaxkv.disaggregation.worker_pool import WorkerLostError
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Candidate",
-    "HttpFront",
-    "ReplayError",
-    "RequestCancelledError",
-    "RoutedAnswer",
-    "Router",
-    "RouterConfig",
-    "Service",
-    "ServiceLostError",
-    "Transfer",
-    "Worker",
-    "WorkerLostError",
-    "WorkerSpec",
-    "least_work",
-    "prefix_affinity",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
+    from jaxkv.disaggregation.config import RouterConfig
+    from jaxkv.disaggregation.process import HttpFront
+    from jaxkv.disaggregation.router import (
+        ReplayError,
+        RequestCancelledError,
+        RoutedAnswer,
+        Router,
+        Transfer,
+    )
+    from jaxkv.disaggregation.service import Service, ServiceLostError
+    from jaxkv.disaggregation.worker import Worker, WorkerSpec
+    from jaxkv.disaggregation.worker_pool import WorkerLostError
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

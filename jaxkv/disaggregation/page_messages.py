@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jaxkv.disaggregation import identity
-from jaxkv.memory import kv_pages
+from jaxkv.memory import check_content
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_PAYLOAD_BYTES = 1 << 36
@@ -77,7 +77,7 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
     if (wrong := identity.describe_difference(fields.get("identity"), own)) is not None:
         raise ValueError(f"pages of {wrong}")
-    kv_pages.check_content(like, shapes)
+    check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)
     pairs = [*zip(wanted, (shape for _, shape in shapes), strict=True)]
     sizes = [leaf.dtype.itemsize * math.prod(shape) for leaf, shape in pairs]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxkv.disaggregation.config import RouterConfig
 from jaxkv.disaggregation.router import Router
 from jaxkv.disaggregation.worker import WorkerSpec
-from jaxkv.models import checkpoints
+from jaxkv.models import load_tokenizer
 from jaxkv.server import SWITCH_S
 
 
@@ -142,7 +142,7 @@ async def run_router(connection: Connection, setup: Setup) -> None:
             launcher,
             config=setup.config,
             choose=cluster.loads(setup.choose),
-            tokenizer=checkpoints.load_tokenizer(Path(setup.folder)),
+            tokenizer=load_tokenizer(Path(setup.folder)),
             model_name=setup.model_name,
         )
         dispatcher = _Dispatcher(connection, router)
@@ -180,9 +180,10 @@ async def _serve_http(
     router: Router, front: HttpFront, is_over: asyncio.Event, ready: Callable[[], None]
 ) -> None:
     """Serves HTTP until `is_over`, then until requests in progress complete."""
-    from jaxkv.server import app, http_server
+    from jaxkv import server
+    from jaxkv.server import HttpService, make_app
 
-    service = app.HttpService(
+    service = HttpService(
         router,
         api_key=front.api_key,
         max_requests=front.max_requests,
@@ -195,7 +196,7 @@ async def _serve_http(
         await router.close()  # ends the remaining requests with an error
 
     listener = socket.socket(fileno=front.descriptor)
-    await http_server.serve(app.make_app(service), listener, stop, ready)
+    await server.serve(make_app(service), listener, stop, ready)
 
 
 def _picklable(error: Exception) -> Exception:

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
-from jaxkv import validation
+from jaxkv import scheduling, validation
 from jaxkv.disaggregation import choice
 from jaxkv.disaggregation.choice import Candidate, Choose
 from jaxkv.disaggregation.config import RouterConfig
@@ -27,8 +27,7 @@ from jaxkv.disaggregation.worker_pool import (
 )
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
-from jaxkv.scheduling import attributes as request_attributes
-from jaxkv.server.backend import OverloadedError
+from jaxkv.server import OverloadedError
 from jaxkv.serving import Completion, Event
 
 logger = logging.getLogger(__name__)
@@ -343,7 +342,7 @@ class Router:
             prompt=tokens,
             sampling=sampling,
             key_id=key_id,
-            attributes=request_attributes.checked(attributes),
+            attributes=scheduling.checked(attributes),
             is_streamed=is_streamed,
         )
         self._requests[number] = request

@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv import validation
 from jaxkv.disaggregation import identity, page_messages
 from jaxkv.disaggregation.page_messages import PageMessage
-from jaxkv.parallel import mesh as meshes
+from jaxkv.parallel import make_mesh, set_cpu_devices
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.server import SWITCH_S, AsyncEngine
@@ -141,8 +141,8 @@ class Worker:
         fields: dict[str, Any] = {**spec.engine, "prefix_cache": True}
         mesh = None
         if spec.mesh:
-            meshes.set_cpu_devices(math.prod(spec.mesh.values()))
-            mesh = meshes.make_mesh(**spec.mesh)
+            set_cpu_devices(math.prod(spec.mesh.values()))
+            mesh = make_mesh(**spec.mesh)
         folder = Path(spec.folder)
         engine = Engine.load(folder, mesh=mesh, **fields)
         self._pages = jax.tree.map(

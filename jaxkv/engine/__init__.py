@@ -1,32 +1,26 @@
 """The serving engine as a pure function: `step(params, state) -> (state, info)`."""
 
-from jaxkv.engine.emitting import Answer
-from jaxkv.engine.requests import (
-    DrainedSequences,
-    Requests,
-    cancel,
-    drain,
-    submit,
-)
-from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.engine.step import StepInfo, run_steps
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Answer",
-    "DrainedSequences",
-    "EngineConfig",
-    "EngineState",
-    "Requests",
-    "StepInfo",
-    "cancel",
-    "drafting",
-    "drain",
-    "init",
-    "requests",
-    "run_steps",
-    "snapshots",
-    "state",
-    "step",
-    "submit",
-    "swapping",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.engine.counts import observe_engine
+    from jaxkv.engine.drafting import (
+        REPRODUCIBLE_TREES,
+        AcceptResult,
+        Drafter,
+        Drafts,
+        Speculation,
+        Verifier,
+        VerifyOutput,
+    )
+    from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+    from jaxkv.engine.plan_application import apply_plan
+    from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
+    from jaxkv.engine.snapshots import load_state, save_state
+    from jaxkv.engine.state import CANCELLED, REASONS, EngineConfig, EngineState, init
+    from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
+    from jaxkv.engine.swapping import clear_swapped
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

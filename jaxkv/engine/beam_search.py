@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, memory, sampling
 from jaxkv.engine.groups import find_slot_groups, is_beam
 from jaxkv.engine.state import (
     FULL,
@@ -27,8 +27,7 @@ from jaxkv.engine.state import (
     Sequences,
 )
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import page_sharing, page_table
-from jaxkv.sampling import beam_search
+from jaxkv.sampling import BeamParams, Beams, advance_beams, follow_parents
 
 
 class BeamGroups(NamedTuple):
@@ -111,10 +110,10 @@ def _search(
     source = jnp.where(source == every, NO_SEQUENCE, source)
     length = state.table.length
     keep = jnp.where(mine, length, length + config.max_length)
-    pool, table = page_table.truncate(
+    pool, table = memory.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
-    pool, table = page_sharing.reorder(pool, table, source)
+    pool, table = memory.reorder(pool, table, source)
     state = state._replace(pool=pool, table=table)
     row = jnp.where(mine, sequence, NO_SEQUENCE)
     num_tokens = state.slots.num_tokens
@@ -134,12 +133,12 @@ def _search(
 
 def _step(
     state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
-) -> tuple[beam_search.Beams, Array, Array, Array]:
+) -> tuple[Beams, Array, Array, Array]:
     """Advances the beams of all requests; also returns which were active."""
     s, search = state.sequences, state.search
     assert search is not None
     lead = jnp.maximum(found.lead, 0)
-    params = beam_search.BeamParams(
+    params = BeamParams(
         width=search.width[lead],
         length_penalty=search.length_penalty[lead],
         early_stopping=search.early_stopping[lead],
@@ -152,9 +151,7 @@ def _step(
     slot = jnp.maximum(found.slot, 0)
     tokens, logprobs = (x[slot] for x in choices)
     logprobs = jnp.where((found.slot >= 0)[..., None], logprobs, -jnp.inf)
-    return *jax.vmap(beam_search.advance_beams)(
-        group, params, tokens, logprobs, active
-    ), active
+    return *jax.vmap(advance_beams)(group, params, tokens, logprobs, active), active
 
 
 def _finish(
@@ -176,7 +173,7 @@ def _finish(
     length = group.finished.length[first, sample]
 
     def write(_: Array, s: Sequences) -> Sequences:
-        answers = jax.vmap(beam_search.finalize)(
+        answers = jax.vmap(sampling.finalize)(
             group, s.tokens[rows], search.parents[rows], start
         )[first, sample]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
@@ -223,9 +220,9 @@ def store_paths(
         rows, known = sequence[slot], state.slots.num_tokens[slot]
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
-        held = jax.vmap(beam_search.follow_parents)(
-            state.search.parents[rows], ends, known
-        )[first, sample]
+        held = jax.vmap(follow_parents)(state.search.parents[rows], ends, known)[
+            first, sample
+        ]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
         holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
         tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]

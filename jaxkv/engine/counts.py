@@ -7,13 +7,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxkv import arrays, clock, ledger
+from jaxkv import arrays, clock, ledger, memory
 from jaxkv.engine import drafting, groups, prefix_caching, swapping
 from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
-from jaxkv.memory import demand, page_sharing, page_table
-from jaxkv.scheduling import interface
+from jaxkv.memory import (
+    is_shared,
+    needs_copy,
+    num_pages,
+    own_tokens,
+    owned_pages,
+    pages_for,
+)
+from jaxkv.scheduling import BLOCKED, Counts
 
 
 class _Shares(NamedTuple):
@@ -40,7 +47,7 @@ def head_of_queue(state: EngineState, config: EngineConfig) -> Head:
 
 def observe_engine(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
-) -> tuple[interface.Counts, prefix_caching.PrefixMatch]:
+) -> tuple[Counts, prefix_caching.PrefixMatch]:
     """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
     s, slots, length = state.sequences, state.slots, state.table.length
     head, size = head_of_queue(state, config), config.page_size
@@ -54,7 +61,7 @@ def observe_engine(
     looks = has_arrived & ~is_out
     found = prefix_caching.match_prefixes(state, first, head.num_to_feed, looks, config)
     goal = groups.tokens_to_feed(state)
-    pages = page_table.num_pages(state.table, page_size=size)
+    pages = num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
     seen = ledger.observe(
@@ -66,7 +73,7 @@ def observe_engine(
             length=length,
             num_pages=pages,
             owned_pages=pages - shares.others,
-            owned_tokens=demand.own_tokens(length, shares.others, page_size=size),
+            owned_tokens=own_tokens(length, shares.others, page_size=size),
             swap_pages=shares.moved,
             copies=shares.copies,
             group=shares.first,
@@ -88,7 +95,7 @@ def observe_engine(
         scored_prompt=keep_logprobs & in_prompt,
         waiting=ready,
         waiting_cached=found.num_tokens,
-        waiting_pages=jnp.where(exists & ~ready, interface.BLOCKED, wanted),
+        waiting_pages=jnp.where(exists & ~ready, BLOCKED, wanted),
         waiting_scored_prompt=exists & s.keep_prompt_logprobs[first],
         spare_logit_rows=config.num_logit_rows - config.max_slots,
         drafts=None
@@ -103,7 +110,7 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     size, length = config.page_size, state.table.length
 
     def own(shares: _Shares) -> Int32[Array, ""]:
-        tokens = demand.own_tokens(length, shares.others, page_size=size)
+        tokens = own_tokens(length, shares.others, page_size=size)
         return jnp.sum(tokens, dtype=jnp.int32)
 
     cached = size * prefix_caching.num_used(state)
@@ -129,14 +136,14 @@ def _if_shared[T](
     rows = goal - table.length
 
     def search() -> T:
-        holder = page_sharing.holders(table, group)
+        holder = memory.holders(table, group)
         pinned = prefix_caching.is_pinned(state, table.page_ids)
-        owned = page_sharing.owned_pages(table, holder, pinned=pinned)
-        copies = page_table.needs_copy(pool, table, rows, page_size=size)
+        owned = owned_pages(table, holder, pinned=pinned)
+        copies = needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
                 first=groups.find_slot_groups(state).first,
-                others=page_table.num_pages(table, page_size=size) - owned,
+                others=num_pages(table, page_size=size) - owned,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),
             )
@@ -149,11 +156,9 @@ def _if_shared[T](
         if pinned is not None:
             others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
         if state.staging is not None:
-            moved = demand.pages_for(table.length, page_size=size)
+            moved = pages_for(table.length, page_size=size)
         return of(_Shares(place, others, moved, copies))
 
     # A group's first sequence may share pages with slots that are held.
-    may = (group != state.slots.sequence) | page_table.is_shared(
-        pool, table, rows, page_size=size
-    )
+    may = (group != state.slots.sequence) | is_shared(pool, table, rows, page_size=size)
     return lax.cond(jnp.any(may), search, no_shares)

@@ -27,7 +27,7 @@ from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
 from jaxkv.sampling import Params
-from jaxkv.scheduling import interface
+from jaxkv.scheduling import limit_draft_lengths
 
 REPRODUCIBLE_TREES = (
     "numerics='reproducible' takes chains of drafts, no token trees: K and V that move "
@@ -257,7 +257,7 @@ def requested_draft_lengths(
     with jax.named_scope("draft_lengths"):
         wanted = drafter.requested_draft_lengths(state.memory, state, config)
     can_draft = ~groups.fork_of(state).reads & ~groups.is_beam(state)
-    return interface.limit_draft_lengths(
+    return limit_draft_lengths(
         jnp.where(can_draft, jnp.minimum(wanted, config.max_drafts), 0),
         target_length=groups.tokens_to_feed(state),
         length=state.table.length,

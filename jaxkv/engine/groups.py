@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger
+from jaxkv import arrays, ledger, memory
 from jaxkv.engine import prefix_caching
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, Fork, Groups
-from jaxkv.memory import page_sharing, page_table
+from jaxkv.memory import advance_lengths
 
 
 def fork_of(state: EngineState) -> Fork:
@@ -89,12 +89,12 @@ def advance_and_fork(
 ) -> EngineState:
     """Counts the fed rows as written, and forks the slots of `find_forks`."""
     length = state.table.length
-    state = state._replace(table=page_table.advance_lengths(state.table, num_rows))
+    state = state._replace(table=advance_lengths(state.table, num_rows))
     state = prefix_caching.insert_filled_pages(state, length, config)
 
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
-        pool, table = page_sharing.fork(state.pool, state.table, forks, page_size=size)
+        pool, table = memory.fork(state.pool, state.table, forks, page_size=size)
         slots = ledger.record_forks(state.slots, forks >= 0, table.length)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
@@ -116,9 +116,9 @@ def accept_drafts(
       config: the engine's configuration.
     """
     before = state.table.length
-    state = state._replace(table=page_table.advance_lengths(state.table, num))
+    state = state._replace(table=advance_lengths(state.table, num))
     state = prefix_caching.insert_filled_pages(state, before, config)
-    pool, table = page_table.truncate(
+    pool, table = memory.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
     return state._replace(pool=pool, table=table)
@@ -145,7 +145,7 @@ def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> Engi
     earlier = same & orphan[:, None] & (slot[:, None] < slot[None, :])
     succeeds = orphan & ~jnp.any(earlier, axis=0)
     source = jnp.where(succeeds, reader, NO_SEQUENCE)
-    pool, table = page_sharing.fork(state.pool, state.table, source, page_size=size)
+    pool, table = memory.fork(state.pool, state.table, source, page_size=size)
     waits &= ~succeeds
     followed = jnp.any(same & waits[:, None], axis=0)
     fork = fork._replace(

@@ -21,12 +21,12 @@ from jaxkv import arrays
 from jaxkv.engine.drafting import Drafts, Tree
 from jaxkv.engine.state import TILE, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import kv_pages
-from jaxkv.models import interface
+from jaxkv.memory import Pages, Rows
+from jaxkv.models import Forward
 
 type Logits = Float[Array, "logit_rows vocab"]
 type DraftLogits = Float[Array, "slots drafts vocab"] | None
-type _Run = Callable[[kv_pages.Pages, kv_pages.Rows], Any]
+type _Run = Callable[[Pages, Rows], Any]
 """The model applied to its parameters; results have `logits` and `pages`."""
 
 
@@ -37,7 +37,7 @@ class ModelOutput(NamedTuple):
     """Logits of the last known token of each slot, then of the spare rows."""
     drafted: DraftLogits
     """Logits of the drafts of each slot."""
-    pages: kv_pages.Pages
+    pages: Pages
     spare_sequence: Int32[Array, " spare"]
     """Sequence of each spare logit row, or `NO_SEQUENCE`."""
     spare_position: Int32[Array, " spare"]
@@ -50,7 +50,7 @@ type _Carry = tuple[Logits, DraftLogits, EngineState]
 class _PackedRows(NamedTuple):
     """Rows of a step, packed for any of the programs."""
 
-    rows: kv_pages.Rows
+    rows: Rows
     target: Int32[Array, " rows"]
     """Logit row of each packed row, or -1 for none."""
 
@@ -63,7 +63,7 @@ def feed(
     drafts: Drafts | None = None,
     *,
     config: EngineConfig,
-    forward: interface.Forward,
+    forward: Forward,
 ) -> ModelOutput:
     """Feeds the next `num_rows` tokens of each slot, at most `token_budget` in all.
 
@@ -80,7 +80,7 @@ def feed(
       The logits and the pages.
     """
 
-    def probe(params: Any, pages: kv_pages.Pages, packed: _PackedRows) -> Array:
+    def probe(params: Any, pages: Pages, packed: _PackedRows) -> Array:
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
@@ -96,7 +96,7 @@ def feed(
         logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
     else:
 
-        def one(index: Array, carry: tuple[Logits, kv_pages.Pages]) -> Any:
+        def one(index: Array, carry: tuple[Logits, Pages]) -> Any:
             logits, pages = carry
             result = run(pages, _tile(packed, index))
             target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
@@ -135,7 +135,7 @@ def _feed_fast(
     wanted: _RowCounts,
     blank: Float[Array, "all_rows vocab"],
     config: EngineConfig,
-) -> tuple[Logits, DraftLogits, kv_pages.Pages]:
+) -> tuple[Logits, DraftLogits, Pages]:
     """Runs the smallest program that has room for the step's rows."""
     busy, many = jnp.any(wanted.num_rows > 0), jnp.any(wanted.num_rows > 1)
 
@@ -177,7 +177,7 @@ def _decode(
     logits, drafted, state = carry
     num_rows = wanted.num_rows
     place = jnp.where(num_rows > 0, state.table.length, -1)
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=_tokens(state, state.slots.sequence, place),
         position=place,
         slot=None,
@@ -230,11 +230,11 @@ def _split_drafts(
 
 
 def _mask_trees(
-    rows: kv_pages.Rows,
+    rows: Rows,
     root: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"],
     tree: Tree,
-) -> kv_pages.Rows:
+) -> Rows:
     """Sets positions and attention masks of token trees (tree attention).
 
     The rows have the drafts in consecutive token places after `root`, the place of the
@@ -258,7 +258,7 @@ def _mask_trees(
     )
 
 
-def _tile(packed: _PackedRows, index: int | Array) -> kv_pages.Rows:
+def _tile(packed: _PackedRows, index: int | Array) -> Rows:
     """Returns the `index`-th tile of the rows."""
 
     def cut(x: Array) -> Array:
@@ -333,7 +333,7 @@ def _pack(
     logit_rows = jnp.concatenate(logit_rows)
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
     target = arrays.put(jnp.full_like(position, -1), logit_rows, index)
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=_tokens(state, sequence, position),
         position=position,
         slot=slot,

@@ -16,18 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxkv import arrays
+from jaxkv import arrays, memory
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import (
     NO_PAGE,
     Eviction,
     Pool,
+    PrefixCache,
     Table,
-    idle_pages,
-    page_pool,
-    page_table,
-    prefix_cache,
-    prefix_eviction,
+    clear_slots,
+    insert_unpinned,
+    is_cached,
+    is_idle,
+    mark_idle,
+    mark_used,
+    release_counted,
 )
 
 
@@ -72,10 +75,10 @@ def match_prefixes(
         num_tokens = jnp.where(beam, jnp.minimum(num_tokens, prompt), num_tokens)
 
     def look() -> tuple[Array, Array]:
-        ids = prefix_cache.match(
+        ids = memory.match(
             cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
         )
-        marks = jnp.stack([ids != NO_PAGE, idle_pages.is_idle(cache.idle, ids)])
+        marks = jnp.stack([ids != NO_PAGE, is_idle(cache.idle, ids)])
         return ids, jnp.sum(marks, axis=2, dtype=jnp.int32)
 
     def skip() -> tuple[Array, Array]:
@@ -109,7 +112,7 @@ def is_pinned(
 ) -> Bool[Array, "..."] | None:
     """Returns a mask of the pages that are in the cache; None without a cache."""
     cache = state.prefixes
-    return None if cache is None else prefix_cache.is_cached(cache, page_ids)
+    return None if cache is None else is_cached(cache, page_ids)
 
 
 def start_on_cached_pages(
@@ -132,8 +135,8 @@ def start_on_cached_pages(
     given = arrays.put(fork.num_given, slot, found.num_tokens)
     slots = slots._replace(fork=fork._replace(num_given=given))
     return state._replace(
-        prefixes=prefix_eviction.mark_used(state.prefixes, ids),
-        pool=page_pool.share(state.pool, ids),
+        prefixes=mark_used(state.prefixes, ids),
+        pool=memory.share(state.pool, ids),
         table=Table(
             page_ids=arrays.put(table.page_ids, slot, ids),
             length=arrays.put(table.length, slot, found.num_tokens),
@@ -152,7 +155,7 @@ def evict_until_free(state: EngineState, wanted: Int32[Array, ""]) -> EngineStat
     if state.prefixes is None:
         return state
     missing = jnp.maximum(wanted - state.pool.num_free, 0)
-    cache, pool, _ = prefix_eviction.evict(state.prefixes, state.pool, missing)
+    cache, pool, _ = memory.evict(state.prefixes, state.pool, missing)
     return state._replace(prefixes=cache, pool=pool)
 
 
@@ -161,11 +164,11 @@ def release_slots(
 ) -> EngineState:
     """Empties the page tables of slots; their cached pages stay in the cache."""
     rows = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
-    pool, left = page_pool.release_counted(state.pool, rows)
+    pool, left = release_counted(state.pool, rows)
     cache = state.prefixes
     if cache is not None:
-        cache = prefix_eviction.mark_idle(cache, rows, left, rule)
-    table = page_table.clear_slots(state.table, gone)
+        cache = mark_idle(cache, rows, left, rule)
+    table = clear_slots(state.table, gone)
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
@@ -219,8 +222,8 @@ def _insert(
     offset = jnp.arange(size, dtype=jnp.int32)[None, :]
 
     def column(
-        index: Array, carry: tuple[prefix_cache.PrefixCache, Pool, Array]
-    ) -> tuple[prefix_cache.PrefixCache, Pool, Array]:
+        index: Array, carry: tuple[PrefixCache, Pool, Array]
+    ) -> tuple[PrefixCache, Pool, Array]:
         cache, pool, page_ids = carry
         place = jnp.where(index < num_filled, first + index, -1)
         own = arrays.take(page_ids, (slot, place), fill=NO_PAGE)
@@ -228,12 +231,12 @@ def _insert(
         at = (sequence[:, None], place[:, None] * size + offset)
         tokens = arrays.take(s.tokens, at, fill=0)
         given = (own, parent, tokens, salt)
-        cache, entered, kept = prefix_cache.insert_unpinned(cache, *given)
+        cache, entered, kept = insert_unpinned(cache, *given)
         other = (kept != NO_PAGE) & (kept != own)
         kept, own = (jnp.where(other, ids, NO_PAGE) for ids in (kept, own))
         gained = jnp.concatenate([entered, kept])
-        pool, _ = page_pool.release_counted(pool, own, shared=gained)
-        cache = prefix_eviction.mark_used(cache, kept)
+        pool, _ = release_counted(pool, own, shared=gained)
+        cache = mark_used(cache, kept)
         at = (slot, jnp.where(other, place, -1))
         return cache, pool, arrays.put(page_ids, at, kept)
 

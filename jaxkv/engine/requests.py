@@ -22,9 +22,9 @@ from jaxkv.engine.state import (
     no_sequences,
 )
 from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceEvents, SequenceProgress
-from jaxkv.memory import Eviction, demand
-from jaxkv.sampling import Params, beam_search
-from jaxkv.scheduling.attributes import RequestAttributes
+from jaxkv.memory import Eviction, max_pages
+from jaxkv.sampling import Params, make_beams
+from jaxkv.scheduling import RequestAttributes
 
 
 class Requests(NamedTuple):
@@ -95,7 +95,7 @@ def submit(
     fits &= ~r.keep_prompt_logprobs | (config.num_logit_rows > config.max_slots)
     fits &= r.beam_width <= config.max_beams
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
-    shared, own = demand.max_pages(r.prompt_length, r.limit, page_size=config.page_size)
+    shared, own = max_pages(r.prompt_length, r.limit, page_size=config.page_size)
     pages = shared[first] + arrays.reduce_groups(own, first, "add")
     fits &= (size <= config.max_slots) & (pages <= config.num_pages)
     # A request is refused as a whole.
@@ -154,7 +154,7 @@ def _begin_search(
     def put(old: Array, new: Array) -> Array:
         return arrays.put(old, row, new)
 
-    group = beam_search.make_beams(config.max_beams)
+    group = make_beams(config.max_beams)
     return search._replace(
         width=put(search.width, r.beam_width),
         length_penalty=put(search.length_penalty, r.length_penalty),

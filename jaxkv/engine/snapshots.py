@@ -40,7 +40,7 @@ from jaxkv.files import (
     silencing_orbax,
 )
 from jaxkv.files import digests as _digests
-from jaxkv.memory import Pages, kv_pages
+from jaxkv.memory import Pages, to_host
 
 HEADER, ARRAYS = "snapshot.json", "arrays"
 """Names in the folder."""
@@ -97,7 +97,7 @@ def save_state(
             # Orbax refuses empty arrays; their shapes are in the header.
             full = {name: x for name, x in _by_name(state).items() if x.size}
             check_disk_space(new, sum(x.nbytes for x in full.values()))
-            writer.save(new / ARRAYS, kv_pages.to_host(full))
+            writer.save(new / ARRAYS, to_host(full))
         header = {
             "config": dataclasses.asdict(config),
             "arrays": shapes,

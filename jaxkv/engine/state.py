@@ -14,10 +14,19 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import ledger, validation
 from jaxkv.ledger import Ledger, Slots
-from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
-from jaxkv.memory.prefix_cache import PrefixCache, make_prefix_cache
-from jaxkv.sampling import Params, beam_search, greedy_params
-from jaxkv.scheduling.attributes import RequestAttributes
+from jaxkv.memory import (
+    Pages,
+    Pool,
+    PrefixCache,
+    Staging,
+    Table,
+    make_pool,
+    make_prefix_cache,
+    make_staging,
+    make_table,
+)
+from jaxkv.sampling import Beams, Params, greedy_params, make_beams
+from jaxkv.scheduling import RequestAttributes
 
 TILE = 64
 """Rows of each forward pass under `numerics="reproducible"`."""
@@ -231,7 +240,7 @@ class Search(NamedTuple):
     """As in `beam_search.BeamParams`."""
     early_stopping: Int32[Array, " sequences"]
     """As in `beam_search.BeamParams`."""
-    groups: beam_search.Beams
+    groups: Beams
     """The searches."""
     parents: Int32[Array, "sequences max_length"]
     """Parent beam of each token of the history; 0 in the prompt."""
@@ -242,11 +251,11 @@ class Search(NamedTuple):
 class EngineState(NamedTuple):
     """State of an engine."""
 
-    pages: kv_pages.Pages
+    pages: Pages
     """The KV cache."""
-    pool: page_pool.Pool
+    pool: Pool
     """Reference counts and free list of the pages."""
-    table: page_table.Table
+    table: Table
     """Page table: pages and length of each slot."""
     ledger: Ledger
     """Queue, slots, progress and clock; the host sets the clock."""
@@ -256,7 +265,7 @@ class EngineState(NamedTuple):
     """Prefix cache; None if it is disabled."""
     search: Search | None
     """Beam searches; None if they are disabled."""
-    staging: swap_buffer.Staging | None
+    staging: Staging | None
     """Swapped-out pages; None if swapping is disabled."""
     memory: Any = None
     """State of the drafter, a pytree of arrays."""
@@ -282,9 +291,7 @@ class EngineState(NamedTuple):
         )
 
 
-def init(
-    config: EngineConfig, pages: kv_pages.Pages, memory: Any = None
-) -> EngineState:
+def init(config: EngineConfig, pages: Pages, memory: Any = None) -> EngineState:
     """Makes the state of an idle engine.
 
     Args:
@@ -308,7 +315,7 @@ def init(
     slots, search = config.max_slots, None
     if config.max_beams:
         num, length = config.max_sequences, config.max_length
-        beams = beam_search.make_beams(config.max_beams)
+        beams = make_beams(config.max_beams)
         search = Search(
             width=jnp.zeros((num,), jnp.int32),
             length_penalty=jnp.ones((num,), jnp.float32),
@@ -319,8 +326,8 @@ def init(
         )
     return EngineState(
         pages=pages,
-        pool=page_pool.make_pool(config.num_pages),
-        table=page_table.make_table(slots, config.max_pages_per_slot),
+        pool=make_pool(config.num_pages),
+        table=make_table(slots, config.max_pages_per_slot),
         ledger=ledger.make_ledger(
             num_slots=slots,
             # `slots` more places, so that preempted requests always fit.
@@ -334,7 +341,7 @@ def init(
         if config.prefix_cache
         else None,
         search=search,
-        staging=swap_buffer.make_staging(
+        staging=make_staging(
             pages,
             num_places=config.max_swap_pages,
             num_sequences=config.max_sequences,

@@ -13,18 +13,18 @@ Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger
+from jaxkv import arrays, ledger, memory
 from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceProgress
-from jaxkv.memory import page_sharing, swap_buffer
+from jaxkv.memory import copy_in, copy_out, is_out, is_written, num_free
 
 
 def is_swapped_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Returns which requests, by rows of their first sequences, are swapped out."""
     if state.staging is None:
         return jnp.zeros(group.shape, bool)
-    return arrays.take(swap_buffer.is_out(state.staging), group, fill=False)
+    return arrays.take(is_out(state.staging), group, fill=False)
 
 
 def is_on_host(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
@@ -56,7 +56,7 @@ def num_free_swap_pages(state: EngineState) -> Int32[Array, ""]:
     """Counts the free pages of the staging buffer."""
     if state.staging is None:
         return jnp.zeros((), jnp.int32)
-    return swap_buffer.num_free(state.staging)
+    return num_free(state.staging)
 
 
 def num_to_move(
@@ -68,7 +68,7 @@ def num_to_move(
     """Counts the pages to move for each group, each at the lowest slot that has it."""
     if state.staging is None:
         return jnp.zeros(holder.shape[:1], jnp.int32)
-    written = swap_buffer.is_written(state.table, page_size=page_size)
+    written = is_written(state.table, page_size=page_size)
     slot = jnp.arange(holder.shape[0], dtype=jnp.int32)[:, None]
     return jnp.sum(written & (holder == slot), axis=1, dtype=jnp.int32)
 
@@ -88,8 +88,8 @@ def swap_out(
     if state.staging is None:
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
     group = groups.group_of_slots(state)
-    holder = page_sharing.holders(state.table, group)
-    after, left = swap_buffer.copy_out(
+    holder = memory.holders(state.table, group)
+    after, left = copy_out(
         state.staging,
         state.pages,
         state.table,
@@ -114,7 +114,7 @@ def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
     slots = arrays.inverse_index(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NO_SEQUENCE)
-    pages, pool, table, after = swap_buffer.copy_in(
+    pages, pool, table, after = copy_in(
         state.staging, state.pages, state.pool, state.table, group, gone, slots
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
@@ -129,7 +129,7 @@ def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
         return state
     group = state.sequences.group
     gone = arrays.put(jnp.zeros_like(ended), group, ended, "max")
-    staging = swap_buffer.forget(state.staging, group, gone)
+    staging = memory.forget(state.staging, group, gone)
     members = arrays.take(gone, group, fill=False)
     return state._replace(staging=staging, ledger=clear_swapped(state.ledger, members))
 

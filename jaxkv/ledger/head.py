@@ -17,8 +17,8 @@ from jaxkv.ledger.state import (
     num_to_feed,
     unpack_columns,
 )
-from jaxkv.memory import Size, demand
-from jaxkv.scheduling import Counts, RequestAttributes, attributes
+from jaxkv.memory import Size, pages_to_resume, pages_to_start
+from jaxkv.scheduling import Counts, RequestAttributes, relative_to_clock
 
 
 class Head(NamedTuple):
@@ -148,9 +148,7 @@ class RequestColumns(NamedTuple):
         """Returns attributes of some requests, times relative to the clock."""
         row = jnp.maximum(request, 0)
         found = jax.tree.map(lambda x: x[row] if jnp.ndim(x) else x, self.attributes)
-        return attributes.relative_to_clock(
-            found, self.arrival[row], self.limit[row], clock
-        )
+        return relative_to_clock(found, self.arrival[row], self.limit[row], clock)
 
 
 def observe(
@@ -183,8 +181,8 @@ def observe(
     """
     slots, runs = ledger.slots, is_running(ledger.slots)
     known, exists, is_out = head.slots.num_tokens, head.exists, head.swapped_pages > 0
-    fresh = demand.pages_to_start(known, head.num_common, exists, page_size=page_size)
-    back = demand.pages_to_resume(
+    fresh = pages_to_start(known, head.num_common, exists, page_size=page_size)
+    back = pages_to_resume(
         known,
         head.num_common[:, None],
         head.swapped_tokens,

@@ -1,43 +1,105 @@
 """Paged memory: pool, page tables, sharing, prefix cache, swap, pages and layouts."""
 
-from jaxkv.memory.demand import Size, pages_for
-from jaxkv.memory.invariants import InvariantError
-from jaxkv.memory.kv_layout import KVLayout
-from jaxkv.memory.kv_pages import Pages
-from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.page_table import PageTableView, Table
-from jaxkv.memory.prefix_cache import PrefixCache
-from jaxkv.memory.prefix_eviction import Eviction, Uses
-from jaxkv.memory.prefix_transfer import Prefix
-from jaxkv.memory.swap_buffer import Staging
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "NO_PAGE",
-    "Eviction",
-    "InvariantError",
-    "KVLayout",
-    "PageTableView",
-    "Pages",
-    "Pool",
-    "Prefix",
-    "PrefixCache",
-    "Size",
-    "Staging",
-    "Table",
-    "Uses",
-    "demand",
-    "features",
-    "idle_pages",
-    "invariants",
-    "kv_layout",
-    "kv_pages",
-    "page_parts",
-    "page_pool",
-    "page_sharing",
-    "page_table",
-    "pages_for",
-    "prefix_cache",
-    "prefix_eviction",
-    "prefix_transfer",
-    "swap_buffer",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.memory.demand import (
+        Size,
+        max_pages,
+        missing_pages,
+        own_tokens,
+        pages_for,
+        pages_to_resume,
+        pages_to_start,
+    )
+    from jaxkv.memory.features import parent_places, read_features, write_features
+    from jaxkv.memory.idle_pages import is_idle
+    from jaxkv.memory.invariants import (
+        InvariantError,
+        Violations,
+        raise_if_violated,
+        shared_writes,
+        violations,
+    )
+    from jaxkv.memory.kv_layout import (
+        DEFAULT_LAYOUT,
+        KVLayout,
+        can_rotate_and_write,
+        make_pages,
+        rotate_and_write,
+    )
+    from jaxkv.memory.kv_pages import (
+        Pages,
+        Rows,
+        check_content,
+        copy,
+        expand_pages,
+        gather_pages,
+        locate,
+        move_tokens,
+        scatter_pages,
+        to_host,
+    )
+    from jaxkv.memory.page_parts import (
+        CONTEXT,
+        broadcast_from_owner,
+        check_window,
+        degree,
+    )
+    from jaxkv.memory.page_pool import (
+        NO_PAGE,
+        Pool,
+        allocate,
+        make_pool,
+        release_counted,
+        share,
+    )
+    from jaxkv.memory.page_sharing import fork, holders, owned_pages, reorder
+    from jaxkv.memory.page_table import (
+        PageTableView,
+        SlotPages,
+        Table,
+        advance_lengths,
+        clear_slots,
+        drop_slots,
+        is_shared,
+        make_table,
+        move_slots,
+        needs_copy,
+        num_new_pages,
+        num_pages,
+        reserve,
+        truncate,
+    )
+    from jaxkv.memory.prefix_cache import (
+        PrefixCache,
+        count_prefix_faults,
+        insert_unpinned,
+        is_cached,
+        make_prefix_cache,
+        match,
+    )
+    from jaxkv.memory.prefix_eviction import (
+        Eviction,
+        Uses,
+        evict,
+        mark_idle,
+        mark_used,
+        rerank,
+    )
+    from jaxkv.memory.prefix_transfer import Prefix, export_prefix, import_prefix
+    from jaxkv.memory.swap_buffer import (
+        Staging,
+        copy_in,
+        copy_out,
+        count_swap_faults,
+        forget,
+        is_out,
+        is_written,
+        make_staging,
+        num_free,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 from jaxkv import arrays
 from jaxkv.memory import kv_pages, page_parts
 from jaxkv.memory.kv_pages import Pages, Rows
-from pallas_kernels.page_ops.write import write_rows
+from pallas_kernels.page_ops import write_rows
 
 
 def write_features(

@@ -23,9 +23,20 @@ from jaxkv.memory.kv_pages import (
 )
 from pallas_kernels import quantizing
 from pallas_kernels.layered import Layer, flat_ids
-from pallas_kernels.page_ops import rotary_write
-from pallas_kernels.page_ops.write import write_rows
-from pallas_kernels.paged_attention import api, dispatch
+from pallas_kernels.page_ops import (
+    RotaryCosSin,
+    RotaryWriteOutput,
+    choose_rotary_write,
+    write_rotated_kv,
+    write_rows,
+)
+from pallas_kernels.paged_attention import (
+    StepPlan,
+    make_plan,
+    merge_devices,
+    merge_own_rows,
+    paged_attention,
+)
 from pallas_kernels.quantizing import QuantizedArray
 from pallas_kernels.row_packing import Packing
 
@@ -142,14 +153,14 @@ class KVLayout:
         dtype: DTypeLike,
         window: int | None = None,
         numerics: Literal["fast", "reproducible"] = "fast",
-    ) -> dispatch.StepPlan | None:
+    ) -> StepPlan | None:
         """Prepares `attend` for these rows, once for all layers; None if not needed.
 
         `dtype` is the dtype of the queries; `window` and `numerics` are those of
         `attend`.
         """
         k, num_rows = pages.k, rows.position.shape[0]
-        return api.make_plan(
+        return make_plan(
             jax.ShapeDtypeStruct((num_rows, num_q_heads, k.shape[-1]), dtype),
             jax.ShapeDtypeStruct(k.shape[1:], k.dtype),
             value_width=self.value_width,
@@ -168,7 +179,7 @@ class KVLayout:
         window: int | None = None,
         numerics: Literal["fast", "reproducible"] = "fast",
         packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
-        plan: dispatch.StepPlan | None = None,
+        plan: StepPlan | None = None,
         own_rows: bool = False,
     ) -> Float[Array, "own q_heads value_width"]:
         """Computes attention of rows over pages that already hold the rows' keys.
@@ -193,7 +204,7 @@ class KVLayout:
         """
         k_pages, k_scales = quantizing.split_quantized(flatten_layers(pages.k))
         v_pages, v_scales = quantizing.split_quantized(flatten_layers(pages.v))
-        state = api.paged_attention(
+        state = paged_attention(
             q,
             k_pages,
             v_pages,
@@ -209,7 +220,7 @@ class KVLayout:
             **_local_attention_args(pages, rows, window),
         )
         if page_parts.degree() > 1:
-            merge = api.merge_own_rows if own_rows else api.merge_devices
+            merge = merge_own_rows if own_rows else merge_devices
             state = merge(state, page_parts.CONTEXT)
         return state.out
 
@@ -318,7 +329,7 @@ def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
     """Returns True if `rotate_and_write` supports a projection of this shape."""
     return (
         pages.layout == DEFAULT_LAYOUT
-        and rotary_write.choose_rotary_write(qkv, pages.k) != "reference"
+        and choose_rotary_write(qkv, pages.k) != "reference"
     )
 
 
@@ -326,11 +337,11 @@ def rotate_and_write(
     pages: Pages,
     layer: Layer,
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"],
-    cos_sin: rotary_write.RotaryCosSin,
+    cos_sin: RotaryCosSin,
     page: Int32[Array, " rows"],
     offset: Int32[Array, " rows"],
     packing: Packing | None = None,
-) -> tuple[rotary_write.RotaryWriteOutput, Pages]:
+) -> tuple[RotaryWriteOutput, Pages]:
     """Encodes the rows' positions and writes one layer's K and V, in one kernel.
 
     Equals `DEFAULT_LAYOUT.write`, in place, and requires `can_rotate_and_write`.
@@ -347,7 +358,7 @@ def rotate_and_write(
     Returns:
       The queries, also packed; and the pages.
     """
-    written = rotary_write.write_rotated_kv(
+    written = write_rotated_kv(
         qkv,
         cos_sin,
         flatten_layers(pages.k),

@@ -35,7 +35,7 @@ from jaxkv import arrays
 from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.layered import flat_ids
-from pallas_kernels.page_ops.copy import copy_pages
+from pallas_kernels.page_ops import copy_pages
 
 if TYPE_CHECKING:
     from jaxkv.memory.kv_layout import KVLayout

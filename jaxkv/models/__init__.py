@@ -1,39 +1,78 @@
 """Decoder-only models: configuration, layers, forward passes, checkpoints."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxkv.models.config import Experts, ModelConfig
+from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.models.checkpoints import (
+        LoadedModel,
+        load_model,
+        load_tokenizer,
+        load_tree,
+        read_config,
+        save_model,
+        save_tree,
+    )
+    from jaxkv.models.config import Experts, ModelConfig
+    from jaxkv.models.huggingface.configs import (
+        read_fields,
+        refuse_other_values,
+        without_aliases,
+    )
+    from jaxkv.models.huggingface.families import FAMILIES, Family
+    from jaxkv.models.huggingface.values import parse_flag, parse_size
     from jaxkv.models.interface import Forward, ForwardResult, Params, attend
+    from jaxkv.models.layers import (
+        FEW_ROWS,
+        Activations,
+        Function,
+        Linear,
+        Mixture,
+        Orientation,
+        multiply,
+    )
+    from jaxkv.models.moe import (
+        Routing,
+        balance_loss,
+        expert_load,
+        imbalance,
+        mix,
+        route,
+    )
+    from jaxkv.models.nonlinear import NORMS, norm
+    from jaxkv.models.paged import PagedForward, make_model_pages
+    from jaxkv.models.param_forms import (
+        add_transposed_weights,
+        index_leaves,
+        is_stacked,
+        stack_layers,
+    )
+    from jaxkv.models.partition import (
+        EXPERT,
+        TENSOR,
+        embed_own_tokens,
+        embed_tokens,
+        own_experts,
+        own_words,
+    )
+    from jaxkv.models.rotary import (
+        Angles,
+        Projected,
+        rotate,
+        split_and_rotate,
+        split_heads,
+    )
+    from jaxkv.models.row_parts import divide_rows
+    from jaxkv.models.transformer import (
+        Transformer,
+        init_params,
+        logits,
+        merge,
+        outputs,
+        param_axes,
+        param_shapes,
+        run_sequences,
+    )
 
-__all__ = [
-    "Experts",
-    "Forward",
-    "ForwardResult",
-    "ModelConfig",
-    "Params",
-    "attend",
-    "checkpoints",
-    "config",
-    "huggingface",
-    "interface",
-    "layers",
-    "moe",
-    "nonlinear",
-    "paged",
-    "param_forms",
-    "partition",
-    "rotary",
-    "row_parts",
-    "transformer",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Imports JAX on first use, which reading a `config.json` does not need."""
-    if name not in ("Forward", "ForwardResult", "Params", "attend"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from jaxkv.models import interface
-
-    return getattr(interface, name)
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -23,7 +23,17 @@ from jaxkv.files import (
     reporting_errors,
 )
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.huggingface import configs, weights
+from jaxkv.models.huggingface import (
+    Place,
+    checked_dtype,
+    checked_params,
+    from_hf,
+    load_params,
+    read_tree,
+    save_params,
+    to_hf,
+    write_tree,
+)
 from jaxkv.models.interface import Params
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
@@ -59,7 +69,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     path = validation.path("path", path)
     path = path / "config.json" if path.is_dir() else path
     with reporting_errors(path):
-        return configs.from_hf(read_json(path))
+        return from_hf(read_json(path))
 
 
 @validation.suggests_keywords
@@ -67,7 +77,7 @@ def load_model(
     folder: str | os.PathLike[str],
     *,
     dtype: DTypeLike = "float32",
-    place: Callable[[ModelConfig], weights.Place] | None = None,
+    place: Callable[[ModelConfig], Place] | None = None,
 ) -> LoadedModel:
     """Reads a model with its parameters and its tokenizer.
 
@@ -87,10 +97,10 @@ def load_model(
         unexpected, of another shape or not finite; the message names the file.
     """
     validation.path("folder", folder)
-    folder, dtype = model_folder(folder), weights.checked_dtype(dtype)
+    folder, dtype = model_folder(folder), checked_dtype(dtype)
     config = read_config(folder)
     put = None if place is None else place(config)
-    params = weights.load_params(folder, config, dtype, put)
+    params = load_params(folder, config, dtype, put)
     return LoadedModel(config, params, *_load_tokenizer(folder, config))
 
 
@@ -134,14 +144,14 @@ def save_model(
     folder = validation.path("folder", folder).absolute()
     validation.integer("max_shard_bytes", max_shard_bytes, low=1, below=2**63)
     check_replaceable(folder, "config.json", "model", overwrite)
-    stored = None if dtype is None else weights.checked_dtype(dtype)
-    arrays = weights.checked_params(config, params)
+    stored = None if dtype is None else checked_dtype(dtype)
+    arrays = checked_params(config, params)
     stored = stored or arrays[0].dtype
     if eos_ids is None:
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
     known = validation.token_ids("eos_ids", list(eos_ids), vocab_size=config.vocab_size)
     eos_ids = known.tolist()
-    raw = configs.to_hf(config) | {
+    raw = to_hf(config) | {
         "dtype": stored.name,
         "bos_token_id": None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
@@ -151,7 +161,7 @@ def save_model(
     texts |= {} if tokenizer is None else tokenizer.files()
     texts |= {} if model_card is None else {"README.md": model_card}
     with replace_folder(folder) as new:
-        texts |= weights.save_params(new, config, arrays, stored, max_shard_bytes)
+        texts |= save_params(new, config, arrays, stored, max_shard_bytes)
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
     return folder
@@ -171,7 +181,7 @@ def load_tree(
       ValueError: as `load_model`.
     """
     folder = validation.path("folder", folder)
-    return weights.read_tree(folder, shapes, weights.checked_dtype(dtype))
+    return read_tree(folder, shapes, checked_dtype(dtype))
 
 
 def save_tree(
@@ -182,7 +192,7 @@ def save_tree(
     Raises:
       ValueError: a number is too large for the dtype.
     """
-    weights.write_tree(Path(folder), tree, weights.checked_dtype(dtype))
+    write_tree(Path(folder), tree, checked_dtype(dtype))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:

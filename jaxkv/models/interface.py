@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
-from jaxkv.memory import kv_pages
+from jaxkv.memory import Pages, Rows
 from pallas_kernels.layered import Layer
-from pallas_kernels.paged_attention import dispatch
+from pallas_kernels.paged_attention import StepPlan
 
 type Params = Any
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
@@ -24,7 +24,7 @@ class ForwardResult(NamedTuple):
     """Next-token logits of `rows.logit_rows`, arbitrary numbers on unused rows. An
     infinity or NaN ends the request with the reason "nan", so apply masks in a
     `logits_fn`."""
-    pages: kv_pages.Pages
+    pages: Pages
     """The pages with K and V of every row."""
     hidden: Float[Array, "logit_rows hidden"] | None = None
     """Last hidden states of the same rows, for drafting heads."""
@@ -34,9 +34,7 @@ class ForwardResult(NamedTuple):
 class Forward(Protocol):
     """A model for the engine: hashable, and equal to models that compute the same."""
 
-    def __call__(
-        self, params: Any, pages: kv_pages.Pages, rows: kv_pages.Rows
-    ) -> ForwardResult:
+    def __call__(self, params: Any, pages: Pages, rows: Rows) -> ForwardResult:
         """Runs the model on the rows.
 
         Args:
@@ -52,18 +50,18 @@ class Forward(Protocol):
 
 
 def attend(
-    pages: kv_pages.Pages,
+    pages: Pages,
     layer: Layer,
     q: Float[Array, "rows q_heads head_dim"],
     k: Float[Array, "rows kv_heads head_dim"],
     v: Float[Array, "rows kv_heads value_width"] | None,
-    rows: kv_pages.Rows,
+    rows: Rows,
     *,
     scale: float | None = None,
     window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
-    plan: dispatch.StepPlan | None = None,
-) -> tuple[Float[Array, "rows q_heads value_width"], kv_pages.Pages]:
+    plan: StepPlan | None = None,
+) -> tuple[Float[Array, "rows q_heads value_width"], Pages]:
     """Writes one layer's K and V of the rows, and computes attention over the pages.
 
     Args:

@@ -9,14 +9,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxkv import validation
-from jaxkv.memory import features, kv_layout, kv_pages
+from jaxkv import memory, validation
+from jaxkv.memory import (
+    Pages,
+    Rows,
+    can_rotate_and_write,
+    make_pages,
+    rotate_and_write,
+    write_features,
+)
 from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
-from pallas_kernels.page_ops import rotary_write
-from pallas_kernels.paged_attention.dispatch import StepPlan
+from pallas_kernels.page_ops import RotaryCosSin, query_rows
+from pallas_kernels.paged_attention import StepPlan
 
 
 @runtime_checkable
@@ -50,7 +57,7 @@ def make_model_pages(
     *,
     dtype: DTypeLike = "float32",
     taps: tuple[int, ...] = (),
-) -> kv_pages.Pages:
+) -> Pages:
     """Makes the K and V arrays of a model for an engine, and features for `taps`.
 
     Warns if the engine's `max_length` exceeds the model's rotary positions.
@@ -59,7 +66,7 @@ def make_model_pages(
       ValueError: `max_length` exceeds the model's learned positions.
     """
     config.check_length(engine.max_length, "max_length")
-    return kv_layout.make_pages(
+    return make_pages(
         num_layers=config.num_layers,
         num_pages=engine.num_pages,
         num_kv_heads=config.num_kv_heads,
@@ -115,7 +122,7 @@ class PagedForward:
             )
 
     def __call__(
-        self, params: Params, pages: kv_pages.Pages, rows: kv_pages.Rows
+        self, params: Params, pages: Pages, rows: Rows
     ) -> interface.ForwardResult:
         """Writes the rows' K and V, runs the layers, and returns the requested logits.
 
@@ -139,15 +146,15 @@ class PagedForward:
         pages = found.carry
         if self.taps:
             tapped = parts.whole(jnp.concatenate(found.taps))
-            pages = features.write_features(pages, tapped.T, rows)
+            pages = write_features(pages, tapped.T, rows)
         hidden = parts.pick(found.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def states(
         self,
         model: transformer.Transformer,
-        pages: kv_pages.Pages,
-        rows: kv_pages.Rows,
+        pages: Pages,
+        rows: Rows,
         inputs: Float[Array, "hidden own"] | None = None,
     ) -> transformer.States:
         """Runs the layers: writes K and V of the rows, and attends over the pages.
@@ -193,8 +200,8 @@ class PagedForward:
 
     def _writer(
         self,
-        pages: kv_pages.Pages,
-        rows: kv_pages.Rows,
+        pages: Pages,
+        rows: Rows,
         plan: StepPlan | None,
         dtype: DTypeLike,
     ) -> Callable:
@@ -206,7 +213,7 @@ class PagedForward:
         heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]
-        if c.positions != "rope" or not kv_layout.can_rotate_and_write(pages, qkv):
+        if c.positions != "rope" or not can_rotate_and_write(pages, qkv):
 
             def rotate_then_write(layer, qkv, angles, pages):
                 q, k, v = (
@@ -217,21 +224,19 @@ class PagedForward:
 
             return rotate_then_write
         # Computed once per pass, for all layers.
-        page, offset = kv_pages.locate(rows, page_size=pages.page_size)
-        row = rotary_write.query_rows(num_rows, num_kv_heads * c.group_size)
+        page, offset = memory.locate(rows, page_size=pages.page_size)
+        row = query_rows(num_rows, num_kv_heads * c.group_size)
         turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)
         assert turned is not None
         shape = num_rows, num_kv_heads, c.group_size, -1
-        cos_sin = rotary_write.RotaryCosSin(*(x.T.reshape(shape) for x in turned))
+        cos_sin = RotaryCosSin(*(x.T.reshape(shape) for x in turned))
 
         few = None if plan is None else plan.few
         places = page, offset, None if few is None else few.packing
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            found, pages = kv_layout.rotate_and_write(
-                pages, layer, qkv, cos_sin, *places
-            )
+            found, pages = rotate_and_write(pages, layer, qkv, cos_sin, *places)
             q = found.q.reshape(found.q.shape[0], -1, found.q.shape[3])
             return q, found.packed_q, pages
 

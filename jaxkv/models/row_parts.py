@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped
 
-from jaxkv.memory import page_parts
-from jaxkv.memory.kv_pages import Rows
-from jaxkv.memory.page_parts import CONTEXT
+from jaxkv import memory
+from jaxkv.memory import CONTEXT, Rows, broadcast_from_owner
 
 
 class RowParts(NamedTuple):
@@ -53,9 +52,7 @@ class RowParts(NamedTuple):
         own = wanted - _begin(x.shape[-1])
         is_here = (own >= 0) & (own < x.shape[-1])
         found = x[:, jnp.where(is_here, own, 0)]
-        return page_parts.broadcast_from_owner(
-            jnp.where(is_here, found, jnp.zeros_like(found))
-        )
+        return broadcast_from_owner(jnp.where(is_here, found, jnp.zeros_like(found)))
 
 
 WHOLE = RowParts()
@@ -70,7 +67,7 @@ def divide_rows(
     Packed rows are divided if each device gets an equal number. With reproducible
     numerics, whose passes have one size and include single rows, they are not divided.
     """
-    num, num_rows = page_parts.degree(), rows.position.shape[0]
+    num, num_rows = memory.degree(), rows.position.shape[0]
     if rows.slot is None or numerics != "fast" or num_rows % num:
         return WHOLE
     return RowParts(num)

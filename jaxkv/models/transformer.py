@@ -28,7 +28,7 @@ from jaxkv.models.layers import (
     Numerics,
     Orientation,
 )
-from pallas_kernels.flash_attention import tiled
+from pallas_kernels.flash_attention import flash_attention
 
 type Attend[C] = Callable[
     [int | Int32[Array, ""], Any, rotary.Angles | None, C],
@@ -385,7 +385,7 @@ def run_sequences(
             x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
             for x in rotary.split_and_rotate(qkv, angles)
         )
-        y, _ = tiled.flash_attention(q, k, v, window=config.window)
+        y, _ = flash_attention(q, k, v, window=config.window)
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(len(qkv), -1, config.head_dim, batch * seq), carry
 

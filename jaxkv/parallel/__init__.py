@@ -1,15 +1,51 @@
 """Parallelism: a model and its pages divided over a mesh of devices."""
 
-from jaxkv.parallel.mesh import make_mesh, set_cpu_devices
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "collectives",
-    "experts",
-    "layout",
-    "make_mesh",
-    "mesh",
-    "processes",
-    "sequence",
-    "set_cpu_devices",
-    "tensor",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.parallel.collectives import find_collectives
+    from jaxkv.parallel.experts import dropped_fraction, exchange, gather_rows
+    from jaxkv.parallel.layout import (
+        WHOLE,
+        check_mesh,
+        check_pages,
+        degree_of,
+        experts_of,
+        map_over_mesh,
+        pages_specs,
+        place_state,
+        put_array,
+        shardings,
+        specs_on,
+        state_specs,
+    )
+    from jaxkv.parallel.mesh import make_mesh, set_cpu_devices
+    from jaxkv.parallel.processes import (
+        broadcast_from_first,
+        check_all_used,
+        gather_numbers,
+        is_first,
+        join_processes,
+        num,
+    )
+    from jaxkv.parallel.sequence import (
+        RING,
+        ULYSSES,
+        ring_attention,
+        token_positions,
+        ulysses_attention,
+        zigzag_order,
+    )
+    from jaxkv.parallel.tensor import (
+        fit_config,
+        fit_params,
+        make_placer,
+        param_specs,
+        place_heads,
+        stack_sharded_layers,
+        unfit_params,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -68,7 +68,7 @@ class Collective(NamedTuple):
         return (1 + (self.kind == "all-reduce")) * (p - 1) / p * size
 
 
-def collectives(text: str) -> list[Collective]:
+def find_collectives(text: str) -> list[Collective]:
     """Lists the collectives of a compiled program, given `compiled.as_text()`.
 
     Raises:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxkv.models import moe, partition
-from jaxkv.models.partition import EXPERT
+from jaxkv import models
+from jaxkv.models import EXPERT, Routing, expert_load, own_experts
 
 
 class ExpertPlaces(NamedTuple):
@@ -59,7 +59,7 @@ def assign_places(
 
 def exchange(
     x: Float[Array, "rows width"],
-    routing: moe.Routing,
+    routing: Routing,
     answer: Callable[
         [Float[Array, "own places width"]], Float[Array, "own places out"]
     ],
@@ -93,7 +93,7 @@ def exchange(
 
 def gather_rows(
     x: Float[Array, "rows width"],
-    routing: moe.Routing,
+    routing: Routing,
     answer: Callable[
         [Float[Array, "pairs width"], Int32[Array, " own"]], Float[Array, "pairs out"]
     ],
@@ -115,14 +115,14 @@ def gather_rows(
         lambda each: lax.all_gather(each, EXPERT, tiled=True),
         (x, routing.expert, routing.share),
     )
-    every = moe.Routing(routing.probs, expert, share)
-    own_routing = partition.own_experts(every, part=num_own)
-    y = moe.mix(rows, own_routing, answer)
+    every = Routing(routing.probs, expert, share)
+    own_routing = own_experts(every, part=num_own)
+    y = models.mix(rows, own_routing, answer)
     return lax.psum_scatter(y, EXPERT, tiled=True)
 
 
-def dropped_fraction(routing: moe.Routing, *, capacity: int) -> Float[Array, ""]:
+def dropped_fraction(routing: Routing, *, capacity: int) -> Float[Array, ""]:
     """Returns the fraction of one device's choices that exceed the capacity."""
-    load = moe.expert_load(routing) * routing.probs.shape[0]
+    load = expert_load(routing) * routing.probs.shape[0]
     over = jnp.maximum(load - jnp.asarray(capacity, load.dtype), jnp.zeros_like(load))
     return jnp.sum(over) / routing.expert.size

@@ -14,10 +14,8 @@ from jaxtyping import Array
 
 from jaxkv import validation
 from jaxkv.engine import EngineState
-from jaxkv.memory import Pages, Staging, page_parts
-from jaxkv.memory.page_parts import CONTEXT
-from jaxkv.models import Params
-from jaxkv.models.partition import EXPERT, TENSOR
+from jaxkv.memory import CONTEXT, Pages, Staging, check_window
+from jaxkv.models import EXPERT, TENSOR, Params
 
 WHOLE = PartitionSpec()
 """Spec of an array that every device has."""
@@ -60,7 +58,7 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
             f"{page_size=} must be a multiple of the {num} devices that divide pages"
         )
     if num > 1:
-        page_parts.check_window(window, page_size=page_size)
+        check_window(window, page_size=page_size)
 
 
 def map_over_mesh(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxkv import validation
-from jaxkv.memory.page_parts import CONTEXT
-from jaxkv.models.partition import EXPERT, TENSOR
+from jaxkv.memory import CONTEXT
+from jaxkv.models import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels.flash_attention import tiled
+from pallas_kernels.flash_attention import flash_attention
 
 RING, ULYSSES = "ring", "ulysses"
 """Mesh axes."""
@@ -100,7 +100,7 @@ def ring_attention(
       ValueError: `window` is set with more than one device.
     """
     if degree == 1:
-        return tiled.flash_attention(q, k, v, window=window)[0]
+        return flash_attention(q, k, v, window=window)[0]
     if window is not None:
         raise ValueError(f"{window=} must be None in a ring of {degree=}")
     return _ring(q, k, v, degree)
@@ -123,7 +123,7 @@ def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
         )
         return (k, v), (old + new, lse)
 
-    found = tiled.flash_attention(q, k, v)
+    found = flash_attention(q, k, v)
     _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
     return out, (q, k, v, out, lse)
 
@@ -173,14 +173,14 @@ def _from(
     after this one.
     """
     if number is None:
-        return tiled.flash_attention(q, k, v)
+        return flash_attention(q, k, v)
     half = q.shape[1] // 2
 
     def before(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return tiled.flash_attention(q, k[:, :half], v[:, :half], causal=False)
+        return flash_attention(q, k[:, :half], v[:, :half], causal=False)
 
     def after(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = tiled.flash_attention(q[:, half:], k, v, causal=False)
+        out, lse = flash_attention(q[:, half:], k, v, causal=False)
         none = lse * 0 - jnp.asarray(jnp.inf, lse.dtype)
         lse = jnp.concatenate([none, lse], axis=1)
         return jnp.concatenate([out * 0, out], axis=1), lse

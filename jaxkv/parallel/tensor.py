@@ -19,11 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from jaxkv.models import ModelConfig, Params, param_forms, transformer
-from jaxkv.models.partition import EXPERT, TENSOR
+from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, param_axes, stack_layers
 from jaxkv.parallel import layout
-from jaxkv.speculation import head_folders
-from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation import EagleConfig, LoadedHeads
 
 type Path = tuple[str | int, ...]
 
@@ -179,7 +177,7 @@ def make_placer(
     """
     degree = layout.degree_of(mesh)
     fit_config(config, degree, num_expert=layout.experts_of(mesh))
-    axes = transformer.param_axes(config) if axes is None else axes
+    axes = param_axes(config) if axes is None else axes
     specs = param_specs(axes, mesh)
 
     def place(path: Path, array: np.ndarray | Array) -> Array:
@@ -208,16 +206,14 @@ def stack_sharded_layers(
     config: ModelConfig, params: Params, mesh: Mesh | None
 ) -> Params:
     """Stacks the layers of divided parameters; `config` is a result of `fit_config`."""
-    stacked = param_forms.stack_layers(config, params)
+    stacked = stack_layers(config, params)
     if mesh is None:
         return stacked
-    specs = param_specs(transformer.param_axes(config, stacked=True), mesh)
+    specs = param_specs(param_axes(config, stacked=True), mesh)
     return layout.place_tree(stacked, specs, mesh)
 
 
-def place_heads(
-    heads: head_folders.LoadedHeads, mesh: Mesh
-) -> head_folders.LoadedHeads:
+def place_heads(heads: LoadedHeads, mesh: Mesh) -> LoadedHeads:
     """Divides drafting heads: EAGLE's layer as the target's; Medusa's are replicated.
 
     Raises:
@@ -226,7 +222,7 @@ def place_heads(
     config, degree = heads.config, layout.degree_of(mesh)
     axes = jax.tree.map(lambda x: (None,) * x.ndim, heads.params)
     if isinstance(config, EagleConfig):
-        axes |= {"layers": transformer.param_axes(config.layer)["layers"]}
+        axes |= {"layers": param_axes(config.layer)["layers"]}
     params = place_params(config.target, heads.params, mesh, axes)
     fitted: Any = dataclasses.replace(config, target=fit_config(config.target, degree))
     return heads._replace(config=fitted, params=params)

@@ -1,15 +1,46 @@
 """Sampling, from logits to tokens: penalties, truncation, draws, beam search."""
 
-from jaxkv.sampling.params import Params, Sampling, greedy_params, make_params
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Params",
-    "Sampling",
-    "beam_search",
-    "fixed_point",
-    "greedy_params",
-    "make_params",
-    "random_keys",
-    "sampler",
-    "top_k",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.sampling.beam_search import (
+        ESTIMATE,
+        FULL,
+        NEVER,
+        BeamParams,
+        Beams,
+        advance_beams,
+        choices,
+        finalize,
+        follow_parents,
+        make_beams,
+    )
+    from jaxkv.sampling.fixed_point import normalise, row_sums
+    from jaxkv.sampling.params import Params, Sampling, greedy_params, make_params
+    from jaxkv.sampling.random_keys import (
+        ACCEPT,
+        DRAFT,
+        RESIDUAL,
+        SAMPLE,
+        draw_key,
+        exponential,
+        gumbel,
+        request_key,
+        request_keys,
+        uniform,
+    )
+    from jaxkv.sampling.sampler import (
+        Draw,
+        greedy,
+        is_plain,
+        penalise,
+        probabilities,
+        sample,
+        token_logprobs,
+        top_logprobs,
+    )
+    from jaxkv.sampling.top_k import argmax, candidates, is_finite, wide
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,38 +1,40 @@
 """Scheduling policies: the interface, and the policies of the library."""
 
-from jaxkv.scheduling.attributes import RequestAttributes
-from jaxkv.scheduling.interface import (
-    NO_LIMIT,
-    Counts,
-    Plan,
-    Policy,
-    plan_by,
-    plan_in_order,
-    schedule,
-)
-from jaxkv.scheduling.stalls import StallError
-from jaxkv.scheduling.static_batching import static
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "NO_LIMIT",
-    "Counts",
-    "Plan",
-    "Policy",
-    "RequestAttributes",
-    "StallError",
-    "ageing_priority",
-    "attributes",
-    "chunked_prefill",
-    "earliest_deadline",
-    "fair_share",
-    "fcfs",
-    "interface",
-    "plan_by",
-    "plan_in_order",
-    "schedule",
-    "shortest_remaining",
-    "stalls",
-    "static",
-    "static_batching",
-    "victims",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.scheduling.ageing import ageing_priority
+    from jaxkv.scheduling.attributes import (
+        BOUNDS,
+        NO_DEADLINE,
+        REQUEST_FIELDS,
+        RequestAttributes,
+        attribute_columns,
+        checked,
+        from_fields,
+        relative_to_clock,
+    )
+    from jaxkv.scheduling.deadlines import earliest_deadline
+    from jaxkv.scheduling.fair_sharing import fair_share
+    from jaxkv.scheduling.first_come import FCFS, fcfs
+    from jaxkv.scheduling.interface import (
+        BLOCKED,
+        NO_LIMIT,
+        Counts,
+        Plan,
+        Policy,
+        check_policy,
+        limit_draft_lengths,
+        plan_by,
+        plan_in_order,
+        schedule,
+    )
+    from jaxkv.scheduling.prefill_chunks import chunked_prefill
+    from jaxkv.scheduling.remaining_work import shortest_remaining
+    from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, error
+    from jaxkv.scheduling.static_batching import static
+    from jaxkv.scheduling.victims import Victim
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

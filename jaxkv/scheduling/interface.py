@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.memory import Size, demand
+from jaxkv.memory import Size, missing_pages, pages_for
 from jaxkv.scheduling.attributes import RequestAttributes
 
 NO_LIMIT = 2**30
@@ -308,7 +308,7 @@ def _grant_drafts(
         c.token_budget - total(plan.num_rows) - total(plan.head_rows),
     )
     have = jnp.maximum(c.num_pages * c.page_size, plan.places)
-    need = demand.missing_pages(have, plan.places + rows, page_size=c.page_size)
+    need = missing_pages(have, plan.places + rows, page_size=c.page_size)
     taken = jnp.where(
         plan.places > 0, pages_to_grow(c._replace(target_length=plan.places)), 0
     )
@@ -323,7 +323,7 @@ def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
     Pages for copy-on-write are included.
     """
     c = counts
-    need = demand.pages_for(c.target_length, page_size=c.page_size)
+    need = pages_for(c.target_length, page_size=c.page_size)
     missing = jnp.maximum(need - c.num_pages, 0) + c.copies
     return jnp.where(c.running, missing, 0)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkv.memory import demand
+from jaxkv.memory import pages_for
 from jaxkv.scheduling import interface
 
 
@@ -27,7 +27,7 @@ class Static(NamedTuple):
         c = interface.skip_unmarked(counts)
         busy = jnp.any(c.running | c.held)
         longest = jnp.asarray(c.max_length, jnp.int32)
-        each = demand.pages_for(longest, page_size=c.page_size)
+        each = pages_for(longest, page_size=c.page_size)
         # The engine refuses requests that need more than the pool, so this suffices.
         each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)

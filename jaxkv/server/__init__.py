@@ -1,14 +1,13 @@
 """HTTP server: an engine for asyncio code, and OpenAI's API."""
 
-from jaxkv.server.async_engine import SWITCH_S, AsyncEngine
-from jaxkv.server.backend import Backend, OverloadedError
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "SWITCH_S",
-    "AsyncEngine",
-    "Backend",
-    "OverloadedError",
-    "app",
-    "backend",
-    "http_server",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.server.app import HttpService, make_app
+    from jaxkv.server.async_engine import SWITCH_S, AsyncEngine
+    from jaxkv.server.backend import Backend, OverloadedError
+    from jaxkv.server.http_server import listen, serve, url_of
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import RequestAttributes, StallError, attributes
+from jaxkv.scheduling import REQUEST_FIELDS, RequestAttributes, StallError, from_fields
 from jaxkv.server.backend import Backend, OverloadedError
 
 DEADLINE_HEADER = "x-deadline-s"
@@ -232,7 +232,7 @@ _SAMPLING_FIELDS = (
     "early_stopping",
 )
 """Fields of `Sampling`."""
-_ATTRIBUTE_FIELDS = attributes.REQUEST_FIELDS
+_ATTRIBUTE_FIELDS = REQUEST_FIELDS
 """Fields of `RequestAttributes`; `priority` is also vLLM's."""
 _COMMON_FIELDS = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
@@ -350,7 +350,7 @@ def _parse_common(
         "deadline_s": validation.number(
             "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
         ),
-        "attributes": attributes.from_fields(
+        "attributes": from_fields(
             {name: given[name] for name in _ATTRIBUTE_FIELDS if name in given}
         ),
     }

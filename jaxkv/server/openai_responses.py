@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkv.server.openai_requests import ApiError, GenerationRequest
-from jaxkv.serving import Completion, Event
-from jaxkv.serving.outputs import FinishedAnswer
+from jaxkv.serving import Completion, Event, FinishedAnswer
 from jaxkv.text import NUM_BYTES
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

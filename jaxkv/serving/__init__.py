@@ -1,19 +1,16 @@
 """The facade: `Engine` answers prompts, given as text or token ids."""
 
-from jaxkv.serving.engine import Engine
-from jaxkv.serving.outputs import Completion, Event
-from jaxkv.serving.request_batch import make_requests
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Completion",
-    "Engine",
-    "Event",
-    "core",
-    "engine",
-    "host_swap",
-    "loading",
-    "make_requests",
-    "outputs",
-    "programs",
-    "request_batch",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.serving.core import EngineCore
+    from jaxkv.serving.engine import Engine
+    from jaxkv.serving.host_swap import HostSpace
+    from jaxkv.serving.loading import read_model_folder
+    from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
+    from jaxkv.serving.programs import LOCAL
+    from jaxkv.serving.request_batch import make_requests
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -22,25 +22,33 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxkv import scheduling
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, EngineState, snapshots, step
-from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.requests import DrainedSequences, Requests
-from jaxkv.engine.state import init
+from jaxkv.engine import (
+    DrainedSequences,
+    EngineConfig,
+    EngineState,
+    LogitsFn,
+    Requests,
+    Speculation,
+    StepInfo,
+    init,
+    load_state,
+    save_state,
+)
 from jaxkv.memory import (
     NO_PAGE,
     Eviction,
     Pages,
     PageTableView,
     Prefix,
-    invariants,
-    kv_pages,
-    page_table,
+    SlotPages,
+    raise_if_violated,
+    to_host,
 )
-from jaxkv.models import interface as models_interface
-from jaxkv.parallel import layout
-from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.scheduling import stalls
+from jaxkv.models import Forward
+from jaxkv.parallel import place_state
+from jaxkv.scheduling import MAX_STEPS, Policy, StepCounter
 from jaxkv.serving import (
     compilation_cache,
     host_swap,
@@ -61,8 +69,8 @@ _IDLE_S = 0.01
 class DispatchedCall:
     """A dispatched call whose results have not been read."""
 
-    info: step.StepInfo
-    policy: scheduling_interface.Policy
+    info: StepInfo
+    policy: Policy
     drained: DrainedSequences | None = None
     table: Any = None
     """Copies of the slots' page ids, lengths and sequences after the last step."""
@@ -81,13 +89,13 @@ class EngineCore:
     def __init__(
         self,
         params: Any,
-        forward: models_interface.Forward,
+        forward: Forward,
         pages: Pages,
         config: EngineConfig,
         *,
-        policy: scheduling_interface.Policy,
+        policy: Policy,
         eviction: Eviction | None = None,
-        logits_fn: step.LogitsFn | None = None,
+        logits_fn: LogitsFn | None = None,
         speculation: Speculation | None = None,
         eos_ids: tuple[int, ...] = (),
         host_pages: int = 0,
@@ -120,7 +128,7 @@ class EngineCore:
         """Dispatched calls that were not read yet; at most two."""
         self.on_dispatch: Callable[[DispatchedCall], Any] | None = None
         """Called with every dispatched call, for example to measure times."""
-        self._idle = stalls.StepCounter()
+        self._idle = StepCounter()
         self._needs_host_swap = False  # the device asks the host to move pages
         self._skips_drafts = False  # as of the last call read
         self._num_steps = 0  # read so far
@@ -197,7 +205,7 @@ class EngineCore:
             self._refuse_if_lost()
             found, num = self._programs.take_out(self.state, prefix)
         num = int(num)
-        return kv_pages.to_host(found, slice(num)), num
+        return to_host(found, slice(num)), num
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
         """Writes pages to the prefix cache, see `Engine.bring_prefix`."""
@@ -217,9 +225,7 @@ class EngineCore:
         with self._lock:
             self._refuse_if_lost()
             self._refuse_if_busy("saved")
-            return snapshots.save_state(
-                folder, self.state, self.config, overwrite=overwrite
-            )
+            return save_state(folder, self.state, self.config, overwrite=overwrite)
 
     def restore(self, folder: Any) -> None:
         """Reads a state, see `Engine.restore`."""
@@ -227,9 +233,9 @@ class EngineCore:
             self._refuse_if_lost()
             self._refuse_if_busy("restored")
             old = self.state
-            new = snapshots.load_state(folder, self.config, old.pages, old.memory)
+            new = load_state(folder, self.config, old.pages, old.memory)
             if self._mesh is not None:
-                new = layout.place_state(new, self._mesh)
+                new = place_state(new, self._mesh)
             self.state, self._table = new, None
             self._skips_drafts = False
 
@@ -404,9 +410,7 @@ class EngineCore:
             if not self.unread or self.unread[0] is not call:
                 return  # another thread has read it
             if info.violations is not None:
-                invariants.raise_if_violated(
-                    info.violations, first_step=self._num_steps
-                )
+                raise_if_violated(info.violations, first_step=self._num_steps)
             self._num_steps += len(info.enough)
             self._needs_host_swap |= bool(info.asks_host[-1])
             self._skips_drafts = info.is_disabled is not None and bool(
@@ -444,13 +448,15 @@ class EngineCore:
         num_rows = info.num_rows.sum(axis=1)
         idle.count(draws[last], num_rows[last], num_tokens=self.tracker.num_tokens)
         record = self.tracker.oldest(now)
-        if idle.num_steps < stalls.MAX_STEPS or record is None:
+        if idle.num_steps < MAX_STEPS or record is None:
             return
         idle.reset()
         name = record.request_id
         request = f"request_id={name}, {len(record.prompt)} prompt tokens,"
         has_pages = bool(info.enough[-1])
-        raise stalls.error(call.policy, request, has_pages=has_pages, request_id=name)
+        raise scheduling.error(
+            call.policy, request, has_pages=has_pages, request_id=name
+        )
 
     def page_table(self) -> PageTableView:
         """Builds the view of `Engine.page_table`."""
@@ -465,7 +471,7 @@ class EngineCore:
             for slot in np.flatnonzero(sequences >= 0).tolist():
                 pages = page_ids[slot][page_ids[slot] != NO_PAGE]
                 slots.append(
-                    page_table.SlotPages(
+                    SlotPages(
                         slot,
                         int(names[slot]),
                         int(samples[slot]),

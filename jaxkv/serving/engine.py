@@ -12,22 +12,18 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxkv import validation
-from jaxkv.engine import EngineConfig, step
-from jaxkv.engine.drafting import Speculation
+from jaxkv import scheduling, validation
+from jaxkv.engine import EngineConfig, LogitsFn, Speculation
 from jaxkv.memory import Eviction, Pages, PageTableView
-from jaxkv.models import interface as models_interface
-from jaxkv.parallel import layout
+from jaxkv.models import Forward
+from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import attributes as request_attributes
-from jaxkv.scheduling import fcfs
-from jaxkv.scheduling import interface as scheduling_interface
-from jaxkv.scheduling.attributes import RequestAttributes
+from jaxkv.scheduling import Policy, RequestAttributes
 from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import PartialAnswer, RequestRecord
-from jaxkv.speculation import methods
+from jaxkv.speculation import Method, SpeculationConfig, parse_speculation
 
 
 class Engine:
@@ -49,16 +45,16 @@ class Engine:
     def __init__(
         self,
         params: Any,
-        forward: models_interface.Forward,
+        forward: Forward,
         pages: Pages,
         config: EngineConfig,
         *,
         tokenizer: Any = None,
         eos_ids: Sequence[int] | None = None,
         vocab_size: int | None = None,
-        policy: scheduling_interface.Policy | None = None,
+        policy: Policy | None = None,
         eviction: Eviction | None = None,
-        logits_fn: step.LogitsFn | None = None,
+        logits_fn: LogitsFn | None = None,
         speculation: Speculation | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
@@ -75,7 +71,7 @@ class Engine:
             `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
           eos_ids: tokens that end an answer; None takes the tokenizer's.
           vocab_size: bound on token ids; None does not check them.
-          policy: scheduling policy; None means `fcfs.fcfs()`.
+          policy: scheduling policy; None means `fcfs()`.
           eviction: eviction rule of the prefix cache; None means
             `prefix_eviction.LRU()`.
           logits_fn: changes logits before a token is sampled; a plain function,
@@ -120,7 +116,7 @@ class Engine:
             forward,
             pages,
             config,
-            policy=fcfs.fcfs() if policy is None else policy,
+            policy=scheduling.fcfs() if policy is None else policy,
             eviction=eviction,
             logits_fn=logits_fn,
             speculation=speculation,
@@ -139,11 +135,11 @@ class Engine:
         loaded: Any = None,
         dtype: str = "float32",
         scan_layers: bool = False,
-        speculate: methods.Method | methods.SpeculationConfig | None = None,
+        speculate: Method | SpeculationConfig | None = None,
         mesh: Mesh | None = None,
-        policy: scheduling_interface.Policy | None = None,
+        policy: Policy | None = None,
         eviction: Eviction | None = None,
-        logits_fn: step.LogitsFn | None = None,
+        logits_fn: LogitsFn | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
         **bounds: Any,
@@ -184,15 +180,15 @@ class Engine:
         known += inspect.signature(cls.load).parameters
         validation.check_keywords("Engine.load", bounds, known)
         # Flax and tokenizers load only here.
-        from jaxkv.models import checkpoints
+        from jaxkv.models import LoadedModel
         from jaxkv.serving import loading
 
         folder = loading.find_model_folder("folder", folder)
-        validation.instance("loaded", loaded, checkpoints.LoadedModel, type(None))
-        layout.check_mesh(mesh)
+        validation.instance("loaded", loaded, LoadedModel, type(None))
+        check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
-        speculation = methods.parse_speculation(speculate)
+        speculation = parse_speculation(speculate)
         config = loading.make_engine_config(bounds, speculation)
         model = loaded
         if model is None:
@@ -252,19 +248,19 @@ class Engine:
         return self.core.config
 
     @property
-    def policy(self) -> scheduling_interface.Policy:
+    def policy(self) -> Policy:
         """Scheduling policy; may be replaced at any time."""
         return self.core.policy
 
     @policy.setter
-    def policy(self, policy: scheduling_interface.Policy) -> None:
-        """Sets the policy of the next steps; None means `fcfs.fcfs()`.
+    def policy(self, policy: Policy) -> None:
+        """Sets the policy of the next steps; None means `fcfs()`.
 
         Raises:
           ValueError: it is not a policy.
         """
-        policy = fcfs.fcfs() if policy is None else policy
-        scheduling_interface.check_policy(policy)
+        policy = scheduling.fcfs() if policy is None else policy
+        scheduling.check_policy(policy)
         self.core.policy = policy
 
     @property
@@ -302,7 +298,7 @@ class Engine:
         """
         self.core.restore(folder)
 
-    def fork(self, *, policy: scheduling_interface.Policy | None = None) -> "Engine":
+    def fork(self, *, policy: Policy | None = None) -> "Engine":
         """Copies the engine with all requests, which continue in both copies.
 
         Parameters and compiled programs are shared; the pages are copied.
@@ -386,7 +382,7 @@ class Engine:
             arrival_s = validation.seconds("arrival_s", arrival_s)
         if key_id is not None:
             key_id = refusals.check_request_id("key_id", key_id)
-        attributes = request_attributes.checked(attributes)
+        attributes = scheduling.checked(attributes)
         if request_id is not None:
             request_id = refusals.check_request_id("request_id", request_id)
         else:

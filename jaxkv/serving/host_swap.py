@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
-from jaxkv.engine import EngineState, swapping
+from jaxkv import arrays, memory
+from jaxkv.engine import EngineState, clear_swapped
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import NO_PAGE, Pages, Staging, kv_pages, swap_buffer
+from jaxkv.memory import NO_PAGE, Pages, Staging, expand_pages, scatter_pages, to_host
 
 
 class HostTransfer(NamedTuple):
@@ -42,7 +42,7 @@ def apply_transfer(
 
     `group` is the request of each sequence.
     """
-    s = swap_buffer.forget(staging, group, moves.lost)
+    s = memory.forget(staging, group, moves.lost)
     left = arrays.take(moves.leaves, s.owner, fill=False)
     owner = jnp.where(left, NO_SEQUENCE, s.owner)
     owner = arrays.put(owner, moves.place, moves.arrives)
@@ -50,7 +50,7 @@ def apply_transfer(
     page_ids = arrays.take(moves.place, s.page_ids, fill=NO_PAGE)
     is_first = jnp.arange(group.shape[0], dtype=jnp.int32) == moves.arrives
     return s._replace(
-        pages=kv_pages.scatter_pages(s.pages, moves.place, moves.pages),
+        pages=scatter_pages(s.pages, moves.place, moves.pages),
         owner=owner,
         page_ids=jnp.where(is_arriving[:, None], page_ids, s.page_ids),
         on_host=(s.on_host | moves.leaves) & ~is_first,
@@ -115,7 +115,7 @@ class HostSpace:
         for row in rest:
             places = np.flatnonzero(owner == row)
             if row in staged and self.num_used + len(places) <= self.num_pages:
-                self._kept[row] = places, kv_pages.to_host(s.pages, places)
+                self._kept[row] = places, to_host(s.pages, places)
                 moves.leaves[row] = True
         if comes is not None:
             places, pages = comes
@@ -125,11 +125,11 @@ class HostSpace:
             else:
                 moves.arrives[...] = first
                 moves.place[places] = free[: len(places)]
-                content = kv_pages.expand_pages(pages, len(owner), places)
+                content = expand_pages(pages, len(owner), places)
                 moves = moves._replace(pages=content)
         if moves.lost.any():
             lost = moves.lost[np.asarray(state.sequences.group)]
-            state = state._replace(ledger=swapping.clear_swapped(state.ledger, lost))
+            state = state._replace(ledger=clear_swapped(state.ledger, lost))
         return state._replace(staging=self._move(s, state.sequences.group, moves))
 
 

@@ -9,15 +9,31 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxkv import files, validation
-from jaxkv.engine import EngineConfig
-from jaxkv.engine.state import init
+from jaxkv import files, parallel, validation
+from jaxkv.engine import EngineConfig, init
 from jaxkv.memory import Pages
-from jaxkv.models import checkpoints
-from jaxkv.parallel import layout, tensor
+from jaxkv.models import LoadedModel, load_model, read_config
+from jaxkv.parallel import (
+    check_pages,
+    degree_of,
+    experts_of,
+    fit_config,
+    make_placer,
+    pages_specs,
+    place_heads,
+    stack_sharded_layers,
+)
 from jaxkv.serving import device_memory
-from jaxkv.speculation import head_folders, methods
-from jaxkv.speculation.methods import SpeculationConfig
+from jaxkv.speculation import (
+    MAX_ADAPTIVE_DRAFTS,
+    MAX_DRAFTS,
+    NUM_DRAFT_BUCKETS,
+    EngineParts,
+    ModelWeights,
+    SpeculationConfig,
+    build_speculative,
+    load_heads,
+)
 
 
 def make_engine_config(
@@ -29,13 +45,13 @@ def make_engine_config(
       ValueError: a field is unknown or out of its range.
     """
     if speculation is not None and speculation.adaptive:
-        most = methods.MAX_ADAPTIVE_DRAFTS
+        most = MAX_ADAPTIVE_DRAFTS
         fields = {
             "max_drafts": most,
-            "num_draft_buckets": methods.NUM_DRAFT_BUCKETS,
+            "num_draft_buckets": NUM_DRAFT_BUCKETS,
         } | fields
     elif speculation is not None:
-        fields = {"max_drafts": methods.MAX_DRAFTS} | fields
+        fields = {"max_drafts": MAX_DRAFTS} | fields
     return EngineConfig(**fields)
 
 
@@ -51,32 +67,30 @@ def find_model_folder(name: str, folder: Any) -> Path:
 
 def read_model_folder(
     folder: Any, *, dtype: str, mesh: Mesh | None = None
-) -> checkpoints.LoadedModel:
+) -> LoadedModel:
     """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit_config`'s.
 
     Raises:
       ValueError: the folder cannot be used, or the mesh does not divide the model.
     """
     if mesh is None:
-        return checkpoints.load_model(folder, dtype=dtype)
-    place = functools.partial(tensor.make_placer, mesh=mesh)
-    loaded = checkpoints.load_model(folder, dtype=dtype, place=place)
-    config = tensor.fit_config(
-        loaded.config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
-    )
+        return load_model(folder, dtype=dtype)
+    place = functools.partial(make_placer, mesh=mesh)
+    loaded = load_model(folder, dtype=dtype, place=place)
+    config = fit_config(loaded.config, degree_of(mesh), num_expert=experts_of(mesh))
     return loaded._replace(config=config)
 
 
 def build_engine_parts(
     folder: Any,
-    loaded: checkpoints.LoadedModel,
+    loaded: LoadedModel,
     config: EngineConfig,
     speculation: SpeculationConfig | None = None,
     *,
     dtype: str,
     scan_layers: bool = False,
     mesh: Mesh | None = None,
-) -> methods.EngineParts:
+) -> EngineParts:
     """Builds the parts of an engine from the result of `read_model_folder`.
 
     Arguments are those of `Engine.load`. Pages are allocated with their sharding.
@@ -88,24 +102,24 @@ def build_engine_parts(
     params = loaded.params
     if mesh is not None:
         sizes = {"page_size": config.page_size, "window": loaded.config.window}
-        layout.check_pages(mesh, **sizes)
+        check_pages(mesh, **sizes)
     if scan_layers:
-        params = tensor.stack_sharded_layers(loaded.config, params, mesh)
+        params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
         small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
-        draft = methods.ModelWeights(small.config, small.params)
+        draft = ModelWeights(small.config, small.params)
     if speculation is not None and speculation.heads_folder is not None:
         heads_folder = validation.path("heads_folder", speculation.heads_folder)
-        shape = checkpoints.read_config(folder)
-        heads = head_folders.load_heads(heads_folder, shape, dtype=dtype)
-        heads = heads if mesh is None else tensor.place_heads(heads, mesh)
-    found: list[methods.EngineParts] = []
+        shape = read_config(folder)
+        heads = load_heads(heads_folder, shape, dtype=dtype)
+        heads = heads if mesh is None else place_heads(heads, mesh)
+    found: list[EngineParts] = []
 
     def pages() -> Pages:
-        served = methods.build_speculative(
-            methods.ModelWeights(loaded.config, params),
+        served = build_speculative(
+            ModelWeights(loaded.config, params),
             config,
             speculation,
             dtype=dtype,
@@ -125,6 +139,6 @@ def build_engine_parts(
     if mesh is None:
         pages()
         return found[-1]
-    divided = layout.shardings(shapes, layout.pages_specs(shapes), mesh)
+    divided = parallel.shardings(shapes, pages_specs(shapes), mesh)
     made = jax.jit(pages, out_shardings=divided)()
     return dataclasses.replace(found[-1], pages=made)

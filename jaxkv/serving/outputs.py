@@ -7,10 +7,9 @@ import jax
 import numpy as np
 
 from jaxkv import validation
-from jaxkv.engine import state
-from jaxkv.engine.step import StepInfo
+from jaxkv.engine import REASONS, StepInfo
 from jaxkv.sampling import Sampling
-from jaxkv.workloads import dataframes
+from jaxkv.workloads import make_dataframe, per_row
 
 
 class FinishedAnswer(NamedTuple):
@@ -115,9 +114,9 @@ class Trace(list[StepInfo]):
           ImportError: neither pandas nor polars is installed.
         """
         if not self:
-            return dataframes.make_dataframe({"step": []})
+            return make_dataframe({"step": []})
         info = jax.tree.map(lambda *x: np.concatenate(x), *self)
-        return dataframes.make_dataframe(dataframes.per_row(info._asdict(), ("step",)))
+        return make_dataframe(per_row(info._asdict(), ("step",)))
 
 
 class Event(NamedTuple):
@@ -160,4 +159,4 @@ def group_emitted(
         logprobs += info.logprobs[step, slot, :num].tolist()
         ended[name] = int(info.reason[step, slot])
     for name, (tokens, logprobs) in found.items():
-        yield *name, tokens, logprobs, state.REASONS[ended[name]]
+        yield *name, tokens, logprobs, REASONS[ended[name]]

@@ -10,9 +10,10 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
-from jaxkv.engine import DrainedSequences, EngineState, requests, step
-from jaxkv.memory import Eviction, Pages, Prefix, Staging, prefix_transfer
-from jaxkv.parallel import layout
+from jaxkv import engine
+from jaxkv.engine import DrainedSequences, EngineState
+from jaxkv.memory import Eviction, Pages, Prefix, Staging, export_prefix, import_prefix
+from jaxkv.parallel import WHOLE, map_over_mesh, place_state, specs_on, state_specs
 from jaxkv.serving import host_swap
 from pallas_kernels import devices
 
@@ -57,20 +58,20 @@ def _cancel_and_drain(
     samples: Int32[Array, " n"],
     eviction: Eviction | None,
 ) -> tuple[EngineState, DrainedSequences]:
-    state = requests.cancel(state, request_ids, samples, eviction=eviction)
-    return requests.drain(state)
+    state = engine.cancel(state, request_ids, samples, eviction=eviction)
+    return engine.drain(state)
 
 
 def _take_out(state: EngineState, prefix: Prefix) -> tuple[Pages, Int32[Array, ""]]:
     assert state.prefixes is not None
-    return prefix_transfer.export_prefix(state.pages, state.prefixes, prefix)
+    return export_prefix(state.pages, state.prefixes, prefix)
 
 
 def _bring_in(
     state: EngineState, prefix: Prefix, sent: Pages, rule: Eviction | None
 ) -> tuple[EngineState, Int32[Array, ""]]:
     assert state.prefixes is not None
-    pages, pool, cache, num = prefix_transfer.import_prefix(
+    pages, pool, cache, num = import_prefix(
         state.pages, state.pool, state.prefixes, prefix, sent, rule
     )
     return state._replace(pages=pages, pool=pool, prefixes=cache), num
@@ -83,8 +84,8 @@ _RUN: Any = {
 }
 
 LOCAL = Programs(
-    jax.jit(step.run_steps, **_RUN),
-    jax.jit(requests.submit, static_argnames="config", donate_argnames="state"),
+    jax.jit(engine.run_steps, **_RUN),
+    jax.jit(engine.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(_cancel_and_drain, donate_argnames="state"),
     jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
     jax.jit(_take_out),
@@ -102,15 +103,15 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     devices compute the same.
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
-    whole, staging_of = layout.WHOLE, state_of.staging
+    whole, staging_of = WHOLE, state_of.staging
     made = state_of, whole
 
     def mapped(function: Any, *given: Any, made: Any) -> Any:
-        return layout.map_over_mesh(function, how.mesh, given, made)
+        return map_over_mesh(function, how.mesh, given, made)
 
     def run_steps(params, state, clock, *, policy, eviction, **static):
         def run(params, state, clock, policy, eviction):
-            return step.run_steps(
+            return engine.run_steps(
                 params,
                 state,
                 clock,
@@ -124,7 +125,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
         return run(params, state, clock, policy, eviction)
 
     def submit(state, batch, *, config):
-        run = functools.partial(requests.submit, config=config)
+        run = functools.partial(engine.submit, config=config)
         return mapped(run, state_of, whole, made=made)(state, batch)
 
     drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
@@ -160,11 +161,9 @@ def select_programs(
     """
     if mesh is None:
         return LOCAL, state
-    specs = layout.specs_on(params, mesh)
-    state = layout.place_state(state, mesh)
-    return mesh_programs(
-        program_shardings(mesh, specs, layout.state_specs(state))
-    ), state
+    specs = specs_on(params, mesh)
+    state = place_state(state, mesh)
+    return mesh_programs(program_shardings(mesh, specs, state_specs(state))), state
 
 
 def program_shardings(mesh: Mesh, params: Any, state: Any) -> ProgramShardings:

@@ -7,13 +7,18 @@ import jax
 import numpy as np
 
 from jaxkv import validation
-from jaxkv.engine import EngineConfig
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation, Verifier
+from jaxkv.engine import (
+    REPRODUCIBLE_TREES,
+    Drafter,
+    EngineConfig,
+    Speculation,
+    Verifier,
+)
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import interface as models_interface
-from jaxkv.parallel import layout
+from jaxkv.models import Forward
+from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.scheduling import check_policy
 
 
 def check_parts(
@@ -36,7 +41,7 @@ def check_parts(
     for name, value, kinds in (
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
-        ("forward", forward, (models_interface.Forward,)),
+        ("forward", forward, (Forward,)),
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
         ("speculation", speculation, (Speculation, type(None))),
@@ -44,8 +49,8 @@ def check_parts(
     ):
         validation.instance(name, value, *kinds)
     if policy is not None:
-        scheduling_interface.check_policy(policy)
-    layout.check_mesh(mesh)
+        check_policy(policy)
+    check_mesh(mesh)
     assert isinstance(config, EngineConfig)
     if isinstance(speculation, Speculation):
         validation.instance("speculation.drafter", speculation.drafter, Drafter)

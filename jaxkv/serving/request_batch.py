@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import clock, validation
-from jaxkv.engine import EngineConfig, requests
-from jaxkv.memory import Pages, Prefix, kv_pages
-from jaxkv.sampling import Sampling, beam_search, make_params, random_keys
-from jaxkv.scheduling import attributes as request_attributes
-from jaxkv.scheduling.attributes import RequestAttributes
+from jaxkv import clock, scheduling, validation
+from jaxkv.engine import EngineConfig, Requests
+from jaxkv.memory import Pages, Prefix, check_content, expand_pages
+from jaxkv.sampling import ESTIMATE, FULL, NEVER, Sampling, make_params, request_key
+from jaxkv.scheduling import RequestAttributes, attribute_columns
 from jaxkv.serving import outputs, refusals
 
 
@@ -27,7 +26,7 @@ def make_requests(
     attributes: Sequence[RequestAttributes | None] | None = None,
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
-) -> requests.Requests:
+) -> Requests:
     """Packs requests for `requests.submit`, as NumPy arrays.
 
     Args:
@@ -61,7 +60,7 @@ def make_requests(
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     attributes = [None] * num if attributes is None else attributes
     _check_length("attributes", attributes, num)
-    asked = [request_attributes.checked(x) for x in attributes]
+    asked = [scheduling.checked(x) for x in attributes]
     # Request of each row, and index of the sequence in it.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
@@ -78,7 +77,7 @@ def make_requests(
         return np.concatenate([values[np.array(owner, int)], rest])
 
     keys = [
-        random_keys.request_key(ask.seed, config.seed, key_id)
+        request_key(ask.seed, config.seed, key_id)
         for ask, key_id in zip(asks, key_ids, strict=True)
     ]
     ends = [ask.stop_tokens + (() if ask.ignore_eos else eos_ids) for ask in asks]
@@ -95,7 +94,7 @@ def make_requests(
     keep_prompt_logprobs[: len(owner)] &= (
         np.array(samples, int) == 0
     )  # the sequence that reads the prompt
-    return requests.Requests(
+    return Requests(
         tokens=column(_pad_rows(known, config.max_length, 0)),
         prompt_length=column([len(ids) for ids in known]),
         limit=column(limits),
@@ -114,7 +113,7 @@ def make_requests(
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
-        attributes=jax.tree.map(column, request_attributes.attribute_columns(asked)),
+        attributes=jax.tree.map(column, attribute_columns(asked)),
     )
 
 
@@ -162,14 +161,14 @@ def pad_pages(
         isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
     shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
-    count = kv_pages.check_content(like, shapes) if fits else most + 1
+    count = check_content(like, shapes) if fits else most + 1
     if count > most:
         shown = "..." if fits else validation.format_value(pages)
         raise ValueError(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
             f"{most} pages"
         )
-    whole = kv_pages.expand_pages(pages, config.max_pages_per_slot, slice(count))
+    whole = expand_pages(pages, config.max_pages_per_slot, slice(count))
     return prefix._replace(num_pages=jnp.int32(count)), whole
 
 
@@ -218,7 +217,7 @@ def _check_pairs(
 
 
 _STOPPING: dict[bool | str, int] = {
-    False: beam_search.ESTIMATE,
-    True: beam_search.FULL,
-    "never": beam_search.NEVER,
+    False: ESTIMATE,
+    True: FULL,
+    "never": NEVER,
 }

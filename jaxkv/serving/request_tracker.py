@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from jaxkv.engine import DrainedSequences, EngineConfig, state, step
+from jaxkv.engine import CANCELLED, DrainedSequences, EngineConfig, StepInfo
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
 from jaxkv.serving.requests import RequestRecord
@@ -140,7 +140,7 @@ class RequestTracker:
                     part.has_ended = True
         return named
 
-    def read(self, info: step.StepInfo, now: float) -> None:
+    def read(self, info: StepInfo, now: float) -> None:
         """Processes the outputs of a call.
 
         Args:
@@ -167,7 +167,7 @@ class RequestTracker:
         names, reasons = np.asarray(s.request_id), np.asarray(s.reason)
         samples = np.asarray(s.params.sample)
         for row in rows.tolist():
-            if reasons[row] == state.CANCELLED:
+            if reasons[row] == CANCELLED:
                 self._unfinished -= 1
             else:
                 self._finished -= 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv.engine import DrainedSequences
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling.attributes import RequestAttributes
+from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
 

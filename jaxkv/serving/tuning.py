@@ -18,7 +18,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig, EngineState
 from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
-from jaxkv.speculation.adaptive import AdaptiveState, StepCosts, set_costs
+from jaxkv.speculation import AdaptiveState, StepCosts, set_costs
 
 _ROUNDS, _MOST_ROUNDS = 3, 9
 """Measurements of every length: least and largest number."""

@@ -1,33 +1,37 @@
 """The simulator: the engine's scheduling with a cost model in place of the model."""
 
-from jaxkv.simulation.acceptance import Acceptance
-from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.costs import DrafterCost, KVTransferred, SerializedPhases
-from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
-from jaxkv.simulation.results import SimulationResult
-from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.simulation.step import SimulationMember
-from jaxkv.simulation.work import Cost, Work
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Acceptance",
-    "Capacity",
-    "Cost",
-    "DrafterCost",
-    "KVTransferred",
-    "MemberBatch",
-    "ProgramSizes",
-    "Reservation",
-    "SerializedPhases",
-    "Simulation",
-    "SimulationMember",
-    "SimulationResult",
-    "Work",
-    "contiguous",
-    "costs",
-    "disaggregated",
-    "driver",
-    "outcomes",
-    "state",
-    "step",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.simulation.acceptance import Acceptance
+    from jaxkv.simulation.contiguous import RULES, Reservation, Rule, reservation
+    from jaxkv.simulation.costs import (
+        DrafterCost,
+        KVTransferred,
+        SerializedPhases,
+        make_work,
+    )
+    from jaxkv.simulation.disaggregated import (
+        Job,
+        PhasePlacement,
+        Replica,
+        ReplicaRole,
+        RequestLoad,
+        RequestTiming,
+        drop_late_arrivals,
+        sample_requests,
+        select_requests,
+        simulate_jobs,
+        simulate_placements,
+    )
+    from jaxkv.simulation.driver import part_size, simulate, stack
+    from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
+    from jaxkv.simulation.outcomes import read_outcomes
+    from jaxkv.simulation.results import SimulationResult
+    from jaxkv.simulation.state import Capacity, Simulation
+    from jaxkv.simulation.step import SimulationMember, simulate_workload
+    from jaxkv.simulation.work import Cost, Work
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

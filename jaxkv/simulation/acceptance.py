@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import validation
+from jaxkv import sampling, validation
 from jaxkv.ledger import Slots, num_to_feed
-from jaxkv.sampling import random_keys
-from jaxkv.scheduling import interface
+from jaxkv.sampling import ACCEPT, draw_key, request_key, request_keys
+from jaxkv.scheduling import limit_draft_lengths
 from jaxkv.workloads import Workload
 
 
@@ -81,7 +81,7 @@ class Acceptance(NamedTuple):
         return cls(
             num_drafts=jnp.asarray(num_drafts, jnp.int32),
             chances=jnp.broadcast_to(chances, (max_drafts,)),
-            key=jnp.asarray(random_keys.request_key(seed, 0, 0)),
+            key=jnp.asarray(request_key(seed, 0, 0)),
         )
 
 
@@ -97,7 +97,7 @@ def wanted_draft_lengths(
     if slots.fork is not None:
         wanted = jnp.where(slots.fork.reads, 0, wanted)
     request = jnp.maximum(slots.sequence, 0) // max_samples
-    return interface.limit_draft_lengths(
+    return limit_draft_lengths(
         wanted,
         target_length=num_to_feed(slots),
         length=length,
@@ -116,12 +116,12 @@ def draw_num_accepted(
     sequence = jnp.maximum(slots.sequence, 0)
     place = jnp.arange(acceptance.chances.shape[0], dtype=jnp.int32)[None, :]
     position = slots.num_tokens[:, None] + place
-    key = random_keys.request_keys(acceptance.key, sequence // max_samples)
+    key = request_keys(acceptance.key, sequence // max_samples)
     key = jnp.broadcast_to(key[:, None], (*position.shape, 2))
     sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
-    key = random_keys.draw_key(key, sample, position, random_keys.ACCEPT)
+    key = draw_key(key, sample, position, ACCEPT)
     first = jnp.zeros((1, 1), jnp.int32)  # index of the only child of each place
-    drawn = random_keys.uniform(key.reshape(-1, 2), first).reshape(position.shape)
+    drawn = sampling.uniform(key.reshape(-1, 2), first).reshape(position.shape)
     accepts = (drawn < acceptance.chances[None, :]) & (place < num_drafts[:, None])
     run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
     return jnp.sum(run, axis=1, dtype=jnp.int32)

@@ -16,7 +16,7 @@ from jaxkv.ledger import (
     SlotPlan,
     Slots,
 )
-from jaxkv.memory import demand
+from jaxkv.memory import missing_pages, own_tokens, pages_for
 from jaxkv.scheduling import Counts, Plan, RequestAttributes
 from jaxkv.simulation import contiguous, counted_pages
 from jaxkv.simulation.contiguous import Reservation
@@ -106,9 +106,9 @@ def observe_simulation(
         RequestColumns(w.arrival, limit, known),
         PageFacts(
             length=length,
-            num_pages=demand.pages_for(places, page_size=size),
+            num_pages=pages_for(places, page_size=size),
             owned_pages=owned,
-            owned_tokens=demand.own_tokens(length, theirs, page_size=size),
+            owned_tokens=own_tokens(length, theirs, page_size=size),
             swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
             copies=counted_pages.num_copies(slots, length, group, rows, size),
             group=None if group is None else group.first,
@@ -124,7 +124,7 @@ def observe_simulation(
     if reservation is not None:
         assert block is not None
         blocks = jnp.where(slots.sequence >= 0, block, NO_SEQUENCE)
-        leaves = demand.pages_for(places, page_size=size)
+        leaves = pages_for(places, page_size=size)
         free = contiguous.free_leaves(reservation.idle, blocks, leaves)
         row = jnp.maximum(request, 0)
         asked = contiguous.reserved_places(
@@ -137,7 +137,7 @@ def observe_simulation(
         counts = counts._replace(
             waiting=start >= 0,
             waiting_pages=jnp.where(
-                waiting.num_slots > 0, demand.pages_for(own, page_size=size), 0
+                waiting.num_slots > 0, pages_for(own, page_size=size), 0
             ),
         )
     return waiting, counts, pages
@@ -236,7 +236,7 @@ def grant(
         places = kept = jnp.maximum(pages.places, wanted)
         if wish.drafts is not None:
             places = jnp.maximum(pages.places, wanted + wish.drafts)
-    growth = demand.missing_pages(pages.places, places, page_size=size)
+    growth = missing_pages(pages.places, places, page_size=size)
     owned, _ = counted_pages.num_owned(slots, pages.length, group, pages.places, size)
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)

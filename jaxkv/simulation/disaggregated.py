@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import scheduling, workloads
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import chunked_prefill, interface
+from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import driver
 from jaxkv.simulation.costs import KVTransferred
 from jaxkv.simulation.state import Capacity
 from jaxkv.simulation.step import Cost, SimulationMember
-from jaxkv.workloads import arrivals, lengths, metrics
+from jaxkv.workloads import Lengths, Pair, fifo_finish_s, make_workload
 
 HEAD = 16
 """Waiting requests visible to the policy."""
@@ -54,7 +55,7 @@ class RequestLoad(NamedTuple):
     """
 
     arrival_s: Float[np.ndarray, " requests"]
-    tokens: lengths.Lengths
+    tokens: Lengths
 
 
 class RequestTiming(NamedTuple):
@@ -102,7 +103,7 @@ class PhasePlacement(NamedTuple):
 
 
 def sample_requests(
-    law: lengths.Pair, rate: int | float, seconds: int | float, seed: int
+    law: Pair, rate: int | float, seconds: int | float, seed: int
 ) -> RequestLoad:
     """Samples requests with Poisson arrivals.
 
@@ -116,7 +117,7 @@ def sample_requests(
     num = max(2, round(rate * seconds))
     times, sizes = rng.spawn(2)
     return RequestLoad(
-        arrivals.poisson(times, rate=rate, num=num), law.draw(sizes, num)
+        workloads.poisson(times, rate=rate, num=num), law.draw(sizes, num)
     )
 
 
@@ -237,9 +238,7 @@ def select_requests(
     """Selects requests, optionally with new arrival times."""
     came = requests.arrival_s if arrival_s is None else arrival_s
     tokens = requests.tokens
-    return RequestLoad(
-        came[which], lengths.Lengths(tokens.prompt[which], tokens.output[which])
-    )
+    return RequestLoad(came[which], Lengths(tokens.prompt[which], tokens.output[which]))
 
 
 def transfer_times(
@@ -261,7 +260,7 @@ def transfer_times(
         mine = np.arange(k, first_s.size, p.num_prefill)
         mine = mine[np.isfinite(first_s[mine])]
         mine = mine[np.argsort(first_s[mine], kind="stable")]
-        done_s = metrics.fifo_finish_s(first_s[mine], service_s[mine])
+        done_s = fifo_finish_s(first_s[mine], service_s[mine])
         found[mine] = done_s - first_s[mine]
     return found
 
@@ -278,10 +277,10 @@ def _member(job: Job) -> SimulationMember:
         columns = np.array([2e9]), np.array([1]), np.array([1])
     capacity = job.replica.capacity
     if receives:
-        capacity = capacity._replace(token_budget=jnp.int32(interface.NO_LIMIT))
+        capacity = capacity._replace(token_budget=jnp.int32(NO_LIMIT))
     return SimulationMember(
-        workload=arrivals.make_workload(*columns),
+        workload=make_workload(*columns),
         capacity=capacity,
-        policy=chunked_prefill.chunked_prefill(whole=True, first=not receives),
+        policy=scheduling.chunked_prefill(whole=True, first=not receives),
         cost=KVTransferred(job.replica.cost, jnp.asarray(receives)),
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling.interface import check_policy
+from jaxkv.scheduling import check_policy
 from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
 from jaxkv.simulation.results import SimulationResult, select_members
 from jaxkv.simulation.step import SimulationMember

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv import clock
+from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
-from jaxkv.scheduling import stalls
+from jaxkv.scheduling import MAX_STEPS, StepCounter
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
 from jaxkv.simulation.state import Simulation, init_simulation
@@ -124,7 +124,7 @@ class MemberBatch:
         self.num_done = np.zeros_like(self.num_served)
         self.clock_s = np.zeros(self.num_served.shape)
         self.done = self.num_served == 0
-        self._idle = [stalls.StepCounter() for _ in self.num_served]
+        self._idle = [StepCounter() for _ in self.num_served]
 
     def advance(self) -> None:
         """Runs `num_steps` steps of every member, and adds them to the sums.
@@ -142,7 +142,7 @@ class MemberBatch:
         self.done = self.num_done == self.num_served
         self.done |= self.clock_s >= self._until_s
         draws = info.work.num_drawn > 0
-        late = draws[:, -stalls.MAX_STEPS :].any(axis=1)
+        late = draws[:, -MAX_STEPS:].any(axis=1)
         for member in np.flatnonzero(~self.done).tolist():
             if late[member]:
                 self._idle[member].reset()
@@ -172,11 +172,11 @@ class MemberBatch:
             return int(each[self._open(member)].sum())
 
         idle.count(draws, num_rows, num_tokens=num_tokens, waits=jumps)
-        if idle.num_steps < stalls.MAX_STEPS:
+        if idle.num_steps < MAX_STEPS:
             return
         first = int(self._open(member)[0])
         size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
-        raise stalls.error(
+        raise scheduling.error(
             self._members.policy,
             f"request {first} of member {self._names[member]}, {size} tokens,",
             has_pages=bool(info.enough[-1]),

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxkv import clock
 from jaxkv.ledger import SequenceEvents, SequenceProgress
 from jaxkv.simulation.state import Simulation
-from jaxkv.workloads import Workload, dataframes
+from jaxkv.workloads import Workload, make_dataframe, per_row
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class Outcome:
         names = [field.name for field in dataclasses.fields(Outcome)]
         values = {name: getattr(self, name) for name in names}
         axes = ("member", "request")[-np.ndim(self.arrival_s) :]
-        return dataframes.make_dataframe(dataframes.per_row(values, axes))
+        return make_dataframe(per_row(values, axes))
 
 
 def read_outcomes(

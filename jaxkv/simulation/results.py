@@ -10,7 +10,12 @@ from jaxtyping import Float, Int
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.simulation import step
 from jaxkv.simulation.outcomes import Outcome
-from jaxkv.workloads import dataframes, metrics
+from jaxkv.workloads import (
+    make_dataframe,
+    per_row,
+    recomputed_share,
+    shared_page_saving,
+)
 
 
 class Means(NamedTuple):
@@ -79,7 +84,7 @@ class StepTrace(NamedTuple):
         """
         axes = ("member", "step")[-np.ndim(self.start_s) :]
         values = {"start_s": self.start_s} | self.info._asdict()
-        return dataframes.make_dataframe(dataframes.per_row(values, axes))
+        return make_dataframe(per_row(values, axes))
 
 
 @jax.tree_util.register_dataclass
@@ -111,8 +116,8 @@ class SimulationResult(Outcome):
             "internal_share": means.internal,
             "external_share": means.external,
             "num_preempted": totals.preempted,
-            "recomputed_share": metrics.recomputed_share(self.recomputed.sum(-1), fed),
-            "saved_pages_share": metrics.shared_page_saving(
+            "recomputed_share": recomputed_share(self.recomputed.sum(-1), fed),
+            "saved_pages_share": shared_page_saving(
                 means.saved_pages, means.used_pages
             ),
         }

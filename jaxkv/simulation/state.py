@@ -7,8 +7,8 @@ from jaxtyping import Array, Int32
 
 from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
-from jaxkv.memory import demand
-from jaxkv.scheduling import NO_LIMIT, interface
+from jaxkv.memory import max_pages
+from jaxkv.scheduling import NO_LIMIT, Policy
 from jaxkv.simulation import contiguous
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counted_pages import CountedPages
@@ -85,7 +85,7 @@ class Simulation(NamedTuple):
 def init_simulation(
     workload: Workload,
     capacity: Capacity,
-    policy: interface.Policy,
+    policy: Policy,
     *,
     max_slots: int,
     max_samples: int = 1,
@@ -112,7 +112,7 @@ def init_simulation(
         with a reservation. Sequences cannot share contiguous places; use a request for
         each instead.
     """
-    validation.instance("policy", policy, interface.Policy)
+    validation.instance("policy", policy, Policy)
     w, c = arrays.to_jax_arrays((workload, capacity))
     max_slots = validation.integer("max_slots", max_slots, low=1)
     max_samples = validation.integer("max_samples", max_samples, low=1)
@@ -121,7 +121,7 @@ def init_simulation(
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 with a contiguous reservation")
     # Requests that fit into an idle engine.
-    shared, own = demand.max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
+    shared, own = max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
     fits = shared + w.samples * own <= c.num_pages
     fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger
+from jaxkv import arrays, ledger, scheduling
 from jaxkv.clock import advance, latest
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.scheduling import interface
+from jaxkv.scheduling import NO_LIMIT, Policy
 from jaxkv.simulation import apply_plan, contiguous, counted_pages
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
 from jaxkv.simulation.contiguous import Reservation
@@ -68,7 +68,7 @@ class SimulationMember(NamedTuple):
 
     workload: Workload
     capacity: Capacity
-    policy: interface.Policy
+    policy: Policy
     cost: Cost
     reservation: Reservation | None = None
     acceptance: Acceptance | None = None
@@ -84,7 +84,7 @@ def simulate_step(
     workload: Workload,
     *,
     capacity: Capacity,
-    policy: interface.Policy,
+    policy: Policy,
     cost: Cost,
     max_samples: int = 1,
     head: int | None = None,
@@ -144,7 +144,7 @@ def _step(
             state.ledger.slots, state.pages.length, w, acceptance, max_samples
         )
         counts = counts._replace(drafts=drafts)
-    plan = interface.schedule(counts, it.policy)
+    plan = scheduling.schedule(counts, it.policy)
     state, wish, num_admitted, num_moved = apply_plan.preempt_and_admit(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
@@ -238,7 +238,7 @@ def simulate_steps(
     workload: Workload,
     *,
     capacity: Capacity,
-    policy: interface.Policy,
+    policy: Policy,
     cost: Cost,
     num_steps: int,
     max_samples: int = 1,
@@ -268,7 +268,7 @@ def simulate_steps(
 def simulate_workload(
     workload: Workload,
     capacity: Capacity,
-    policy: interface.Policy,
+    policy: Policy,
     cost: Cost,
     *,
     max_slots: int,
@@ -276,7 +276,7 @@ def simulate_workload(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
-    max_steps: int = interface.NO_LIMIT,
+    max_steps: int = NO_LIMIT,
 ) -> Simulation:
     """Simulates a workload to its end; can be called under `jit` and `vmap`.
 

@@ -6,61 +6,54 @@ Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, and
 `engine.drafting`.
 """
 
-from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation, Verifier
-from jaxkv.speculation.adaptive import Adaptive
-from jaxkv.speculation.draft_model import (
-    DraftModel,
-    TargetAndDraftParams,
-    TargetWithDraft,
-    build_self_speculative,
-)
-from jaxkv.speculation.draws import draw_drafts
-from jaxkv.speculation.eagle import EagleConfig
-from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
-from jaxkv.speculation.jacobi import Jacobi
-from jaxkv.speculation.lookahead import Lookahead
-from jaxkv.speculation.medusa import Medusa, MedusaConfig, TargetWithHeads
-from jaxkv.speculation.methods import SpeculationConfig
-from jaxkv.speculation.ngram import NGram
-from jaxkv.speculation.verifiers import (
-    Rejection,
-    SharedNoiseVerifier,
-    Synthetic,
-    Typical,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AcceptResult",
-    "Adaptive",
-    "DraftModel",
-    "Drafter",
-    "Drafts",
-    "Eagle",
-    "EagleConfig",
-    "Jacobi",
-    "Lookahead",
-    "Medusa",
-    "MedusaConfig",
-    "NGram",
-    "Rejection",
-    "SharedNoiseVerifier",
-    "Speculation",
-    "SpeculationConfig",
-    "Synthetic",
-    "TargetAndDraftParams",
-    "TargetWithDraft",
-    "TargetWithEagle",
-    "TargetWithHeads",
-    "Typical",
-    "Verifier",
-    "adaptive",
-    "build_self_speculative",
-    "draw_drafts",
-    "eagle",
-    "head_folders",
-    "layer_search",
-    "medusa",
-    "methods",
-    "ngram",
-    "static_tree",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.speculation.adaptive import Adaptive, AdaptiveState, StepCosts, set_costs
+    from jaxkv.speculation.draft_model import (
+        DraftModel,
+        TargetAndDraftParams,
+        TargetWithDraft,
+        build_self_speculative,
+    )
+    from jaxkv.speculation.draws import draw_drafts
+    from jaxkv.speculation.eagle import EagleConfig, unroll_drafts
+    from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
+    from jaxkv.speculation.head_folders import (
+        KINDS,
+        HeadsConfig,
+        LoadedHeads,
+        load_heads,
+        save_heads,
+    )
+    from jaxkv.speculation.jacobi import Jacobi
+    from jaxkv.speculation.layer_search import search
+    from jaxkv.speculation.lookahead import Lookahead
+    from jaxkv.speculation.medusa import (
+        Medusa,
+        MedusaConfig,
+        TargetWithHeads,
+        head_logits,
+    )
+    from jaxkv.speculation.methods import (
+        MAX_ADAPTIVE_DRAFTS,
+        MAX_DRAFTS,
+        NUM_DRAFT_BUCKETS,
+        EngineParts,
+        Method,
+        ModelWeights,
+        SpeculationConfig,
+        build_speculative,
+        parse_speculation,
+    )
+    from jaxkv.speculation.ngram import NGram
+    from jaxkv.speculation.verifiers import (
+        Rejection,
+        SharedNoiseVerifier,
+        Synthetic,
+        Typical,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
 _ROWS_FREE = 32.0

@@ -21,13 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts
-from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import Pages, kv_pages
-from jaxkv.models import Forward, ForwardResult
-from jaxkv.models.paged import PagedForward
-from jaxkv.sampling import sampler
+from jaxkv import arrays, sampling, validation
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.memory import Pages, Rows
+from jaxkv.models import Forward, ForwardResult, PagedForward
 from jaxkv.speculation import draws
 
 
@@ -46,7 +43,7 @@ class TargetWithDraft:
     draft: Forward
 
     def __call__(
-        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: Rows
     ) -> ForwardResult:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.draft_pages is not None
@@ -102,12 +99,12 @@ class DraftModel(Drafter):
             params = jax.tree.map(lambda x: x[row], s.params)
             warm = jnp.where(drafts, params.temperature, 0.0)
             params, length = params._replace(temperature=warm), known + index
-            logits = sampler.penalise(
+            logits = sampling.penalise(
                 result.logits, tokens, s.prompt_length[row], length, params
             )
             if probs is None:
                 unscored = jnp.zeros_like(drafts)
-                drawn = sampler.sample(
+                drawn = sampling.sample(
                     logits, params, length, keep_logprobs=unscored
                 ).token
             else:
@@ -139,10 +136,10 @@ def make_slot_rows(
     state: EngineState,
     tokens: Int32[Array, "slots max_length"],
     place: Int32[Array, " slots"],
-) -> kv_pages.Rows:
+) -> Rows:
     """Makes one row per slot, with logits; none where `place` is -1."""
     slot = _count(place.shape[0])
-    return kv_pages.Rows(
+    return Rows(
         token=arrays.take(tokens, (slot, place), fill=0),
         position=place,
         slot=None,

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxkv import arrays
-from jaxkv.sampling import Params, random_keys, sampler, top_k
+from jaxkv import arrays, sampling
+from jaxkv.sampling import DRAFT, SAMPLE, Params, draw_key
 
 
 def draw_drafts(
@@ -36,16 +36,14 @@ def draw_drafts(
       ValueError: `num` is out of range.
     """
     _check_num(num, logits.shape[1])
-    probs = sampler.probabilities(logits, params)
+    probs = sampling.probabilities(logits, params)
 
     def sample_rows() -> Array:
-        keys = random_keys.draw_key(
-            params.key, params.sample, positions, random_keys.DRAFT
-        )
+        keys = draw_key(params.key, params.sample, positions, DRAFT)
         return gumbel_top_k(probs, keys, num=num, replacement=replacement)
 
     def take_largest() -> Array:
-        top, token = top_k.argmax(probs)
+        top, token = sampling.argmax(probs)
         token = jnp.where(top > 0, token, arrays.NONE)[:, None]
         further = token if replacement else jnp.full_like(token, arrays.NONE)
         return jnp.concatenate([token] + [further] * (num - 1), axis=1)
@@ -73,12 +71,10 @@ def shared_noise_logits(
     warm = params.temperature > 0
 
     def add_noise() -> Array:
-        keys = random_keys.draw_key(
-            params.key, params.sample, positions, random_keys.SAMPLE
-        )
+        keys = draw_key(params.key, params.sample, positions, SAMPLE)
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         heat = jnp.where(warm, params.temperature, 1.0).astype(logits.dtype)
-        noise = random_keys.gumbel(keys, ids, logits.dtype)
+        noise = sampling.gumbel(keys, ids, logits.dtype)
         return jnp.where(warm[:, None], logits / heat[:, None] + noise, logits)
 
     return lax.cond(jnp.any(warm), add_noise, lambda: logits)
@@ -115,17 +111,17 @@ def gumbel_top_k(
 
     def race(rank: int) -> Array:
         def score(probs: Array, ids: Array) -> Array:
-            noise = random_keys.exponential(keys, ids + rank * vocab, probs.dtype)
+            noise = sampling.exponential(keys, ids + rank * vocab, probs.dtype)
             return probs / noise
 
-        top, token = top_k.argmax(probs, score)
+        top, token = sampling.argmax(probs, score)
         return jnp.where(top > 0, token, arrays.NONE)
 
     if num == 1 or replacement:
         return jnp.stack([race(rank) for rank in range(num)], axis=1)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    scores = probs / random_keys.exponential(keys, ids, probs.dtype)
-    values, tokens = top_k.candidates(scores, num)
+    scores = probs / sampling.exponential(keys, ids, probs.dtype)
+    values, tokens = sampling.candidates(scores, num)
     return jnp.where(values > 0, tokens, arrays.NONE)
 
 

@@ -19,10 +19,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, nonlinear, partition, rotary, transformer
-from jaxkv.models.layers import multiply
-from jaxkv.models.transformer import Transformer
+from jaxkv import models, validation
+from jaxkv.models import (
+    Angles,
+    ModelConfig,
+    Params,
+    Transformer,
+    embed_tokens,
+    multiply,
+    split_and_rotate,
+)
 
 _SHARED = ("embed", "embed_positions", "head")
 """Parameters shared with the target."""
@@ -57,7 +63,7 @@ class EagleConfig:
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         size, dtype = self.target.hidden_size, jnp.dtype(dtype)
-        own = transformer.param_shapes(self.layer, dtype=dtype)
+        own = models.param_shapes(self.layer, dtype=dtype)
 
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype)
@@ -72,7 +78,7 @@ class EagleConfig:
     def init_params(self, key: Array) -> Params:
         """Returns random weights; the fused feature starts as the mean of the taps."""
         keys = jax.random.split(key)
-        own = transformer.init_params(self.layer, keys[0])
+        own = models.init_params(self.layer, keys[0])
         own = {name: own[name] for name in own if name not in _SHARED}
         size, num = self.target.hidden_size, len(self.taps)
         draw = jax.random.normal(keys[1], (size, 2 * size)) * jnp.float32(0.02)
@@ -91,7 +97,7 @@ def make_draft_transformer(
     """Combines the drafter's layer and norm with the target's embeddings and head."""
     own = {name: params[name] for name in ("layers", "final_norm")}
     shared = {name: target[name] for name in _SHARED if name in target}
-    return transformer.merge(config.layer, own | shared)
+    return models.merge(config.layer, own | shared)
 
 
 def fuse_features(
@@ -123,9 +129,9 @@ def make_layer_inputs(
     Returns:
       Columns: the states plus a projection of normalised tokens and states.
     """
-    norm = functools.partial(nonlinear.norm, kind="rms", eps=config.target.norm_eps)
+    norm = functools.partial(models.norm, kind="rms", eps=config.target.norm_eps)
     table, num_words = target["embed"]["weight"], config.target.vocab_size
-    found = partition.embed_tokens(table, tokens, num_words)
+    found = embed_tokens(table, tokens, num_words)
     token = norm(found, **params["token_norm"])
     feature = norm(states, **params["feature_norm"])
     both = jnp.concatenate([token, feature], axis=1)
@@ -182,7 +188,7 @@ def unroll_drafts(
 def _attend(
     _: Any,
     qkv: Float[Array, "kv_heads group_and_2 head_dim rows"],
-    angles: rotary.Angles | None,
+    angles: Angles | None,
     keys: tuple[tuple[Array, Array], ...],
     *,
     config: ModelConfig,
@@ -191,8 +197,7 @@ def _attend(
     """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
     q, k, v = (
-        x.reshape(*x.shape[:-1], batch, seq)
-        for x in rotary.split_and_rotate(qkv, angles)
+        x.reshape(*x.shape[:-1], batch, seq) for x in split_and_rotate(qkv, angles)
     )
     keys = (*keys, (k, v))
     place = jnp.arange(seq, dtype=jnp.int32)

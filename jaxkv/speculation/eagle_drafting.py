@@ -22,13 +22,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts
-from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import Pages, features
-from jaxkv.memory.kv_pages import Rows
-from jaxkv.models import Forward, ForwardResult, row_parts
-from jaxkv.models.paged import PagedForward
-from jaxkv.sampling import top_k
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.memory import Pages, Rows, parent_places, read_features
+from jaxkv.models import Forward, ForwardResult, PagedForward, divide_rows
+from jaxkv.sampling import candidates
 from jaxkv.speculation import draws, eagle, static_tree
 from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.eagle import EagleConfig
@@ -49,8 +46,8 @@ class TargetWithEagle:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.draft_pages is not None
         result = self.target(params.target, pages._replace(draft_pages=None), rows)
-        found = features.read_features(result.pages, rows, features.parent_places(rows))
-        parts = row_parts.divide_rows(rows)
+        found = read_features(result.pages, rows, parent_places(rows))
+        parts = divide_rows(rows)
         x = eagle.make_layer_inputs(
             params.draft,
             params.target,
@@ -184,7 +181,7 @@ class _DraftingStep(NamedTuple):
         rows = make_slot_rows(
             self.state, self.state.sequences.tokens[self.row], self.root
         )
-        found = features.read_features(self.state.pages, rows, self.root - 1)
+        found = read_features(self.state.pages, rows, self.root - 1)
         before = eagle.fuse_features(self.params.draft, found)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)
@@ -266,7 +263,7 @@ class _DraftingStep(NamedTuple):
             ranked = draws.shared_noise_logits(logits, sampling, rows.position + 1)
             # Scores of chains are never compared.
             scores = ranked if width == 1 else jax.nn.log_softmax(ranked)
-            values, token = top_k.candidates(scores, width)
+            values, token = candidates(scores, width)
             values = values.reshape(num_slots, -1).astype(nodes.score.dtype)
             nodes = nodes._replace(
                 token=token.reshape(num_slots, -1),

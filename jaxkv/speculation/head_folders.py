@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxkv import validation
 from jaxkv.files import check_replaceable, read_json, replace_folder, reporting_errors
-from jaxkv.models import ModelConfig, Params, checkpoints
+from jaxkv.models import ModelConfig, Params, load_tree, save_tree
 from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.medusa import MedusaConfig
 
@@ -85,7 +85,7 @@ def load_heads(
             target=target, **{name: _check_integers(name, raw[name]) for name in names}
         )
         acceptance = _check_acceptance(raw["acceptance"])
-    params = checkpoints.load_tree(folder, config.param_shapes(), dtype=dtype)
+    params = load_tree(folder, config.param_shapes(), dtype=dtype)
     return LoadedHeads(config, params, acceptance)
 
 
@@ -146,7 +146,7 @@ def save_heads(
     raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}
     raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]
     with replace_folder(folder) as new:
-        checkpoints.save_tree(new, params, dtype=dtype)
+        save_tree(new, params, dtype=dtype)
         text = json.dumps(raw, indent=2) + "\n"
         (new / "config.json").write_text(text, encoding="utf-8")
         (new / "README.md").write_text(model_card, encoding="utf-8")

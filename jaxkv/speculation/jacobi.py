@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays
-from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, param_forms, transformer
+from jaxkv import models, validation
+from jaxkv.models import ModelConfig, Params, is_stacked, run_sequences
 
 MOST_SETS = 64
 """Number of layer sets up to which all are tried."""
@@ -62,10 +62,8 @@ def agreement(
 def _agreement(
     params: Params, tokens: Array, config: ModelConfig, layers: tuple[int, ...]
 ) -> Array:
-    model = transformer.merge(config, params)
-    states = [
-        transformer.run_sequences(model, tokens, only=x).last for x in (None, layers)
-    ]
+    model = models.merge(config, params)
+    states = [run_sequences(model, tokens, only=x).last for x in (None, layers)]
     found = [jnp.argmax(model.logits(state), axis=1) for state in states]
     return jnp.mean((found[0] == found[1]).astype(jnp.float32))
 
@@ -108,7 +106,7 @@ def search(
     validation.integer("max_drafts", max_drafts, low=1)
     if config.num_layers < 2:
         raise ValueError(f"{config.num_layers=} must be at least 2, to leave one out")
-    if param_forms.is_stacked(params):
+    if is_stacked(params):
         raise ValueError("a search for layers needs layers that are not stacked")
 
     def judge(layers: tuple[int, ...]) -> LayerSearchResult:

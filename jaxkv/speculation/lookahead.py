@@ -23,8 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts, VerifyOutput
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
 

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxkv import validation
-from jaxkv.engine.drafting import Drafter, Drafts
-from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import Pages, features, kv_pages
-from jaxkv.models import Forward, ForwardResult, ModelConfig, Params, transformer
-from jaxkv.sampling import top_k
+from jaxkv import models, validation
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.memory import Pages, Rows, read_features
+from jaxkv.models import Forward, ForwardResult, ModelConfig, Params
+from jaxkv.sampling import candidates
 from jaxkv.speculation import draws
 from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
 from jaxkv.speculation.static_tree import Topology
@@ -98,7 +97,7 @@ def head_logits(
         return x
 
     found = jax.vmap(head)(blocks)  # [heads, hidden, rows]
-    model = transformer.merge(config.target, target)
+    model = models.merge(config.target, target)
     columns = found.transpose(1, 0, 2).reshape(found.shape[1], -1)
     return model.logits(columns).reshape(found.shape[0], states.shape[0], -1)
 
@@ -111,7 +110,7 @@ class TargetWithHeads:
     """Forward pass of the target, which keeps the states that the heads read."""
 
     def __call__(
-        self, params: TargetAndDraftParams, pages: Pages, rows: kv_pages.Rows
+        self, params: TargetAndDraftParams, pages: Pages, rows: Rows
     ) -> ForwardResult:
         """Runs the target on the rows."""
         return self.target(params.target, pages, rows)
@@ -170,7 +169,7 @@ class Medusa(Drafter):
         known = state.slots.num_tokens
         fed = jnp.where(granted > 0, known - 2, -1)
         rows = make_slot_rows(state, state.sequences.tokens[row], fed)
-        states = features.read_features(state.pages, rows, fed)
+        states = read_features(state.pages, rows, fed)
         logits = head_logits(params.draft, params.target, states, config=self.config)
         num = min(config.max_drafts, len(self.topology.ranks))
         tree = Topology(self.topology.parents[:num], self.topology.ranks[:num])
@@ -184,7 +183,7 @@ class Medusa(Drafter):
         ranked = draws.shared_noise_logits(
             logits.reshape(-1, vocab), sampling, positions
         )
-        _, best = top_k.candidates(ranked, 1 + max(tree.ranks))
+        _, best = candidates(ranked, 1 + max(tree.ranks))
         best = best.reshape(heads, slots, -1)
         depths, ranks = (jnp.asarray(x) for x in (tree.depths, tree.ranks))
         tokens = best[depths - 1, :, ranks].T

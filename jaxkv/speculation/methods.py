@@ -7,10 +7,18 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv import validation
-from jaxkv.engine.drafting import REPRODUCIBLE_TREES, Drafter, Speculation
+from jaxkv.engine import REPRODUCIBLE_TREES, Drafter, Speculation
 from jaxkv.memory import Pages
-from jaxkv.models import Forward, ModelConfig, Params, paged, param_forms
-from jaxkv.models.layers import FEW_ROWS
+from jaxkv.models import (
+    FEW_ROWS,
+    Forward,
+    ModelConfig,
+    PagedForward,
+    Params,
+    add_transposed_weights,
+    is_stacked,
+    make_model_pages,
+)
 from jaxkv.speculation import (
     draft_model,
     eagle_drafting,
@@ -169,19 +177,19 @@ def build_speculative(
     if heads is not None:
         parts = _build_with_heads(model, heads, bounds, dtype)
     else:
-        forward = paged.PagedForward(model.config, bounds.numerics)
-        pages = paged.make_model_pages(model.config, bounds, dtype=dtype)
+        forward = PagedForward(model.config, bounds.numerics)
+        pages = make_model_pages(model.config, bounds, dtype=dtype)
         parts = EngineParts(forward, model.params, pages)
         if method is None:
             return parts
         if draft is not None:
             parts = _build_with_draft_model(parts, model, draft, bounds, dtype)
         elif method == "early-exit":
-            if param_forms.is_stacked(model.params):
+            if is_stacked(model.params):
                 raise ValueError("'early-exit' needs layers that are not stacked")
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
-            own = paged.PagedForward(model.config, bounds.numerics)
+            own = PagedForward(model.config, bounds.numerics)
             parts = parts.with_drafter(draft_model.build_self_speculative(own, layers))
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
@@ -237,9 +245,7 @@ def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
     )
     if not pays:
         return model
-    return model._replace(
-        params=jax.jit(param_forms.add_transposed_weights)(model.params)
-    )
+    return model._replace(params=jax.jit(add_transposed_weights)(model.params))
 
 
 def _build_with_heads(
@@ -252,8 +258,8 @@ def _build_with_heads(
     config, num = heads.config, bounds.max_drafts
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
-    target = paged.PagedForward(model.config, bounds.numerics, taps=config.taps)
-    pages = paged.make_model_pages(model.config, bounds, dtype=dtype, taps=config.taps)
+    target = PagedForward(model.config, bounds.numerics, taps=config.taps)
+    pages = make_model_pages(model.config, bounds, dtype=dtype, taps=config.taps)
     shares = heads.acceptance
     if bounds.numerics == "reproducible":
         shares = tuple(depth[:1] for depth in shares)
@@ -263,7 +269,7 @@ def _build_with_heads(
     else:
         forward = TargetWithEagle(target, config)
         drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
-        draft_pages = paged.make_model_pages(config.layer, bounds, dtype=dtype)
+        draft_pages = make_model_pages(config.layer, bounds, dtype=dtype)
         pages = pages._replace(draft_pages=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(
@@ -285,8 +291,8 @@ def _build_with_draft_model(
             f"{model.config.vocab_size}"
         )
     draft = _add_few_row_weights(draft, bounds)
-    own = paged.PagedForward(draft.config, bounds.numerics)
-    draft_pages = paged.make_model_pages(draft.config, bounds, dtype=dtype)
+    own = PagedForward(draft.config, bounds.numerics)
+    draft_pages = make_model_pages(draft.config, bounds, dtype=dtype)
     drafter = draft_model.DraftModel(own, has_own_model=True)
     return EngineParts(
         draft_model.TargetWithDraft(target.forward, own),

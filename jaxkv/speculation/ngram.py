@@ -17,8 +17,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine.drafting import Drafter, Drafts
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 

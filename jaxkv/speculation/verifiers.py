@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays, validation
-from jaxkv.engine.drafting import AcceptResult
-from jaxkv.sampling import Params, fixed_point, random_keys, sampler, top_k
+from jaxkv import arrays, sampling, validation
+from jaxkv.engine import AcceptResult
+from jaxkv.sampling import RESIDUAL, Params, draw_key, row_sums
 from jaxkv.speculation import draws
 
 
@@ -63,10 +63,10 @@ class SharedNoiseVerifier:
           The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(
+        drawn = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
-        equal = _match(children, drawn.token, top_k.wide(logits).dtype)
+        equal = _match(children, drawn.token, sampling.wide(logits).dtype)
         return _mask_invalid(equal, drawn.token, drawn.invalid)
 
 
@@ -118,17 +118,15 @@ class Rejection:
         Returns:
           The ruling. Children of a greedy row are compared with the largest logit.
         """
-        logits = top_k.wide(logits)
-        greedy = sampler.greedy(logits, raw=raw)
+        logits = sampling.wide(logits)
+        greedy = sampling.greedy(logits, raw=raw)
         warm = params.temperature > 0
         equal = _match(children, greedy.token, logits.dtype)
 
         def judge() -> tuple[Array, Array]:
-            target_probs = sampler.probabilities(logits, params)
+            target_probs = sampling.probabilities(logits, params)
             accept, rest = self.rule(target_probs, draft_probs, children)
-            keys = random_keys.draw_key(
-                params.key, params.sample, positions, random_keys.RESIDUAL
-            )
+            keys = draw_key(params.key, params.sample, positions, RESIDUAL)
             token = draws.gumbel_top_k(rest, keys)[:, 0]
             return (
                 jnp.where(warm[:, None], accept, equal),
@@ -173,7 +171,7 @@ class Rejection:
             chance, rest = _try_child(rest, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
-                left = fixed_point.normalise(jnp.where(is_child, 0, left))
+                left = sampling.normalise(jnp.where(is_child, 0, left))
         return accept, rest
 
 
@@ -188,7 +186,7 @@ def _try_child(
     tried = q > 0
     ratio = p / jnp.where(tried, q, jnp.ones_like(q))
     chance = jnp.where(tried, jnp.minimum(ratio, 1), 0)
-    rest = fixed_point.normalise(jnp.maximum(target_probs - draft_probs, 0))
+    rest = sampling.normalise(jnp.maximum(target_probs - draft_probs, 0))
     # Equal distributions leave no mass, and a rejection is impossible then.
     changed = tried & (jnp.max(rest, axis=1) > 0)
     return chance, jnp.where(changed[:, None], rest, target_probs)
@@ -243,16 +241,16 @@ class Typical:
         Returns:
           The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
-        logits = top_k.wide(logits)
+        logits = sampling.wide(logits)
         warm = params.temperature > 0
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(
+        drawn = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
         equal = _match(children, drawn.token, logits.dtype)
 
         def judge() -> Array:
-            accept = self.rule(sampler.probabilities(logits, params), children)
+            accept = self.rule(sampling.probabilities(logits, params), children)
             return jnp.where(warm[:, None], accept, equal)
 
         with jax.named_scope("typical"):
@@ -265,7 +263,7 @@ class Typical:
         children: Int32[Array, "rows width"],
     ) -> Float[Array, "rows width"]:
         """Returns 1 for children with a probability above the threshold, else 0."""
-        entropy = fixed_point.row_sums(target_probs * -_log(target_probs))
+        entropy = row_sums(target_probs * -_log(target_probs))
         bound = jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
         row = jnp.arange(target_probs.shape[0], dtype=jnp.int32)[:, None]
         row = jnp.broadcast_to(row, children.shape)
@@ -312,7 +310,7 @@ class Synthetic:
     ) -> AcceptResult:
         """Accepts the children of every row with the fixed probability."""
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampler.sample(
+        drawn = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxkv.text.tokenizer import Tokenizer
 
 END_TEXT = "<|endoftext|>"
-"""Text of the token that ends a document; its id is `END`."""
-END = 0
+"""Text of the token that ends a document; its id is `END_ID`."""
+END_ID = 0
 VERSION = tokenizers.__version__
 """Version of the `tokenizers` library; another version may learn other merges."""
 
@@ -29,7 +29,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         document; at least 257. Short texts may give fewer.
 
     Returns:
-      The tokenizer; `END` ends a text.
+      The tokenizer; `END_ID` ends a text.
 
     Source: Sennrich et al. 2016, arXiv:1508.07909, section 3.2, on bytes as in Radford
     et al. 2019 (GPT-2), section 2.2.
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    return Tokenizer(core, eos_ids=(END,), settings={"eos_token": END_TEXT})
+    return Tokenizer(core, eos_ids=(END_ID,), settings={"eos_token": END_TEXT})
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:

@@ -1,18 +1,54 @@
 """Request arrivals, lengths and recordings, and serving metrics."""
 
-from jaxkv.workloads.arrivals import Workload
-from jaxkv.workloads.load_curves import LatencyCurve, Load
-from jaxkv.workloads.metrics import Objectives
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "LatencyCurve",
-    "Load",
-    "Objectives",
-    "Workload",
-    "arrivals",
-    "dataframes",
-    "lengths",
-    "load_curves",
-    "metrics",
-    "recordings",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.workloads.arrivals import (
+        Workload,
+        closed_loop,
+        make_workload,
+        open_loop,
+        poisson,
+    )
+    from jaxkv.workloads.dataframes import make_dataframe, per_row
+    from jaxkv.workloads.lengths import (
+        ALPACA,
+        SHAREGPT,
+        Fixed,
+        Gamma,
+        Lengths,
+        LogNormal,
+        Pair,
+        rescale_to_means,
+    )
+    from jaxkv.workloads.load_curves import (
+        LatencyCurve,
+        Load,
+        SustainedRate,
+        choose_rates,
+        draw_load,
+        load_ratio,
+        load_ratios,
+        num_requests_for,
+        sustained_rate,
+    )
+    from jaxkv.workloads.metrics import (
+        Objectives,
+        attainment,
+        capacity,
+        fifo_finish_s,
+        gaps_between_tokens,
+        goodput,
+        md1_waiting_s,
+        normalised_latency_s,
+        percentile,
+        recomputed_share,
+        shared_page_saving,
+        time_per_output_token_s,
+        time_to_first_token_s,
+    )
+    from jaxkv.workloads.recordings import CHUNK_TOKENS, Recording, read_recording
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

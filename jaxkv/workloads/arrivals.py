@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
 
 from jaxkv import clock, validation
-from jaxkv.scheduling import interface
-from jaxkv.scheduling.attributes import BOUNDS, RequestAttributes
+from jaxkv.scheduling import BOUNDS, NO_LIMIT, RequestAttributes
 from jaxkv.workloads import lengths
 
 
@@ -107,7 +106,7 @@ def make_workload(
     return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival_s)),
         **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
-        clients=jnp.asarray(clients or interface.NO_LIMIT, jnp.int32),
+        clients=jnp.asarray(clients or NO_LIMIT, jnp.int32),
         limit=limits,
         attributes=attributes,
     )

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Float, Int32, Int64
 
 from jaxkv import files
-from jaxkv.files import tables
+from jaxkv.files import RaggedError, RawTable, read_decompressed_text, read_table
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.lengths import LONGEST, Lengths
 
@@ -105,8 +105,8 @@ def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
         file and the line in it.
     """
     try:
-        table = tables.read_table(path, keep_lists=True, allow_partial=False)
-    except tables.RaggedError as error:
+        table = read_table(path, keep_lists=True, allow_partial=False)
+    except RaggedError as error:
         raise ValueError(
             f"{path}: line {error.line}: {error.num_cells} cells, the header has "
             f"{error.num_names}"
@@ -204,7 +204,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
 
     Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
     """
-    entries = files.parse_json(tables.read_decompressed_text(path), path)
+    entries = files.parse_json(read_decompressed_text(path), path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
     found = []
@@ -257,7 +257,7 @@ _KINDS = (
 _MOONCAKE = _KINDS[-1]
 
 
-def _rows(table: tables.RawTable, kind: _Kind) -> Iterator[_Row]:
+def _rows(table: RawTable, kind: _Kind) -> Iterator[_Row]:
     """Yields the rows of a format, with times from the first row's, or from 0 s."""
     start = 0.0 if kind.time == "arrival_s" else None
     first: tuple[bool, int] | None = None
@@ -302,7 +302,7 @@ _EPOCH_S, _EPOCH_MS = (1e9, 1e10), 1e11
 
 
 def _unit_warnings(
-    table: tables.RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
+    table: RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
 ) -> tuple[str, ...]:
     """Returns warnings about times that look like another unit."""
     found = [line for name, line in table.doubtful.items() if name in kind[:3]]

@@ -1,28 +1,41 @@
 """Benchmark shapes, problems and timing, and compilation without a GPU."""
 
-from pallas_kernels.bench.problems import AttentionProblem as AttentionProblem
-from pallas_kernels.bench.problems import CopyProblem as CopyProblem
-from pallas_kernels.bench.problems import GroupedProblem as GroupedProblem
-from pallas_kernels.bench.specs import GroupedSpec as GroupedSpec
-from pallas_kernels.bench.specs import HeadShape as HeadShape
-from pallas_kernels.bench.specs import Spec as Spec
-from pallas_kernels.bench.timing import Ceilings as Ceilings
-from pallas_kernels.bench.timing import Timing as Timing
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AttentionProblem",
-    "Ceilings",
-    "CopyProblem",
-    "GroupedProblem",
-    "GroupedSpec",
-    "HeadShape",
-    "Spec",
-    "Timing",
-    "deviceless",
-    "formulas",
-    "launches",
-    "problems",
-    "sets",
-    "specs",
-    "timing",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from pallas_kernels.bench.deviceless import (
+        compile_function,
+        load_compiler,
+        unavailable_reason,
+    )
+    from pallas_kernels.bench.formulas import attention, in_float64
+    from pallas_kernels.bench.launches import (
+        LOOPS,
+        Route,
+        Thunk,
+        executed_launches,
+        read_plan,
+        walk_thunks,
+    )
+    from pallas_kernels.bench.problems import (
+        FEATURES,
+        AttentionProblem,
+        CopyProblem,
+        GroupedProblem,
+        make_attention,
+        make_problem,
+    )
+    from pallas_kernels.bench.sets import SETS
+    from pallas_kernels.bench.specs import TINY, GroupedSpec, HeadShape, Spec
+    from pallas_kernels.bench.timing import (
+        Ceilings,
+        Timing,
+        measure,
+        measure_ceilings,
+        measure_empty,
+        num_turns,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

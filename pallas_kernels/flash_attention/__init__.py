@@ -1,8 +1,10 @@
 """Attention over contiguous K and V, in tiles."""
 
-from pallas_kernels.flash_attention.tiled import flash_attention
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "flash_attention",
-    "tiled",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from pallas_kernels.flash_attention.tiled import TILE, flash_attention
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,19 +1,21 @@
 """Attention over paged K and V: plans, reference, and kernels."""
 
-from pallas_kernels.paged_attention.api import (
-    AttentionState,
-    make_plan,
-    merge_states,
-    paged_attention,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AttentionState",
-    "api",
-    "decode_plan",
-    "dispatch",
-    "make_plan",
-    "merge_states",
-    "merging",
-    "paged_attention",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from pallas_kernels.paged_attention.api import (
+        AttentionImplementation,
+        AttentionState,
+        make_plan,
+        merge_devices,
+        merge_own_rows,
+        merge_states,
+        paged_attention,
+    )
+    from pallas_kernels.paged_attention.decode_plan import DecodePlan
+    from pallas_kernels.paged_attention.dispatch import KernelTilings, StepPlan
+    from pallas_kernels.paged_attention.merging import PartialStates, merge_and_unpack
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

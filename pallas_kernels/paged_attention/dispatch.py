@@ -155,15 +155,19 @@ def dispatch_attention(
       key.
     """
     # Pallas is imported only where it runs.
-    from pallas_kernels.paged_attention.hopper import decode as hopper_decode
-    from pallas_kernels.paged_attention.hopper import merge_fused
-    from pallas_kernels.paged_attention.hopper import prefill as hopper_prefill
+    from pallas_kernels.paged_attention.hopper import (
+        DecodePartials,
+        attend_decode,
+        attend_prefill,
+        partial_states,
+        supports_fused_merge,
+    )
 
     arrays, few, of_few = (q, k_pages, v_pages, page_ids), plan.few, plan.tiling.decode
     how: Any = {"layer": layer, "num_layers": num_layers, "interpret": interpret}
     how |= {"scoring": scoring}
     prefill = functools.partial(
-        hopper_prefill.attend_prefill,
+        attend_prefill,
         *arrays,
         plan.many,
         window=window,
@@ -174,10 +178,8 @@ def dispatch_attention(
         return prefill()
     how |= {"packed_q": packed_q, "tiling": of_few}
     sizes = {"group": q.shape[1] // k_pages.shape[1], "head_dim": q.shape[2]}
-    if plan.many is not None and merge_fused.supports_fused_merge(
-        few, scoring, **sizes
-    ):
-        states = hopper_decode.partial_states(*arrays, few, **how)
-        return prefill(decode_output=merge_fused.DecodePartials(states, few, of_few))
-    found = hopper_decode.attend_decode(*arrays, few, dtype=q.dtype, **how)
+    if plan.many is not None and supports_fused_merge(few, scoring, **sizes):
+        states = partial_states(*arrays, few, **how)
+        return prefill(decode_output=DecodePartials(states, few, of_few))
+    found = attend_decode(*arrays, few, dtype=q.dtype, **how)
     return found if plan.many is None else prefill(decode_output=found)

@@ -82,9 +82,9 @@ def merge_and_unpack(
       ValueError: the requested implementation is unknown or does not run here.
     """
     if devices.choose_implementation(implementation, lambda: None) == "mosaic_gpu":
-        from pallas_kernels.paged_attention.hopper import merge
+        from pallas_kernels.paged_attention.hopper import merge_and_unpack_mosaic_gpu
 
-        return merge.merge_and_unpack_mosaic_gpu(
+        return merge_and_unpack_mosaic_gpu(
             states, ends, packing, group=group, tiling=tiling, dtype=dtype
         )
     parts = stream_k.all_item_programs(

@@ -7,7 +7,7 @@ stream, and their known properties. `draw_windows` computes the order of trainin
 from pathlib import Path
 
 from scaling.corpora import token_files, tokenizing_texts
-from scaling.corpora.languages import LanguageConfig, language
+from scaling.corpora.languages import LanguageConfig, open_language
 from scaling.corpora.streams import Corpus, draw_windows, windows_per_epoch
 from scaling.corpora.texts import (
     DOCUMENTATION,
@@ -72,4 +72,4 @@ def open_corpus(config: AnyCorpus, *, cache: Path | None = None) -> Corpus:
         return tokenizing_texts.open_text_corpus(config, cache=cache)
     if isinstance(config, TokenFileConfig):
         return token_files.open_token_files(config)
-    return language.open_language(config)
+    return open_language(config)

@@ -14,7 +14,15 @@ import numpy as np
 from jaxtyping import UInt16
 
 from jaxkv import files
-from jaxkv.text import ByteTokenizer, Tokenizer, byte_pairs
+from jaxkv.text import (
+    END_ID,
+    END_TEXT,
+    VERSION,
+    ByteTokenizer,
+    Tokenizer,
+    encode_texts,
+    train_tokenizer,
+)
 from scaling.corpora import streams, texts
 from scaling.corpora.texts import END, CorpusConfig, Document, TextSplit
 
@@ -38,7 +46,7 @@ def open_text_corpus(
         )
     else:
         _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
-        end = byte_pairs.END
+        end = END_ID
     train, held_out = both
     if config.num_unique_tokens:
         train = _reordered(train, split.train, end)
@@ -80,7 +88,7 @@ def _byte_pairs(
     Returns:
       The tokenizer, and the streams of both sides.
     """
-    key = hashlib.sha256(f"1 {byte_pairs.VERSION} {vocab_size}".encode())
+    key = hashlib.sha256(f"1 {VERSION} {vocab_size}".encode())
     for side in split:
         key.update(f" {len(side)} ".encode())
         for document in side:
@@ -88,19 +96,17 @@ def _byte_pairs(
     folder = Path(cache) / key.hexdigest()
     with contextlib.suppress(OSError, ValueError):
         text = (folder / "tokenizer.json").read_text("utf-8")
-        settings = {"eos_token": byte_pairs.END_TEXT}
-        read = Tokenizer.from_json(text, eos_ids=(byte_pairs.END,), settings=settings)
+        settings = {"eos_token": END_TEXT}
+        read = Tokenizer.from_json(text, eos_ids=(END_ID,), settings=settings)
         train, held_out = (
             np.load(folder / f"{x}.npy", mmap_mode="r") for x in TextSplit._fields
         )
         return read, train, held_out
-    learnt = byte_pairs.train_tokenizer(
-        (x.text.decode() for x in split.train), vocab_size
-    )
+    learnt = train_tokenizer((x.text.decode() for x in split.train), vocab_size)
 
     def stream(side: Sequence[Document]) -> np.ndarray:
-        parts = byte_pairs.encode_texts(learnt, [x.text.decode() for x in side])
-        ended = [np.array([*ids, byte_pairs.END], np.uint16) for ids in parts]
+        parts = encode_texts(learnt, [x.text.decode() for x in side])
+        ended = [np.array([*ids, END_ID], np.uint16) for ids in parts]
         return np.concatenate(ended)
 
     train, held_out = stream(split.train), stream(split.held_out)

@@ -1,21 +1,53 @@
 """Parameters, FLOPs, memory, traffic and seconds, counted from shapes."""
 
-from scaling.costs.devices import Device as Device
-from scaling.costs.flops import Attention as Attention
-from scaling.costs.parallelism import Layout as Layout
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Attention",
-    "Device",
-    "Layout",
-    "activations",
-    "devices",
-    "flops",
-    "memory",
-    "parallelism",
-    "parameters",
-    "residuals",
-    "serving",
-    "steps",
-    "traffic",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.costs.activations import StoredTensor, per_token, stored_tensors
+    from scaling.costs.devices import BYTES, Device, Precision, find_device
+    from scaling.costs.exchanges import Traffic
+    from scaling.costs.flops import (
+        Attention,
+        Checkpointing,
+        FlopTerm,
+        check_sizes,
+        decode_terms,
+        forward_terms,
+        total_flops,
+        training_step_flops,
+        twice_pairs,
+    )
+    from scaling.costs.memory import (
+        MIXED,
+        SINGLE,
+        BytesPerParam,
+        max_device_params,
+        training_memory,
+    )
+    from scaling.costs.parallelism import Layout, check_layout, parse_layout
+    from scaling.costs.parameters import (
+        ParameterCounts,
+        Place,
+        Weight,
+        count_parameters,
+        count_weights,
+        list_weights,
+        place_counts,
+    )
+    from scaling.costs.residuals import list_residuals, total_residual_bytes
+    from scaling.costs.serving import (
+        ServingWork,
+        decode_work,
+        find_compute_bound_size,
+        kv_bytes_per_token,
+        max_batch,
+        prefill_work,
+        roofline,
+        sequence_kv_bytes,
+    )
+    from scaling.costs.steps import StepCost, step_cost
+    from scaling.costs.traffic import decode_traffic, prefill_traffic, training_traffic
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from scaling import laws
 from scaling.fits import diagnostics, intervals
 from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
-from scaling.laws import Law, evaluation, published
+from scaling.laws import Exponents, Law, coefficient_slopes, optimal_exponents
 
 
 def assemble_result(
@@ -36,11 +37,11 @@ def assemble_result(
     names, centre = law.coefficients, seen.centre
     n, k = seen.num_points, int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
-    slopes = evaluation.coefficient_slopes(law, best, centre)
+    slopes = coefficient_slopes(law, best, centre)
     with np.errstate(over="ignore", invalid="ignore"):  # infinite variances
         covariance = slopes @ covariance @ slopes.T
-    natural = evaluation.coefficients(law, best[None], centre)[0]
-    residuals = evaluation.values(law, best[None], seen.logs)[0] - seen.target
+    natural = laws.coefficients(law, best[None], centre)[0]
+    residuals = laws.values(law, best[None], seen.logs)[0] - seen.target
     condition_number, flat_directions = diagnostics.curvature_shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
@@ -52,7 +53,7 @@ def assemble_result(
 
     sampled = None
     if samples is not None:
-        sampled = evaluation.coefficients(law, samples, centre)
+        sampled = laws.coefficients(law, samples, centre)
     ends = interval(natural, _spread(covariance), sampled)
     if samples is None:
         # A size is symmetric in its logarithm, and stays positive.
@@ -107,9 +108,7 @@ def _exponents(
 
     def compute(x: np.ndarray) -> np.ndarray:
         return np.stack(
-            published.optimal_exponents(
-                law, dict(zip(law.coefficients, x, strict=True))
-            )
+            optimal_exponents(law, dict(zip(law.coefficients, x, strict=True)))
         )
 
     value = compute(natural)
@@ -121,7 +120,7 @@ def _exponents(
     slope = np.stack(slopes, 1)
     several = None if sampled is None else compute(sampled.T).T
     ends = interval(value, _spread(slope @ covariance @ slope.T), several)
-    names = published.Exponents._fields
+    names = Exponents._fields
     return dict(zip(names, map(float, value), strict=True)), _pairs(names, ends)
 
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from scaling import laws
 from scaling.fits import goodness, intervals
 from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.multistart import Solution
 from scaling.fits.result import FitResult, HeldOut
-from scaling.laws import evaluation
 
 # Thresholds of the warnings, set on simulated surfaces: of sound ones, with 32 or 240
 # runs and normal or heavy-tailed noise, fewer than one in twenty has a warning; of
@@ -64,7 +64,7 @@ def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
     found: list[np.ndarray] = []
     if len(order):
         law, logs = problem.law, problem.seen.logs
-        for value in evaluation.values(law, ends.coordinates[order], logs):
+        for value in laws.values(law, ends.coordinates[order], logs):
             if all(np.abs(value - other).max() > _SAME for other in found):
                 found.append(value)
     return StartSummary(best, statuses, max(1, len(found)))
@@ -238,8 +238,8 @@ def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
     few = seen.thinned(_ENOUGH)
-    slopes = evaluation.slopes(law, result.coordinates, few.logs)
-    value = evaluation.values(law, result.coordinates[None], few.logs)[0]
+    slopes = laws.slopes(law, result.coordinates, few.logs)
+    value = laws.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size
     if share := goodness.find_arch(value - few.target, slopes, few.logs, num_runs):
         messages.append(

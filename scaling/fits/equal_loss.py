@@ -5,8 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from scaling import laws
 from scaling.fits.result import FitResult
-from scaling.laws import evaluation, published
+from scaling.laws import compute_optimum
 
 _GRID = 2001
 _BEYOND = 10.0
@@ -101,8 +102,8 @@ def _losses(
         if result.samples is not None:
             points = np.concatenate([points, result.samples])
         logs = np.log(compute)[None] - result.centre[:, None]
-        return np.exp(evaluation.values(law, points, logs))
+        return np.exp(laws.values(law, points, logs))
     fitted = np.array([[*result.coefficients.values()]])
     rows = np.concatenate([fitted, result.sampled()])
     columns = dict(zip(law.coefficients, rows.T[:, :, None], strict=True))
-    return np.asarray(published.compute_optimum(law, columns, compute[None]).loss)
+    return np.asarray(compute_optimum(law, columns, compute[None]).loss)

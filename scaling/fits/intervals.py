@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
+from scaling import laws
 from scaling.fits.levenberg_marquardt import FitProblem, Loss
-from scaling.laws import evaluation
 
 
 def percentile_intervals(
@@ -145,7 +145,7 @@ def _linearised(
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
     """Returns residuals in the problem's space, and their slopes."""
     seen, residuals = problem.seen, problem.residuals(coordinates)
-    slopes = evaluation.slopes(problem.law, coordinates, seen.logs)
+    slopes = laws.slopes(problem.law, coordinates, seen.logs)
     if problem.space == "linear":
         slopes = slopes * (residuals + np.exp(seen.target))[:, None]
     return residuals, slopes

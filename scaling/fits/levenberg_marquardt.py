@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
+from scaling import laws
 from scaling.fits import multistart, restrictions
 from scaling.fits.multistart import Solution, Space
 from scaling.fits.observations import Observations
-from scaling.laws import Law, evaluation
+from scaling.laws import Law
 
 Loss = Literal["huber", "lad", "mse"]
 Report = Callable[[float], None]
@@ -81,7 +82,7 @@ class FitProblem(NamedTuple):
         self, coordinates: Float[np.ndarray, " k"]
     ) -> Float[np.ndarray, " n"]:
         """Returns prediction minus observation, in the problem's space."""
-        value = evaluation.values(self.law, coordinates[None], self.seen.logs)[0]
+        value = laws.values(self.law, coordinates[None], self.seen.logs)[0]
         if self.space == "log":
             return value - self.seen.target
         return np.exp(value) - np.exp(self.seen.target)

@@ -6,9 +6,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from scaling import laws
 from scaling.fits import intervals
 from scaling.fits.result import FitResult, HeldOut
-from scaling.laws import Law, evaluation
+from scaling.laws import Law, coefficient_slopes
 
 Kind = Literal["confidence", "prediction"]
 _MAX_NUMBERS = 2**24
@@ -56,14 +57,14 @@ def predict(
     if interval not in (None, "confidence", "prediction"):
         raise ValueError(f"{interval=} must be None, 'confidence' or 'prediction'")
     logs = _logs(law, data) - result.centre[:, None]
-    value = evaluation.values(law, result.coordinates[None], logs)[0]
+    value = laws.values(law, result.coordinates[None], logs)[0]
     if interval is None:
         nothing = np.full(value.shape, np.nan)
         return Prediction(np.exp(value), nothing, nothing)
     if result.samples is None:
         at = result.coordinates
-        natural = evaluation.coefficient_slopes(law, at, result.centre)
-        slopes = evaluation.slopes(law, at, logs) @ np.linalg.inv(natural)
+        natural = coefficient_slopes(law, at, result.centre)
+        slopes = laws.slopes(law, at, logs) @ np.linalg.inv(natural)
         variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
         if interval == "prediction":
             variance = variance + np.mean(result.noise**2)
@@ -77,7 +78,7 @@ def predict(
     step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
         some = slice(first, first + step)
-        samples = evaluation.values(law, result.samples, logs[:, some])
+        samples = laws.values(law, result.samples, logs[:, some])
         if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
         ends.append(

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from scaling.laws import Law, evaluation
+from scaling import laws
+from scaling.laws import Law
 
 Bounds = Mapping[str, tuple[float, float]]
 
@@ -150,7 +151,7 @@ def _moved(law: Law, centre: Float[np.ndarray, " inputs"]) -> list[int]:
     """Returns the coordinates that centring changes."""
     rng = np.random.default_rng(0)  # random values, so that no shift cancels by chance
     natural = np.exp(rng.uniform(0.1, 0.5, (1, len(law.coefficients))))
-    moved = evaluation.coordinates(law, natural, centre + rng.uniform(1, 2))
+    moved = laws.coordinates(law, natural, centre + rng.uniform(1, 2))
     logged = np.array([coordinate.log for coordinate in law.coordinates])
     before = np.where(logged, np.log(natural), natural)
     return [*map(int, np.flatnonzero(~np.isclose(moved, before)[0]))]
@@ -194,7 +195,7 @@ def to_restricted(
     """Turns coordinates of a law into those of its restricted form."""
     if restricted is law:
         return coordinates
-    natural = evaluation.coefficients(law, coordinates, centre)
+    natural = laws.coefficients(law, coordinates, centre)
     found = coordinates.copy()
     pairs = zip(law.coordinates, restricted.coordinates, strict=True)
     for i, (before, now) in enumerate(pairs):
@@ -212,5 +213,5 @@ def from_restricted(
     """Turns coordinates of a restricted law into those of the original law."""
     if restricted is law:
         return coordinates
-    natural = evaluation.coefficients(restricted, coordinates, centre)
-    return evaluation.coordinates(law, natural, centre)
+    natural = laws.coefficients(restricted, coordinates, centre)
+    return laws.coordinates(law, natural, centre)

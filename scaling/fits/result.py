@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from scaling import laws
 from scaling.fits.levenberg_marquardt import Loss, Space
-from scaling.laws import Law, evaluation, published
+from scaling.laws import Law
 
 SCHEMA = 1
 _MAX_SAMPLES, _MAX_RESIDUALS = 1_000, 10_000
@@ -115,14 +116,14 @@ class FitResult(NamedTuple):
 
     def find_law(self) -> Law:
         """Returns the law, with the columns of the fit."""
-        return published.find_law(self.law).over(*self.inputs)
+        return laws.find_law(self.law).over(*self.inputs)
 
     def sampled(self) -> Float[np.ndarray, "resamples k"]:
         """Returns the resamples' coefficients in natural units, or an empty array."""
         law = self.find_law()
         if self.samples is None:
             return np.zeros((0, len(law.coefficients)))
-        return evaluation.coefficients(law, self.samples, self.centre)
+        return laws.coefficients(law, self.samples, self.centre)
 
 
 def to_json(result: FitResult) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def from_json(document: Any) -> FitResult:
                 raise ValueError(f"its {name} must be a count")
         if not 0 < (fields["level"] or 0) < 1:
             raise ValueError("its level must be in (0, 1)")
-        law = published.find_law(fields["law"])
+        law = laws.find_law(fields["law"])
         k = len(law.coordinates)
         if set(fields["coefficients"]) != set(law.coefficients):
             raise ValueError(f"its coefficients are not those of {law.name}")

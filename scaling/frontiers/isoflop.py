@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scaling.fits import goodness
+from scaling.fits import CHANCE, f_test_p_value, is_far, measure_goodness
 from scaling.frontiers import akima, frontier, parabola, variable_projection
 from scaling.frontiers.frontier import Find, Minima
 from scaling.frontiers.groups import (
@@ -148,8 +148,8 @@ def surface_warnings(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
-    if goodness.is_far(residuals, np.log(points.loss)):
-        _, most, worst = goodness.measure_goodness(residuals)
+    if is_far(residuals, np.log(points.loss)):
+        _, most, worst = measure_goodness(residuals)
         messages.append(
             f"the surface misses one run in ten by more than {most:.1%}, the worst by "
             f"{worst:.0%}"
@@ -166,7 +166,7 @@ def surface_warnings(
     if freedom < 1 or below < 1:
         return messages
     ratio = (float(residuals @ residuals) - left) / freedom / max(left / below, 1e-18)
-    if goodness.f_test_p_value(ratio, freedom, below) < goodness.CHANCE:
+    if f_test_p_value(ratio, freedom, below) < CHANCE:
         messages.append(
             f"the surface leaves {residuals.std() / np.std(np.concatenate(apart)):.1f} "
             "times the residuals of a parabola for each budget: these runs do not have "

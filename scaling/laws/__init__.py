@@ -1,16 +1,37 @@
 """Scaling laws: published ones, and the functional forms of fits."""
 
-from scaling.laws.base import Law as Law
-from scaling.laws.base import TwoPowers as TwoPowers
-from scaling.laws.published import CHINCHILLA as CHINCHILLA
-from scaling.laws.published import Optimum as Optimum
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CHINCHILLA",
-    "Law",
-    "Optimum",
-    "TwoPowers",
-    "evaluation",
-    "published",
-    "synthetic",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.laws.base import Law, TwoPowers
+    from scaling.laws.evaluation import (
+        coefficient_slopes,
+        coefficients,
+        coordinates,
+        slopes,
+        values,
+    )
+    from scaling.laws.powers import CHINCHILLA
+    from scaling.laws.published import (
+        CONSTANTS,
+        LAWS,
+        Exponents,
+        Optimum,
+        compute_optimum,
+        divide_budget,
+        find_law,
+        loss_powers,
+        optimal_exponents,
+    )
+    from scaling.laws.synthetic import (
+        COEFFICIENTS,
+        ILL_POSED,
+        SOUND,
+        simulate_isoflop_runs,
+        simulate_runs,
+        surface_loss,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

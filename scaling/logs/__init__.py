@@ -1,18 +1,19 @@
 """Logs of runs: columns, files, selection rules."""
 
-from scaling.logs.columns import FLOPS_PER_PARAM_AND_TOKEN as FLOPS_PER_PARAM_AND_TOKEN
-from scaling.logs.columns import LETTERS as LETTERS
-from scaling.logs.columns import SIZES as SIZES
-from scaling.logs.log import Log as Log
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "FLOPS_PER_PARAM_AND_TOKEN",
-    "LETTERS",
-    "SIZES",
-    "Log",
-    "columns",
-    "doubts",
-    "files",
-    "log",
-    "rules",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.logs.columns import (
+        FLOPS_PER_PARAM_AND_TOKEN,
+        LETTERS,
+        SIZES,
+        LogColumns,
+    )
+    from scaling.logs.doubts import find_doubts
+    from scaling.logs.files import CURVES, RUNS, read_log_text
+    from scaling.logs.log import Log, read_log
+    from scaling.logs.rules import mentions
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv import validation
+from jaxkv.files import RawTable
 from scaling.logs import rules
-from scaling.logs.files import RawTable
 from scaling.logs.rules import parse_number as parse
 
 FLOPS_PER_PARAM_AND_TOKEN = 6.0

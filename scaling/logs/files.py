@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from jaxkv.files import tables
-from jaxkv.files.tables import Cell as Cell
-from jaxkv.files.tables import RawRow as RawRow
-from jaxkv.files.tables import RawTable as RawTable
+from jaxkv.files import Cell as Cell
+from jaxkv.files import RaggedError, read_decompressed_text, read_table
+from jaxkv.files import RawRow as RawRow
+from jaxkv.files import RawTable as RawTable
 
 RUNS = "runs.jsonl"
 """File of a sweep's folder with a line for each run."""
@@ -24,8 +24,8 @@ def read_log_table(path: Path) -> RawTable:
         with the file and the row.
     """
     try:
-        table = tables.read_table(path, max_bytes=MAX_BYTES)
-    except tables.RaggedError as error:
+        table = read_table(path, max_bytes=MAX_BYTES)
+    except RaggedError as error:
         raise ValueError(f"{path}: {error}") from None
     if not table.rows:
         raise ValueError(f"{path}: holds no runs")
@@ -36,4 +36,4 @@ def read_log_table(path: Path) -> RawTable:
 
 def read_log_text(path: Path) -> str:
     """Reads text of at most `MAX_BYTES`; errors as `tables.read_decompressed_text`."""
-    return tables.read_decompressed_text(path, max_bytes=MAX_BYTES)
+    return read_decompressed_text(path, max_bytes=MAX_BYTES)

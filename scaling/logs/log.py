@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxkv.workloads import dataframes
+from jaxkv.files import RawRow, RawTable
+from jaxkv.workloads import make_dataframe
 from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
 from scaling.logs.columns import (
@@ -37,7 +38,6 @@ from scaling.logs.columns import (
     parse,
     read_numbers,
 )
-from scaling.logs.files import RawRow, RawTable
 
 _STATES = re.compile(r"(run|job|final)?(status|state)")
 """Names of columns with the state of a run: their letters in lower case."""
@@ -88,7 +88,7 @@ class Log(NamedTuple):
         Raises:
           ImportError: neither pandas nor polars is installed.
         """
-        return dataframes.make_dataframe({"run": list(self.runs)} | self.columns)
+        return make_dataframe({"run": list(self.runs)} | self.columns)
 
     @property
     def has_one_row_per_run(self) -> bool:

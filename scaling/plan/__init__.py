@@ -1,27 +1,32 @@
 """Plans: from a budget and a law to model size, tokens and price."""
 
-from scaling.plan.budgets import DataLimit as DataLimit
-from scaling.plan.budgets import HalfLives as HalfLives
-from scaling.plan.case import LossModel as LossModel
-from scaling.plan.case import PlanCase as PlanCase
-from scaling.plan.case import TrainingCost as TrainingCost
-from scaling.plan.case import make_loss_model as make_loss_model
-from scaling.plan.designs import Design as Design
-from scaling.plan.designs import DesignFamily as DesignFamily
-from scaling.plan.pricing import Offer as Offer
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DataLimit",
-    "Design",
-    "DesignFamily",
-    "HalfLives",
-    "LossModel",
-    "Offer",
-    "PlanCase",
-    "TrainingCost",
-    "budgets",
-    "designs",
-    "make_loss_model",
-    "pricing",
-    "spread",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.plan.budgets import (
+        DataLimit,
+        HalfLives,
+        allocate_budget,
+        budget_loss,
+        cheapest_model,
+        law_two_powers,
+        lifetime_flops,
+        needed_budget,
+        search_params,
+        tokens_left,
+    )
+    from scaling.plan.case import LossModel, PlanCase, TrainingCost, make_loss_model
+    from scaling.plan.designs import (
+        Count,
+        Design,
+        DesignFamily,
+        best_design,
+        max_vocab_size,
+        nearest_design,
+    )
+    from scaling.plan.pricing import DAY_S, HOUR_S, Offer, best_offer, parse_offer
+    from scaling.plan.spread import OptimumSpread, loss_interval, optimum_spread
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

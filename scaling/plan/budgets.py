@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv import validation
-from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, published
+from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, divide_budget, loss_powers
 
 type Amount = float | Float[np.ndarray, "..."]
 
@@ -55,7 +55,7 @@ def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
       ValueError: the law has no such form, or the coefficients have no optimum.
     """
     is_repeating = law.name == "data-constrained"
-    powers = published.loss_powers(CHINCHILLA if is_repeating else law, coefficients)
+    powers = loss_powers(CHINCHILLA if is_repeating else law, coefficients)
     for name in ("A", "B", "alpha", "beta", "outer"):
         value = getattr(powers, name)
         if not 0 < value < math.inf:
@@ -125,7 +125,7 @@ def allocate_budget(
             "law_two_powers(law, fit.coefficients)"
         )
     if inference_tokens == 0:
-        free = published.divide_budget(powers, flops)
+        free = divide_budget(powers, flops)
     else:
         served = math.log(2 * inference_tokens)
 

@@ -18,8 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv import validation
-from scaling.costs import Attention, parameters
-from scaling.costs.flops import training_step_flops
+from scaling.costs import Attention, count_parameters, training_step_flops
 from scaling.shapes import HeadAttention, ModelShape
 
 type Count = Literal["total", "non-embedding", "matmul", "active"]
@@ -280,4 +279,4 @@ def _multiples(step: int, low: float, high: float) -> Int[np.ndarray, " n"]:
 
 def count_params(family: DesignFamily, model: ModelShape) -> int:
     """Counts a model's parameters by the family's convention."""
-    return getattr(parameters.count_parameters(model), family.count.replace("-", "_"))
+    return getattr(count_parameters(model), family.count.replace("-", "_"))

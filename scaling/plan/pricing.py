@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scaling.costs import devices
+from scaling.costs import find_device
 
 HOUR_S = 3600.0
 DAY_S = 86_400.0
@@ -66,7 +66,7 @@ def parse_offer(text: str) -> Offer:
             )
         values.append(value)
     try:
-        known = devices.find_device(name)
+        known = find_device(name)
     except ValueError:
         if len(values) < 2:
             raise

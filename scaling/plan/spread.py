@@ -5,8 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from scaling.fits import intervals
-from scaling.fits.fit import predict
+from scaling.fits import percentile_intervals, predict
 from scaling.laws import Optimum
 from scaling.plan.case import PlanCase, make_loss_model
 
@@ -80,7 +79,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
 
     def interval(estimate: list[float], found: list[list[float]]) -> Any:
         how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
-        return intervals.percentile_intervals(
+        return percentile_intervals(
             np.log(estimate), np.array(found), case.level, **how
         )
 

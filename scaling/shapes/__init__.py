@@ -1,16 +1,18 @@
 """Shapes of models: from model configs, Hugging Face folders, and papers."""
 
-from scaling.shapes.description import HeadAttention as HeadAttention
-from scaling.shapes.description import LatentAttention as LatentAttention
-from scaling.shapes.description import MixtureShape as MixtureShape
-from scaling.shapes.description import ModelShape as ModelShape
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "HeadAttention",
-    "LatentAttention",
-    "MixtureShape",
-    "ModelShape",
-    "from_model",
-    "huggingface",
-    "published",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.shapes.description import (
+        HeadAttention,
+        LatentAttention,
+        MixtureShape,
+        ModelShape,
+    )
+    from scaling.shapes.from_model import describe_config
+    from scaling.shapes.huggingface import describe_huggingface, load_shape
+    from scaling.shapes.published import CONFIGS, describe
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

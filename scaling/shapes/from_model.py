@@ -12,13 +12,13 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
       name: name in tables; the model's family by default.
     """
     # Imports JAX, without which `jaxkv cost` starts.
-    from jaxkv.models import nonlinear
+    from jaxkv.models import NORMS
 
     parts = {
         "name": name or config.family,
         "experts": config.experts and vars(config.experts),
         "mixture_layers": tuple(map(config.is_mixture, range(config.num_layers))),
-        "norm": "layer" if nonlinear.NORMS[config.norm].has_bias else "rms",
+        "norm": "layer" if NORMS[config.norm].has_bias else "rms",
         "windows": (config.window,),
     }
     return describe_fields({**vars(config), **parts})

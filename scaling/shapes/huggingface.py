@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import files
-from jaxkv.models.huggingface import configs, values
-from jaxkv.models.huggingface.families import FAMILIES, Family
+from jaxkv.models import (
+    FAMILIES,
+    Family,
+    parse_flag,
+    parse_size,
+    read_fields,
+    refuse_other_values,
+    without_aliases,
+)
 from scaling.shapes.description import (
     HeadAttention,
     LatentAttention,
@@ -68,15 +75,15 @@ def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShap
     """
     kind = family_of(raw)
     family = FAMILIES[kind]
-    raw = configs.without_aliases(family, raw)
-    configs.refuse_other_values(family, raw)
+    raw = without_aliases(family, raw)
+    refuse_other_values(family, raw)
     keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED}
     counted = family._replace(
         keys=keys, implied={"max_positions": family.default_positions, **family.implied}
     )
-    fields = configs.read_fields(counted, raw, MAX_SIZE)
+    fields = read_fields(counted, raw, MAX_SIZE)
     [layers_key] = [key for key, x in keys.items() if x.fields == ("num_layers",)]
-    num_layers = values.parse_size(layers_key, fields["num_layers"], most=MAX_LAYERS)
+    num_layers = parse_size(layers_key, fields["num_layers"], most=MAX_LAYERS)
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
@@ -111,7 +118,7 @@ def _windows(
     first, stride = 0, None
     if rule in ("flagged", "off"):
         flag = raw.get("use_sliding_window")
-        if flag is None or not values.parse_flag("use_sliding_window", flag):
+        if flag is None or not parse_flag("use_sliding_window", flag):
             return (None,)
         first = _size(raw, "max_window_layers", 28, low=0)
     elif rule == "even":
@@ -121,7 +128,7 @@ def _windows(
     window = raw.get("sliding_window", family.default_window)  # null means no window
     if rule == "never" or window is None:
         return (None,)
-    window = values.parse_size("sliding_window", window, most=MAX_SIZE)
+    window = parse_size("sliding_window", window, most=MAX_SIZE)
     kinds = raw.get("layer_types")
     if not isinstance(kinds, list):
         slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
@@ -136,7 +143,7 @@ def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
     """Reads a size; null counts as a missing key."""
     value = raw.get(key)
     value = default if value is None else value
-    return values.parse_size(key, value, low=low, most=MAX_SIZE)
+    return parse_size(key, value, low=low, most=MAX_SIZE)
 
 
 def family_of(raw: Mapping[str, Any]) -> str:

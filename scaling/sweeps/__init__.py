@@ -1,19 +1,39 @@
 """Sweeps of training runs: grids, plans, executors, folders."""
 
-from scaling.sweeps.branching import FinishedRun
-from scaling.sweeps.grid import ADAMW, SweepConfig
-from scaling.sweeps.workers import Workers
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ADAMW",
-    "FinishedRun",
-    "SweepConfig",
-    "Workers",
-    "branching",
-    "executors",
-    "family",
-    "folder",
-    "grid",
-    "learning_rates",
-    "sweep",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.sweeps.branching import FinishedRun
+    from scaling.sweeps.executors import make_record, open_on_device, score_run
+    from scaling.sweeps.family import (
+        BASE_WIDTH,
+        ISOFLOP,
+        SWEEPS,
+        TRAININGS,
+        FamilySweep,
+        family_shape,
+        make_sweep,
+        nearest_shape,
+    )
+    from scaling.sweeps.folder import shared_shape
+    from scaling.sweeps.grid import (
+        ADAMW,
+        Cell,
+        Lane,
+        SweepConfig,
+        count_cost,
+        train_config,
+    )
+    from scaling.sweeps.learning_rates import (
+        RatePowers,
+        extrapolate,
+        fit_powers,
+        next_rate,
+        optimal_rates,
+    )
+    from scaling.sweeps.sweep import SweepOutcome, run_model_folder, run_sweep
+    from scaling.sweeps.workers import Workers
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -17,10 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models import transformer
+from jaxkv.models import Params
 from scaling.corpora import Corpus
-from scaling.training import LearningRateSchedule, TrainConfig
-from scaling.training.step import TrainState, compiled_steps, init_train_state
+from scaling.training import (
+    LearningRateSchedule,
+    TrainConfig,
+    TrainState,
+    compiled_steps,
+    init_train_state,
+)
 
 Status = Literal["done", "diverged", "failed"]
 SPACING = 1.1
@@ -28,7 +33,7 @@ SPACING = 1.1
 _FIRST_REPORT = 10
 
 
-type Scorer = Callable[[TrainConfig, transformer.Params], Any]
+type Scorer = Callable[[TrainConfig, Params], Any]
 """Scores the final parameters of a run. The result has a `loss` on held-out text, in
 nats per token, which is not finite if the run diverged."""
 
@@ -51,7 +56,7 @@ class FinishedRun(NamedTuple):
     score: Any
     curve: list[tuple[float, float]]
     seconds: float
-    params: transformer.Params | None
+    params: Params | None
     error: str | None = None
 
     @property

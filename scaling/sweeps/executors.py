@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import validation
-from jaxkv.models import transformer
-from scaling.corpora import Corpus, corpora
+from jaxkv.models import Params
+from scaling.corpora import AnyCorpus, Corpus, open_corpus
 from scaling.sweeps import branching, grid
 from scaling.sweeps.branching import FinishedRun
 from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
 from scaling.sweeps.paused import load_paused, save_paused
-from scaling.training import TrainConfig, objectives
+from scaling.training import StreamScore, TrainConfig, score_stream
 
 _PATIENCE_S = 2.0
 """Duration of the trial of each mode, in seconds."""
@@ -44,7 +44,7 @@ class RunRecord(NamedTuple):
     record: dict[str, Any]
     curve: list[dict[str, Any]]
     model: Any
-    params: transformer.Params | None
+    params: Params | None
 
 
 class ExecutionMode(NamedTuple):
@@ -59,9 +59,9 @@ class ExecutionMode(NamedTuple):
     reason: str
 
 
-def open_on_device(config: corpora.AnyCorpus) -> Corpus:
+def open_on_device(config: AnyCorpus) -> Corpus:
     """Opens the corpus and puts its stream on the device."""
-    corpus = corpora.open_corpus(config)
+    corpus = open_corpus(config)
     return corpus._replace(stream=jnp.asarray(corpus.stream))
 
 
@@ -169,10 +169,10 @@ def _run(
 
 
 def score_run(
-    config: SweepConfig, corpus: Corpus, run: TrainConfig, params: transformer.Params
-) -> objectives.StreamScore:
+    config: SweepConfig, corpus: Corpus, run: TrainConfig, params: Params
+) -> StreamScore:
     """Scores a run on the sweep's held-out windows."""
-    return objectives.score_stream(
+    return score_stream(
         params,
         corpus.held_out,
         model=run.model,

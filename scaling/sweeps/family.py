@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.models.config import ModelConfig
-from scaling.corpora import corpora
+from jaxkv.models import ModelConfig
+from scaling import training
+from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig
 from scaling.sweeps import grid
 from scaling.sweeps.grid import ADAMW, SweepConfig
-from scaling.training import OptimizerConfig, TrainConfig, architectures
+from scaling.training import OptimizerConfig, TrainConfig
 
 BASE_WIDTH = 32
 """Width of the model to which a family's learning rates apply."""
@@ -19,12 +20,12 @@ BASE_WIDTH = 32
 
 def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """Returns a Llama model of a width: heads of about 16, an MLP of 8/3 the width."""
-    return architectures.transformer(
+    return training.transformer(
         width,
         num_heads=max(1, width // 16),
         num_layers=num_layers,
         mlp_size=8 * max(1, round(width / 3)),
-        vocab_size=corpora.VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         seq_len=seq_len,
     )
 
@@ -52,7 +53,7 @@ class FamilySweep:
     budgets: tuple[float, ...]
     """Exact FLOPs of the runs."""
     num_layers: int = 2
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     learning_rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     """Rates for a model of width 32; other widths have the rates times 32 / width."""
     max_extensions: int = 2
@@ -121,7 +122,7 @@ ISOFLOP = {
 SWEEPS = {
     "smoke": SweepConfig(
         models=tuple(family_shape(width, 1, 32) for width in (4, 8, 16)),
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         num_tokens=(2560, 5120, 10240),
         learning_rates=(1e-2, 3e-2),
         max_extensions=0,
@@ -144,7 +145,7 @@ SWEEPS = {
 TRAININGS = {
     "smoke": TrainConfig(
         model=family_shape(8, 1, 32),
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         optimizer=ADAMW,
         batch_size=8,
         seq_len=32,

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxkv import files
 from scaling import locking
-from scaling.logs import files as logs_files
+from scaling.logs import CURVES, RUNS
 
 HEADER = "sweep.json"
 
@@ -91,8 +91,8 @@ class SweepFolder:
     def __init__(self, out: Path):
         self.path = Path(out).absolute()
         self.known: dict[str, dict[str, Any]] = {}
-        self._runs = self.path / logs_files.RUNS
-        self._curves = self.path / logs_files.CURVES
+        self._runs = self.path / RUNS
+        self._curves = self.path / CURVES
         self._lock = locking.WriterLock(out)
         try:
             with files.reporting_write_errors(out):

@@ -13,9 +13,16 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
-from scaling.corpora import corpora
-from scaling.costs import parameters
-from scaling.training import OptimizerConfig, TrainConfig, architectures, recipes
+from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
+from scaling.costs import ParameterCounts
+from scaling.training import (
+    Architecture,
+    OptimizerConfig,
+    TrainConfig,
+    count_model_parameters,
+    steps_taken,
+    training_flops,
+)
 
 ADAMW = OptimizerConfig(kind="adamw")
 """AdamW with the default settings of `OptimizerConfig`."""
@@ -25,9 +32,9 @@ ADAMW = OptimizerConfig(kind="adamw")
 class SweepConfig:
     """A grid of runs, and their mode of execution."""
 
-    models: tuple[architectures.Architecture, ...]
+    models: tuple[Architecture, ...]
     """Configs of the models."""
-    corpus: corpora.AnyCorpus = corpora.STANDARD_LIBRARY
+    corpus: AnyCorpus = STANDARD_LIBRARY
     optimizer: OptimizerConfig = ADAMW
     budgets: tuple[float, ...] = ()
     """Exact FLOPs of the runs; each model is trained for each budget within the limits
@@ -116,14 +123,14 @@ class ModelCost(NamedTuple):
       flops_per_token: exact training FLOPs, with causal attention.
     """
 
-    params: parameters.ParameterCounts
+    params: ParameterCounts
     flops_per_token: float
 
 
 class Cell(NamedTuple):
     """A model and its number of steps, within which learning rates compete."""
 
-    model: architectures.Architecture
+    model: Architecture
     num_steps: int
 
 
@@ -143,16 +150,16 @@ class RunGroup(NamedTuple):
       horizons: numbers of steps, rising; every lane is trained for each.
     """
 
-    model: architectures.Architecture
+    model: Architecture
     lanes: tuple[Lane, ...]
     horizons: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def count_cost(model: architectures.Architecture, seq_len: int) -> ModelCost:
+def count_cost(model: Architecture, seq_len: int) -> ModelCost:
     """Returns a model's parameter counts and training FLOPs per token."""
-    flops = architectures.training_flops(model, sequence=seq_len)
-    return ModelCost(architectures.count_model_parameters(model), flops / seq_len)
+    flops = training_flops(model, sequence=seq_len)
+    return ModelCost(count_model_parameters(model), flops / seq_len)
 
 
 def list_cells(config: SweepConfig) -> list[Cell]:
@@ -171,7 +178,7 @@ def list_cells(config: SweepConfig) -> list[Cell]:
     return found
 
 
-def _tokens(config: SweepConfig, model: architectures.Architecture) -> list[float]:
+def _tokens(config: SweepConfig, model: Architecture) -> list[float]:
     """Returns the training tokens of a model for each budget."""
     per_token = count_cost(model, config.seq_len).flops_per_token
     by_budget = [budget / per_token for budget in config.budgets]
@@ -259,9 +266,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def scaled_rate(
-    config: SweepConfig, rate: float, model: architectures.Architecture
-) -> float:
+def scaled_rate(config: SweepConfig, rate: float, model: Architecture) -> float:
     """Returns the rate of a model, given the rate for `base_width`."""
     scale = (config.base_width / model.hidden_size) ** config.rate_exponent
     return float(f"{rate * scale:.6g}")
@@ -278,4 +283,4 @@ def group_flops(config: SweepConfig, groups: list[RunGroup]) -> Iterator[float]:
 def group_steps(config: SweepConfig, horizons: tuple[int, ...]) -> int:
     """Returns the steps of a trunk and its branches."""
     cooled = [_steps_of_fall(config, n) for n in horizons]
-    return recipes.steps_taken(horizons, cooled)
+    return steps_taken(horizons, cooled)

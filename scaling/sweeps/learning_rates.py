@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from scaling.fits import intervals
+from scaling.fits import student_t
 
 
 def next_rate(trials: Sequence[tuple[float, float]]) -> float:
@@ -112,7 +112,7 @@ def fit_powers(
         return RatePowers(*[float("nan")] * 5)
     residuals = np.log(rate) - design @ found
     covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
-    half = intervals.student_t(level, freedom) * np.sqrt(np.diagonal(covariance))
+    half = student_t(level, freedom) * np.sqrt(np.diagonal(covariance))
     return RatePowers(
         coefficient=float(np.exp(found[0])),
         of_width=float(found[1]),

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxkv import files
 from scaling.sweeps.branching import BatchedRuns, PausedRuns
-from scaling.training import train
-from scaling.training.step import TrainState
+from scaling.training import TrainState, restore_checkpoint, save_checkpoint
 
 _REST = "half.json"
 
@@ -29,7 +28,7 @@ def save_paused(folder: Path, half: PausedRuns) -> None:
     with files.replace_folder(folder) as new:
         for name, lanes in half._asdict().items():
             if isinstance(lanes, BatchedRuns):
-                train.save_checkpoint(new / name, lanes.state)
+                save_checkpoint(new / name, lanes.state)
                 kept = lanes._replace(state=None, alive=lanes.alive.tolist())
                 rest[name] = kept._asdict()
         (new / _REST).write_text(json.dumps(rest), "utf-8")
@@ -52,7 +51,7 @@ def load_paused(folder: Path, like: TrainState) -> PausedRuns | None:
             return None
         curves = tuple(tuple(map(tuple, each)) for each in rest[name]["curves"])
         return BatchedRuns(
-            state=train.restore_checkpoint(folder / name, like),
+            state=restore_checkpoint(folder / name, like),
             step=int(rest[name]["step"]),
             alive=np.array(rest[name]["alive"], bool),
             curves=curves,

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv.models import ModelConfig, checkpoints
+from jaxkv.models import ModelConfig, save_model
 from jaxkv.progress import QUIET, Progress
-from jaxkv.text.tokenizer import ByteTokenizer
-from scaling.corpora import Corpus, CorpusConfig, streams
+from jaxkv.text import ByteTokenizer
+from scaling.corpora import Corpus, CorpusConfig, check_lengths
 from scaling.sweeps import executors, grid, planning
 from scaling.sweeps.executors import ExecutionMode, RunRecord
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import RunGroup, SweepConfig
-from scaling.training import architectures
+from scaling.training import Architecture
 
 # Fields that all runs of a folder share; the remaining fields may change.
 _COMMON = (
@@ -102,7 +102,7 @@ def run_sweep(
     for run in grid.list_cells(config)[:1]:  # validates the training config
         lane = grid.Lane(config.learning_rates[0], config.seeds[0])
         grid.train_config(config, run, lane)
-    streams.check_lengths(corpus, config.seq_len)
+    check_lengths(corpus, config.seq_len)
     folder = SweepFolder(out)
     try:
         header = _header(folder, config, corpus) | (environment or {})
@@ -180,7 +180,7 @@ def _run_groups(
     update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
 
-    def advance(steps: int, model: architectures.Architecture) -> bool:
+    def advance(steps: int, model: Architecture) -> bool:
         nonlocal done
         per_token = grid.count_cost(model, config.seq_len).flops_per_token
         done += steps * config.batch_size * config.seq_len * per_token / 1e9
@@ -208,7 +208,7 @@ def _keep(
     ):
         text = config.corpus
         is_bytes = isinstance(text, CorpusConfig) and text.tokenizer == "bytes"
-        checkpoints.save_model(
+        save_model(
             run_model_folder(folder.path, record["run_id"]),
             model,
             made.params,

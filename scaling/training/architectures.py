@@ -11,14 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv.models import transformer as models_transformer
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.transformer import Params
-from scaling.costs import flops
-from scaling.costs import parameters as costs_parameters
-from scaling.costs.parallelism import Layout
-from scaling.costs.parameters import ParameterCounts
-from scaling.shapes import from_model
+from jaxkv.models import ModelConfig, Params, init_params
+from scaling.costs import (
+    Layout,
+    ParameterCounts,
+    check_sizes,
+    count_parameters,
+    training_step_flops,
+)
+from scaling.shapes import describe_config
 from scaling.training import recurrent, transformer_rows
 from scaling.training.transformer_rows import ONE, ForwardOutput
 
@@ -67,7 +68,7 @@ def init_model_params(config: Architecture, key: Array) -> Params:
     """Returns random float32 parameters, as nested dicts."""
     if isinstance(config, recurrent.RecurrentConfig):
         return recurrent.init_recurrent_params(config, key)
-    return models_transformer.init_params(config, key)
+    return init_params(config, key)
 
 
 def forward(
@@ -94,7 +95,7 @@ def count_model_parameters(config: Architecture) -> ParameterCounts:
     """Counts parameters by every convention."""
     if isinstance(config, recurrent.RecurrentConfig):
         return recurrent.count_recurrent_parameters(config)
-    return costs_parameters.count_parameters(from_model.describe_config(config))
+    return count_parameters(describe_config(config))
 
 
 def training_flops(
@@ -111,11 +112,11 @@ def training_flops(
     Raises:
       ValueError: a size is out of range.
     """
-    flops.check_sizes(batch=batch, sequence=sequence)
+    check_sizes(batch=batch, sequence=sequence)
     if isinstance(config, recurrent.RecurrentConfig):
         return 3 * recurrent.recurrent_forward_flops(config, tokens=batch * sequence)
-    shape = from_model.describe_config(config)
-    return flops.training_step_flops(
+    shape = describe_config(config)
+    return training_step_flops(
         shape, batch=batch, sequence=sequence, attention="causal"
     ).model
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv import validation
 from jaxkv.models import Params
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout
 from scaling.training import architectures, objectives
 
 

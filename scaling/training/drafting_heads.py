@@ -21,12 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv import validation
-from jaxkv.models import Params, transformer
+from jaxkv import models, validation
+from jaxkv.models import Params, run_sequences
 from jaxkv.progress import QUIET, Progress
-from jaxkv.speculation import eagle, medusa
-from jaxkv.speculation.head_folders import HeadsConfig
-from scaling.corpora import corpora, streams
+from jaxkv.speculation import EagleConfig, HeadsConfig, head_logits, unroll_drafts
+from scaling.corpora import Corpus, draw_windows
 from scaling.training import optimizers
 from scaling.training.recipes import LearningRateSchedule, TrainConfig
 
@@ -76,8 +75,8 @@ def read_target(
     target: Params, tokens: Int[Array, "batch seq"], heads: HeadsConfig
 ) -> TargetOutput:
     """Runs the target model over texts, each from its beginning."""
-    model = transformer.merge(heads.target, target)
-    found = transformer.run_sequences(model, tokens, taps=heads.taps)
+    model = models.merge(heads.target, target)
+    found = run_sequences(model, tokens, taps=heads.taps)
     features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
     logits = model.logits(found.last).reshape(*tokens.shape, -1)
     return TargetOutput(*jax.lax.stop_gradient((features, logits)))
@@ -98,12 +97,12 @@ def head_guesses(
     EAGLE knows these tokens and Medusa does not. So it is undefined at the first d + 1
     positions.
     """
-    if isinstance(heads, eagle.EagleConfig):
+    if isinstance(heads, EagleConfig):
         how = {"config": heads, "num_steps": depth}
-        return eagle.unroll_drafts(params, target, tokens, found.features, **how)
+        return unroll_drafts(params, target, tokens, found.features, **how)
     batch, seq = tokens.shape
     rows = found.features.reshape(batch * seq, -1)
-    guessed = medusa.head_logits(params, target, rows, config=heads)
+    guessed = head_logits(params, target, rows, config=heads)
     guessed = guessed.reshape(heads.num_heads, batch, seq, -1)[:depth]
     ahead = range(1, guessed.shape[0] + 1)
     rolled = [jnp.roll(x, k, axis=1) for k, x in zip(ahead, guessed, strict=True)]
@@ -138,7 +137,7 @@ def train_heads(
     recipe: HeadRecipe,
     heads: HeadsConfig,
     target: Params,
-    corpus: streams.Corpus,
+    corpus: Corpus,
     *,
     progress: Progress = QUIET,
 ) -> HeadResult:
@@ -165,7 +164,7 @@ def train_heads(
     ) -> tuple[Any, Array]:
         def one(index: Array, carry: Any) -> Any:
             (params, moments), total = carry
-            windows = corpora.draw_windows(
+            windows = draw_windows(
                 stream,
                 jnp.int32(config.seed),
                 step + index,

@@ -13,13 +13,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params, param_forms, transformer
-from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import experts, processes, sequence, tensor
-from jaxkv.parallel import layout as parts
-from scaling.costs import parallelism
-from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
+from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, index_leaves, param_axes
+from jaxkv.parallel import (
+    RING,
+    ULYSSES,
+    check_all_used,
+    fit_params,
+    param_specs,
+    put_array,
+    unfit_params,
+    zigzag_order,
+)
+from scaling.costs import Layout, check_layout
+from scaling.shapes import describe_config
 
 DATA, PIPELINE = "data", "pipeline"
 """Mesh axes that divide a batch, and the layers."""
@@ -66,10 +72,8 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
                 f"expert={layout.expert} needs gather, or a capacity such as 1.25: "
                 "the number of rows sent to an expert must be fixed"
             )
-    parallelism.check_layout(
-        from_model.describe_config(model), layout, sequence=sequence_length
-    )
-    sequence.zigzag_order(sequence_length, ring=layout.ring)
+    check_layout(describe_config(model), layout, sequence=sequence_length)
+    zigzag_order(sequence_length, ring=layout.ring)
 
 
 def make_training_mesh(layout: Layout) -> Mesh:
@@ -80,10 +84,10 @@ def make_training_mesh(layout: Layout) -> Mesh:
     """
     axes = {
         DATA: layout.data // layout.expert,
-        experts.EXPERT: layout.expert,
+        EXPERT: layout.expert,
         PIPELINE: layout.pipeline,
-        sequence.RING: layout.ring,
-        sequence.ULYSSES: layout.ulysses,
+        RING: layout.ring,
+        ULYSSES: layout.ulysses,
         TENSOR: layout.tensor,
     }
     axes = {name: size for name, size in axes.items() if size > 1} or {DATA: 1}
@@ -91,7 +95,7 @@ def make_training_mesh(layout: Layout) -> Mesh:
         raise ValueError(
             f"{layout} asks for {layout.num_devices} devices, {there} are there"
         )
-    processes.check_all_used(layout.num_devices)
+    check_all_used(layout.num_devices)
     return jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),
@@ -104,9 +108,9 @@ def batch_axes(layout: Layout) -> tuple[str, ...]:
     """Returns the axes whose devices have different tokens, those of a batch first."""
     degrees = {
         DATA: layout.data // layout.expert,
-        experts.EXPERT: layout.expert,
-        sequence.RING: layout.ring,
-        sequence.ULYSSES: layout.ulysses,
+        EXPERT: layout.expert,
+        RING: layout.ring,
+        ULYSSES: layout.ulysses,
     }
     return tuple(name for name, degree in degrees.items() if degree > 1)
 
@@ -115,8 +119,8 @@ def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     """Returns the partition specs of a tree of the model's parameters."""
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
-    axes = transformer.param_axes(model, stacked=PIPELINE in mesh.shape)
-    every = tensor.param_specs(axes, mesh, {"layers": PIPELINE})
+    axes = param_axes(model, stacked=PIPELINE in mesh.shape)
+    every = param_specs(axes, mesh, {"layers": PIPELINE})
 
     def own(path: Any, _: Any) -> PartitionSpec:
         found = every
@@ -167,7 +171,7 @@ def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
     mesh = make_training_mesh(layout)
 
     def fit(params: Params) -> Params:
-        fitted = tensor.fit_params(model, params, layout.tensor)
+        fitted = fit_params(model, params, layout.tensor)
         if layout.pipeline > 1:
             every = [fitted["layers"][index] for index in range(model.num_layers)]
             fitted["layers"] = {0: jax.tree.map(lambda *x: np.stack(x), *every)}
@@ -175,7 +179,7 @@ def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
 
     fitted = _over_params(fit, model, tree)
     return jax.tree.map(
-        lambda x, spec: parts.put_array(np.asarray(x), spec, mesh),
+        lambda x, spec: put_array(np.asarray(x), spec, mesh),
         fitted,
         tree_specs(model, layout, mesh, fitted),
     )
@@ -192,11 +196,9 @@ def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
         if layout.pipeline > 1:
             (stacked,) = params["layers"].values()
             every = range(model.num_layers)
-            layers = {
-                index: param_forms.index_leaves(stacked, index) for index in every
-            }
+            layers = {index: index_leaves(stacked, index) for index in every}
             params = {**params, "layers": layers}
-        return tensor.unfit_params(model, params, layout.tensor)
+        return unfit_params(model, params, layout.tensor)
 
     return jax.tree.map(jnp.asarray, _over_params(undo, model, tree))
 

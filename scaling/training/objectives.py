@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv.models import partition, transformer
-from jaxkv.models.partition import TENSOR
-from scaling.corpora import corpora
-from scaling.costs.parallelism import Layout
+from jaxkv.models import TENSOR, Params, own_words
+from scaling.corpora import END, Document, count_bytes, encode_documents
+from scaling.costs import Layout
 from scaling.training import architectures
 
 
@@ -46,7 +45,7 @@ class Objective(Protocol):
 
     def __call__(
         self,
-        params: transformer.Params,
+        params: Params,
         tokens: Int[Array, "batch seq"],
         targets: Int[Array, "batch seq"],
         *,
@@ -106,7 +105,7 @@ class StreamScore(NamedTuple):
 
 
 def token_losses(
-    params: transformer.Params,
+    params: Params,
     windows: Int[Array, "batch window"],
     *,
     model: architectures.Architecture,
@@ -117,7 +116,7 @@ def token_losses(
 
 
 def mean_loss(
-    params: transformer.Params,
+    params: Params,
     windows: Int[Array, "batch window"],
     *,
     model: architectures.Architecture,
@@ -130,7 +129,7 @@ def mean_loss(
 
 
 def part_loss(
-    params: transformer.Params,
+    params: Params,
     tokens: Int[Array, "batch seq"],
     targets: Int[Array, "batch seq"],
     *,
@@ -167,7 +166,7 @@ def divided_nats(
     logits = jnp.where((words < num_words)[None, None, :], logits, least)
     top = lax.pmax(lax.stop_gradient(logits.max(-1)), TENSOR)
     total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), TENSOR)
-    own, is_here = partition.own_words(part, targets)
+    own, is_here = own_words(part, targets)
     picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
     picked = lax.psum(jnp.where(is_here, picked, jnp.zeros_like(picked)), TENSOR)
     return jnp.log(total) + top - picked
@@ -187,7 +186,7 @@ class NextToken(Objective):
 
     def __call__(
         self,
-        params: transformer.Params,
+        params: Params,
         tokens: Int[Array, "batch seq"],
         targets: Int[Array, "batch seq"],
         *,
@@ -210,7 +209,7 @@ def target_nats(
 
 
 def cut_windows(
-    documents: Iterable[corpora.Document], seq_len: int
+    documents: Iterable[Document], seq_len: int
 ) -> tuple[
     Int[np.ndarray, "windows {seq_len}+1"], Bool[np.ndarray, "windows {seq_len}"]
 ]:
@@ -224,20 +223,20 @@ def cut_windows(
     """
     windows, counts = [], []
     for document in documents:
-        text = corpora.encode_documents([document]).astype(np.int32)
-        text = np.concatenate([[np.int32(corpora.END)], text])
+        text = encode_documents([document]).astype(np.int32)
+        text = np.concatenate([[np.int32(END)], text])
         num = len(text) - 1
         for start in range(0, num, seq_len):
             window = text[start : start + seq_len + 1]
             width = seq_len + 1 - len(window)
-            windows.append(np.pad(window, (0, width), constant_values=corpora.END))
+            windows.append(np.pad(window, (0, width), constant_values=END))
             counts.append(np.arange(start, start + seq_len) < num)
     return np.stack(windows), np.stack(counts)
 
 
 def score_documents(
-    params: transformer.Params,
-    documents: Iterable[corpora.Document],
+    params: Params,
+    documents: Iterable[Document],
     *,
     model: architectures.Architecture,
     seq_len: int,
@@ -259,7 +258,7 @@ def score_documents(
         end = start + len(losses)
         nats, start = nats + float(np.sum(losses * counts[start:end])), end
     num_tokens = int(counts.sum())
-    bits = nats / math.log(2) / corpora.count_bytes(documents)
+    bits = nats / math.log(2) / count_bytes(documents)
     return DocumentScore(bits, nats / num_tokens, num_tokens)
 
 
@@ -291,7 +290,7 @@ def stream_windows(
 
 
 def score_stream(
-    params: transformer.Params,
+    params: Params,
     held_out: UInt[np.ndarray, " tokens"],
     *,
     model: architectures.Architecture,
@@ -331,7 +330,7 @@ def score_stream(
 
 
 def _losses(
-    params: transformer.Params,
+    params: Params,
     windows: Int[np.ndarray, "windows window"],
     model: architectures.Architecture,
     batch_size: int,

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models import Params
-from jaxkv.parallel import sequence
+from jaxkv.parallel import RING, ULYSSES, zigzag_order
 from scaling.training import meshes, objectives, pipeline
 from scaling.training.architectures import Architecture
 from scaling.training.recipes import StepConfig
@@ -53,13 +53,13 @@ def divided_gradient(
             model, how, params, windows[:, :-1], windows[:, 1:]
         )
     mesh, copies = meshes.make_training_mesh(layout), meshes.batch_axes(layout)
-    along = tuple(x for x in copies if x in (sequence.RING, sequence.ULYSSES))
+    along = tuple(x for x in copies if x in (RING, ULYSSES))
     batch = tuple(x for x in copies if x not in along)
     rows = PartitionSpec(batch or None, along or None)
     undivided = dataclasses.replace(layout, zero=0)
 
     def divided(params: Params, windows: Array) -> tuple[Array, Params]:
-        order = sequence.zigzag_order(windows.shape[1] - 1, ring=layout.ring)
+        order = zigzag_order(windows.shape[1] - 1, ring=layout.ring)
         specs = meshes.tree_specs(model, undivided, mesh, params)
         made = meshes.tree_specs(model, layout, mesh, params)
 

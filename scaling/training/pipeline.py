@@ -24,8 +24,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models import ModelConfig, Params, param_forms, transformer
-from jaxkv.models.partition import TENSOR
+from jaxkv import models
+from jaxkv.models import TENSOR, ModelConfig, Params, Transformer, index_leaves
 from scaling.training import meshes, objectives
 from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
@@ -215,14 +215,14 @@ class _Run(NamedTuple):
 
     def _begin(
         self, params: Params, tokens: Array
-    ) -> tuple[transformer.Transformer, RowOrientation, Array]:
+    ) -> tuple[Transformer, RowOrientation, Array]:
         """Returns this stage's layers as a model, its orientation, and embeddings."""
         config, layout, shape = self.config, self.how.layout, tokens.shape
         (stacked,) = params["layers"].values()
         every = range(config.num_layers // layout.pipeline)
-        layers = {index: param_forms.index_leaves(stacked, index) for index in every}
+        layers = {index: index_leaves(stacked, index) for index in every}
         own = dataclasses.replace(config, num_layers=len(every))
-        model = transformer.merge(own, params | {"layers": layers})
+        model = models.merge(own, params | {"layers": layers})
         rows = RowOrientation(config=config, shape=shape, layout=layout)
         return model, rows, model.embedded(tokens.reshape(-1), rows.positions(), rows)
 

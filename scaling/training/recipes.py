@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxkv import validation
 from jaxkv.models import Params
-from scaling.corpora import corpora
-from scaling.costs.parallelism import Layout
+from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
+from scaling.costs import Layout
 from scaling.training import architectures, meshes
 from scaling.training.transformer_rows import ONE
 
@@ -98,7 +98,7 @@ class TrainConfig:
     """One training run: model, corpus, and all that determines the result."""
 
     model: architectures.Architecture
-    corpus: corpora.AnyCorpus = corpora.STANDARD_LIBRARY
+    corpus: AnyCorpus = STANDARD_LIBRARY
     optimizer: OptimizerConfig = OptimizerConfig()
     batch_size: int = 16
     """Windows per step."""

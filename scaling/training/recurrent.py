@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv import validation
-from jaxkv.models import Params, nonlinear
-from scaling.costs import parameters as costs_parameters
-from scaling.costs.parameters import ParameterCounts, Weight
+from jaxkv import models, validation
+from jaxkv.models import Params
+from scaling.costs import ParameterCounts, Place, Weight, count_weights
 
 NUM_GATES = {"lstm": 4, "gru": 3}
 """Numbers of gates: input, forget, cell, output; reset, update, candidate (the order of
@@ -116,7 +115,7 @@ def recurrent_logits(
     Returns:
       Next-token logits, in at least float32.
     """
-    norm = functools.partial(nonlinear.norm, kind="layer", eps=config.norm_eps)
+    norm = functools.partial(models.norm, kind="layer", eps=config.norm_eps)
     # Time is the first axis, so that the loop reads and writes whole rows.
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
@@ -247,8 +246,8 @@ def count_recurrent_parameters(config: RecurrentConfig) -> ParameterCounts:
     of them outside the embedding.
     """
     every = config.num_layers
-    places: dict[costs_parameters.Place, int] = {"first": 1, "every": every, "last": 1}
-    return costs_parameters.count_weights(list_recurrent_weights(config), places)
+    places: dict[Place, int] = {"first": 1, "every": every, "last": 1}
+    return count_weights(list_recurrent_weights(config), places)
 
 
 def recurrent_forward_flops(config: RecurrentConfig, *, tokens: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jaxkv import files
 from scaling import locking
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout
 
 CURVE, RUN = "curve.jsonl", "run.json"
 """Files of a checkpoint in addition to its arrays: the curve up to its step; and the

@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Int32, UInt
 
-from jaxkv.models import transformer
-from scaling.corpora import corpora
-from scaling.costs.parallelism import Layout
+from jaxkv.models import Params
+from scaling.corpora import draw_windows
+from scaling.costs import Layout
 from scaling.training import (
     architectures,
     meshes,
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
       step: number of steps so far.
     """
 
-    params: transformer.Params
+    params: Params
     moments: Any
     step: Int32[Array, ""]
 
@@ -97,7 +97,7 @@ def compiled_steps(
 
         def step(_, carry):
             (params, moments, step), total = carry
-            windows = corpora.draw_windows(
+            windows = draw_windows(
                 stream,
                 seed,
                 step,

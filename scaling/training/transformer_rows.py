@@ -21,11 +21,30 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxkv.models import ModelConfig, Params, moe, partition, rotary, transformer
-from jaxkv.models.layers import Activations, Function, Linear, Mixture, Orientation
-from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import experts, sequence
-from scaling.costs.parallelism import Layout
+from jaxkv import models, parallel
+from jaxkv.models import (
+    TENSOR,
+    Activations,
+    Angles,
+    Function,
+    Linear,
+    Mixture,
+    ModelConfig,
+    Orientation,
+    Params,
+    Projected,
+    Routing,
+    balance_loss,
+    embed_own_tokens,
+    expert_load,
+)
+from jaxkv.parallel import (
+    gather_rows,
+    ring_attention,
+    token_positions,
+    ulysses_attention,
+)
+from scaling.costs import Layout
 from scaling.training import meshes
 
 ONE = Layout()
@@ -59,7 +78,7 @@ def run_transformer(
       ValueError: the model has fewer learned positions than `seq`.
     """
     config.check_length(tokens.shape[1] * layout.context, "seq")
-    model = transformer.merge(config, params)
+    model = models.merge(config, params)
     rows = RowOrientation(config=config, shape=tokens.shape, layout=layout)
     x = model.embedded(tokens.reshape(-1), rows.positions(), rows)
     found = model.run(x, rows.positions(), rows.attend, (), rows)
@@ -83,13 +102,13 @@ class RowOrientation(Orientation):
     def positions(self) -> Int32[Array, " seq"]:
         """Returns the positions of this device's tokens of each sequence."""
         size, ring = self.shape[1] * self.layout.context, self.layout.ring
-        return sequence.token_positions(size, ring=ring, ulysses=self.layout.ulysses)
+        return token_positions(size, ring=ring, ulysses=self.layout.ulysses)
 
     def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
         """Looks up tokens; with sequence parallelism, the rows of this device."""
         if not self.layout.sequence:
             return super().embed(table, tokens, num_words)
-        found = partition.embed_own_tokens(table, tokens)
+        found = embed_own_tokens(table, tokens)
         return lax.psum_scatter(found, TENSOR, tiled=True)
 
     def look_up_positions(self, table: Array, places: Array) -> Activations:
@@ -151,19 +170,17 @@ class RowOrientation(Orientation):
             return x
         return lax.pcast(x, TENSOR, to="varying")
 
-    def mix(
-        self, mixture: Mixture, x: Activations, routing: moe.Routing
-    ) -> Activations:
+    def mix(self, mixture: Mixture, x: Activations, routing: Routing) -> Activations:
         """Computes the outputs of experts for rows, across devices."""
         if self.layout.expert == 1:
             return super().mix(mixture, x, routing)
         if self.layout.capacity is None:
             num_own = mixture.down.weight.shape[0]
-            return experts.gather_rows(x, routing, mixture.answer, num_own=num_own)
+            return gather_rows(x, routing, mixture.answer, num_own=num_own)
         num_rows, top_k = routing.expert.shape
         num_experts = routing.probs.shape[1]
         places = self.layout.places(num_rows, top_k=top_k, num_experts=num_experts)
-        return experts.exchange(x, routing, mixture.answer, capacity=places)
+        return parallel.exchange(x, routing, mixture.answer, capacity=places)
 
     def unembed(
         self, table: Array, x: Activations, num_words: int
@@ -173,21 +190,19 @@ class RowOrientation(Orientation):
         return self.matmul(table, self.gather(x), dtype=wide)
 
     def attend(
-        self, _: Any, qkv: rotary.Projected, angles: rotary.Angles | None, carry: Any
+        self, _: Any, qkv: Projected, angles: Angles | None, carry: Any
     ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
         """Attends within each sequence: a `transformer.Attend`."""
-        q, k, v = qkv if isinstance(qkv, tuple) else rotary.split_heads(qkv, self.axis)
+        q, k, v = qkv if isinstance(qkv, tuple) else models.split_heads(qkv, self.axis)
         if angles is not None:
-            q, k = (rotary.rotate(x, *angles, self.axis) for x in (q, k))
+            q, k = (models.rotate(x, *angles, self.axis) for x in (q, k))
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
         how: Any = {"degree": self.layout.ring, "window": self.config.window}
-        attend = functools.partial(sequence.ring_attention, **how)
-        return sequence.ulysses_attention(
-            *heads, attend, degree=self.layout.ulysses
-        ), carry
+        attend = functools.partial(ring_attention, **how)
+        return ulysses_attention(*heads, attend, degree=self.layout.ulysses), carry
 
     def auxiliary(
-        self, routings: Sequence[moe.Routing], dtype: DTypeLike
+        self, routings: Sequence[Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
         """Returns the mean auxiliary loss of the mixtures of experts, weighted."""
         every = self.config.experts
@@ -195,9 +210,9 @@ class RowOrientation(Orientation):
             return jnp.zeros((), dtype)
         copies, balance = meshes.batch_axes(self.layout), []
         for routing in routings:
-            loads = moe.expert_load(routing)
+            loads = expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
-            balance.append(moe.balance_loss(routing, loads))
+            balance.append(balance_loss(routing, loads))
         total = functools.reduce(jnp.add, balance)
         if self.layout.sequence:  # equal on every device
             total = lax.pmean(total, TENSOR)

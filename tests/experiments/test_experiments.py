@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import config_json, registry, run_folder
-from pallas_kernels.bench import deviceless
+from experiments import framework
+from experiments.framework import load_experiment, run_folder
+from pallas_kernels.bench import unavailable_reason
 from scaling.corpora.languages.language import LanguageConfig
 from tests.support import figures, smoke
 from tests.support.folders import RECORDS
@@ -18,19 +19,16 @@ from tests.support.folders import RECORDS
 def marked(name: str) -> Any:
     mark = pytest.mark.slow if name in smoke.SLOW else pytest.mark.thorough
     marks = [] if name in smoke.QUICK else [mark]
-    if (
-        name == "bench_launches"
-        and (reason := deviceless.unavailable_reason()) is not None
-    ):
+    if name == "bench_launches" and (reason := unavailable_reason()) is not None:
         marks.append(pytest.mark.skip(reason))
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", [marked(each.name) for each in registry.entries()])
+@pytest.mark.parametrize("name", [marked(each.name) for each in framework.entries()])
 def test_a_smoke_run_writes_a_complete_folder(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, experiment = smoke.run(name), registry.load_experiment(name)
+    kept, experiment = smoke.run(name), load_experiment(name)
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
     files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
@@ -48,7 +46,7 @@ def test_a_smoke_run_writes_a_complete_folder(
     assert kept.env["experiment"] == name
     assert kept.env["status"] == "done"
     # All files except the config and the result are derived from these two.
-    assert files["claims.json"].decode() == config_json.dumps(kept.claims)
+    assert files["claims.json"].decode() == framework.dumps(kept.claims)
     for file, text in further.items():
         assert files[file].decode() == text
     run_folder.draw_figure(kept)
@@ -60,7 +58,7 @@ def test_a_smoke_run_writes_a_complete_folder(
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
         # A smoke run run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
-    assert config_json.dumps(kept.metrics)
+    assert framework.dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
     if name in smoke.QUICK or name in WITHOUT_RECORD:
         sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
@@ -72,7 +70,7 @@ WITHOUT_RECORD = ("flash_attention", "kv_cache")
 
 
 def test_records_belong_to_known_experiments() -> None:
-    known = {each.name for each in registry.entries()}
+    known = {each.name for each in framework.entries()}
     assert {record_of(name)[0] for name in RECORDED} <= known
     assert len(RECORDED) > 20
 
@@ -90,8 +88,8 @@ def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
     experiment, shipped = record_of(name)
-    kept = run_folder.read_run(RECORDS / name, registry.load_experiment(experiment))
-    again = json.loads(config_json.dumps(kept.claims))
+    kept = run_folder.read_run(RECORDS / name, load_experiment(experiment))
+    again = json.loads(framework.dumps(kept.claims))
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
     for actual, expected in zip(again, shipped, strict=True):
         for key in ("ours", "published"):
@@ -103,7 +101,7 @@ def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
             )
             del expected[key]
         assert actual == expected
-    config_json.dumps(kept.metrics)
+    framework.dumps(kept.metrics)
     assert kept.parts
 
 
@@ -339,7 +337,7 @@ def test_invalid_configs_are_rejected(
     name: str, fields: dict[str, Any], line: str
 ) -> None:
     experiment, _, config_name = name.partition(" ")
-    config = registry.load_experiment(experiment).configs[config_name or "smoke"]
+    config = load_experiment(experiment).configs[config_name or "smoke"]
     base = config if name in OF_SMOKE else type(config)()
     with pytest.raises(ValueError, match=re.escape(line)):
         dataclasses.replace(base, **fields)

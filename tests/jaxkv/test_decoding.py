@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import decoding
-from jaxkv.memory import invariants, kv_layout, kv_pages
-from jaxkv.models import paged, transformer
+from jaxkv import decoding, memory, models
+from jaxkv.memory import Pages, make_pages
+from jaxkv.models import PagedForward, make_model_pages, param_shapes
 from jaxkv.models.config import ModelConfig
 from pallas_kernels import devices
 from tests.support import engines
 from tests.support.engines import MODEL
+from tests.support.mutation import replace
 
-FORWARD = paged.PagedForward(MODEL)
+FORWARD = PagedForward(MODEL)
 SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
 
 
 def make_cache(num_pages: int = 30) -> decoding.Cache:
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=MODEL.num_layers,
         num_pages=num_pages,
         num_kv_heads=MODEL.num_kv_heads,
@@ -40,7 +41,7 @@ decode_step = compiled(decoding.decode_step, static_argnames="forward")
 
 
 def assert_sound(cache: decoding.Cache) -> None:
-    counts = invariants.violations(
+    counts = memory.violations(
         cache.pool, cache.table, cache.table.length > 0, page_size=PAGE_SIZE
     )
     assert not any(np.asarray(count).any() for count in counts)
@@ -165,10 +166,8 @@ def test_cache_longer_than_the_models_positions() -> None:
     cache, tokens = jax.eval_shape(make_cache), jnp.zeros(SLOTS, jnp.int32)
 
     def step(config: ModelConfig) -> None:
-        call = functools.partial(
-            decoding.decode_step, forward=paged.PagedForward(config)
-        )
-        jax.eval_shape(call, transformer.param_shapes(config), cache, tokens)
+        call = functools.partial(decoding.decode_step, forward=PagedForward(config))
+        jax.eval_shape(call, param_shapes(config), cache, tokens)
 
     with pytest.raises(ValueError, match="cache_length=37 must be at most 36, the mod"):
         step(learned)
@@ -188,7 +187,7 @@ def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
     cache = make_cache()
     layer = jax.tree.map(lambda x: x[:1], cache.pages)
     cache, total = cache._replace(pages=layer), jnp.zeros(())
-    forward = paged.PagedForward(ONE_LAYER)
+    forward = PagedForward(ONE_LAYER)
     tokens = jnp.asarray(random_tokens())
     for begin, end, weight in ((0, 4, weights[0]), (4, 8, weights[1])):
         lengths = jnp.full((SLOTS,), end - begin, jnp.int32)
@@ -203,7 +202,7 @@ def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
 def weighted_logits_of_sequences(params: Any, weights: Any) -> jax.Array:
     """Returns the same sum by one pass over whole sequences."""
     tokens = jnp.asarray(random_tokens()[:, :9])
-    logits = transformer.logits(params, tokens, config=ONE_LAYER)
+    logits = models.logits(params, tokens, config=ONE_LAYER)
     return jnp.einsum("stv,tsv->", logits[:, np.array([3, 7, 8])], weights)
 
 
@@ -243,7 +242,7 @@ def test_unsupported_gradients_are_refused_in_one_line(
     )
     tokens = jnp.zeros((1,), jnp.int32)
 
-    def differentiated(pages: kv_pages.Pages) -> None:
+    def differentiated(pages: Pages) -> None:
         cache = decoding.init_cache(pages, max_slots=1, max_length=32)
 
         def loss(params: Any) -> jax.Array:
@@ -255,10 +254,10 @@ def test_unsupported_gradients_are_refused_in_one_line(
     with pytest.raises(
         ValueError, match="kv_dtype='int8' has no gradient; kv_dtype mu"
     ):
-        differentiated(paged.make_model_pages(MODEL, eight))
-    half = paged.make_model_pages(MODEL, config, dtype="bfloat16")
+        differentiated(make_model_pages(MODEL, eight))
+    half = make_model_pages(MODEL, config, dtype="bfloat16")
     h200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: h200)
+    replace(monkeypatch, devices, "current_target", lambda: h200)
     with pytest.raises(
         ValueError, match="dtype='bfloat16' of K and V must be 'float32'"
     ):

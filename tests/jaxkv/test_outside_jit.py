@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import decoding
+from jaxkv import decoding, models, scheduling, simulation
 from jaxkv.engine.requests import Requests
 from jaxkv.engine.state import EngineConfig
-from jaxkv.models import paged, transformer
-from jaxkv.sampling import Sampling, beam_search
-from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.serving import request_batch
-from jaxkv.simulation import contiguous, step
+from jaxkv.models import PagedForward, make_model_pages
+from jaxkv.sampling import Sampling, make_beams
+from jaxkv.serving import make_requests
+from jaxkv.simulation import step
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
-from jaxkv.workloads import arrivals
+from jaxkv.workloads import make_workload
 from tests.support import engines
 from tests.support.engines import MODEL
 
@@ -38,9 +37,9 @@ CONFIG = EngineConfig(
     prefix_cache=True,
 )
 TWO = np.arange(2)
-LOAD = arrivals.make_workload(TWO * 0.5, TWO + 3, TWO + 2)
+LOAD = make_workload(TWO * 0.5, TWO + 3, TWO + 2)
 BOUNDS = Capacity(*(jnp.int32(x) for x in (16, 4, 32, 8, 4)))
-FORWARD = paged.PagedForward(MODEL)
+FORWARD = PagedForward(MODEL)
 
 
 def on_host(tree: Any) -> Any:
@@ -49,17 +48,17 @@ def on_host(tree: Any) -> Any:
 
 
 def cache() -> decoding.Cache:
-    pages = paged.make_model_pages(MODEL, CONFIG)
+    pages = make_model_pages(MODEL, CONFIG)
     return decoding.init_cache(pages, max_slots=3, max_length=32)
 
 
 def requests() -> Requests:
     asks = [Sampling(seed=1), Sampling(n=2)]
-    return request_batch.make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
+    return make_requests([[1, 2, 3], [4]], asks, config=CONFIG, width=4)
 
 
 def simulated(**fields: Any) -> Simulation:
-    policy = fields.pop("policy", fcfs.fcfs())
+    policy = fields.pop("policy", scheduling.fcfs())
     return init_simulation(LOAD, BOUNDS, policy, max_slots=3, **fields)
 
 
@@ -87,10 +86,14 @@ def calls() -> dict[str, Any]:
     served: Any = {
         "config": CONFIG,
         "forward": FORWARD,
-        "policy": on_host(fcfs.fcfs()),
+        "policy": on_host(scheduling.fcfs()),
     }
     three = on_host(jnp.arange(3))
-    bounds: Any = {"capacity": on_host(BOUNDS), "policy": fcfs.fcfs(), "cost": cost}
+    bounds: Any = {
+        "capacity": on_host(BOUNDS),
+        "policy": scheduling.fcfs(),
+        "cost": cost,
+    }
     machine, load, empty = on_host((simulated(), LOAD, cache()))
     return {
         "submit": lambda: jaxkv.submit(state, requests(), config=CONFIG),
@@ -104,9 +107,9 @@ def calls() -> dict[str, Any]:
         "decode_step": lambda: decoding.decode_step(
             params, empty, three, forward=FORWARD, active=three > 0
         ),
-        "logits": lambda: transformer.logits(params, three[None], config=MODEL),
+        "logits": lambda: models.logits(params, three[None], config=MODEL),
         "simulation.init": lambda: init_simulation(
-            load, on_host(BOUNDS), fcfs.fcfs(), max_slots=3
+            load, on_host(BOUNDS), scheduling.fcfs(), max_slots=3
         ),
         "simulation.step": lambda: step.simulate_step(machine, load, **bounds),
         "simulation.run_steps": lambda: step.simulate_steps(
@@ -141,15 +144,15 @@ def test_public_functions_take_numpy_arrays(name: str) -> None:
 STATES = {
     "engine": lambda: engines.start(CONFIG),
     "cache": cache,
-    "beams": lambda: beam_search.make_beams(2),
+    "beams": lambda: make_beams(2),
     "simulation": simulated,
     "samples": lambda: simulated(max_samples=2),
-    "static": lambda: simulated(policy=static_batching.static()),
+    "static": lambda: simulated(policy=scheduling.static()),
     "contiguous": lambda: simulated(
-        reservation=contiguous.reservation("max", num_leaves=16, leaves_per_region=8)
+        reservation=simulation.reservation("max", num_leaves=16, leaves_per_region=8)
     ),
     "workload": lambda: LOAD,
-    "policy": lambda: fcfs.fcfs(stackable=True),
+    "policy": lambda: scheduling.fcfs(stackable=True),
 }
 
 

@@ -18,15 +18,21 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import decoding, validation
+from jaxkv import decoding, memory, simulation, validation, workloads
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.memory import kv_layout, kv_pages, page_pool, page_table, prefix_cache
-from jaxkv.models import paged
+from jaxkv.memory import (
+    Pages,
+    Rows,
+    make_pages,
+    make_pool,
+    make_prefix_cache,
+    make_table,
+)
+from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.models.config import Experts, ModelConfig, RopeScaling
-from jaxkv.sampling import Sampling, beam_search
-from jaxkv.serving import device_memory, request_batch
-from jaxkv.simulation import contiguous
-from jaxkv.workloads import arrivals, lengths
+from jaxkv.sampling import Sampling, make_beams
+from jaxkv.serving import device_memory, make_requests
+from jaxkv.workloads import Fixed, Gamma
 from tests.support import engines
 from tests.support.folders import TOKENIZED
 
@@ -35,14 +41,14 @@ api: Any = types.SimpleNamespace(
     Engine=jaxkv.Engine,
     EngineConfig=EngineConfig,
     Experts=Experts,
-    Fixed=lengths.Fixed,
-    Gamma=lengths.Gamma,
+    Fixed=Fixed,
+    Gamma=Gamma,
     Sampling=Sampling,
     fcfs=jaxkv.fcfs,
     init_cache=decoding.init_cache,
-    make_pages=kv_layout.make_pages,
-    make_pool=page_pool.make_pool,
-    poisson=arrivals.poisson,
+    make_pages=make_pages,
+    make_pool=make_pool,
+    poisson=workloads.poisson,
 )
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 FOLDER = TOKENIZED
@@ -311,7 +317,7 @@ def test_numpy_numbers_become_python_numbers() -> None:
 # Further functions that take numbers
 
 
-def made(**fields: Any) -> kv_pages.Pages:
+def made(**fields: Any) -> Pages:
     sizes: dict[str, Any] = dict.fromkeys(
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 2
     )
@@ -322,7 +328,7 @@ def asked(**fields: Any) -> Any:
     given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
     given |= fields
     prompts, asks = given.pop("prompts"), given.pop("asks")
-    return request_batch.make_requests(prompts, asks, config=BOUNDS, **given)
+    return make_requests(prompts, asks, config=BOUNDS, **given)
 
 
 def bounds(**fields: Any) -> Any:
@@ -331,7 +337,7 @@ def bounds(**fields: Any) -> Any:
 
 def started(**fields: Any) -> Any:
     """Makes a state whose bounds differ from those of its pages."""
-    return init(bounds(**fields), paged.make_model_pages(engines.MODEL, engines.TIGHT))
+    return init(bounds(**fields), make_model_pages(engines.MODEL, engines.TIGHT))
 
 
 def model(**fields: Any) -> Any:
@@ -344,18 +350,16 @@ def mixture(**fields: Any) -> Any:
 
 
 def grown(max_new_pages: int) -> Any:
-    pool, table = page_pool.make_pool(4), page_table.make_table(1, 2)
+    pool, table = make_pool(4), make_table(1, 2)
     places = jnp.zeros(1, jnp.int32)
-    return page_table.reserve(
-        pool, table, places, page_size=4, max_new_pages=max_new_pages
-    )
+    return memory.reserve(pool, table, places, page_size=4, max_new_pages=max_new_pages)
 
 
 def located() -> Any:
     """Returns rows without slots, fewer than there are slots."""
     row = jnp.zeros(2, jnp.int32)
-    rows = kv_pages.Rows(row, row, None, jnp.zeros((3, 1), jnp.int32), row)
-    return kv_pages.locate(rows, page_size=4)
+    rows = Rows(row, row, None, jnp.zeros((3, 1), jnp.int32), row)
+    return memory.locate(rows, page_size=4)
 
 
 def cached(**sizes: int) -> Any:
@@ -363,7 +367,7 @@ def cached(**sizes: int) -> Any:
 
 
 def reserved(num_leaves: int, region: int) -> Any:
-    return contiguous.reservation(
+    return simulation.reservation(
         "max", num_leaves=num_leaves, leaves_per_region=region
     )
 
@@ -377,21 +381,21 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
     },
     "rows": (located, "num_rows=2 must be a multiple of num_slots=3"),
-    "no pool": (lambda: page_pool.make_pool(0), "num_pages=0 must be at least 1"),
-    "order": (lambda: page_pool.make_pool(3, jnp.arange(2)), "must be (3,)"),
-    "no row": (lambda: page_table.make_table(1, 0), "max_pages_per_slot=0 must be"),
+    "no pool": (lambda: make_pool(0), "num_pages=0 must be at least 1"),
+    "order": (lambda: make_pool(3, jnp.arange(2)), "must be (3,)"),
+    "no row": (lambda: make_table(1, 0), "max_pages_per_slot=0 must be"),
     "no growth": (lambda: grown(0), "max_new_pages=0 must"),
     "prefixes": (
-        lambda: prefix_cache.make_prefix_cache(0, 1),
+        lambda: make_prefix_cache(0, 1),
         "num_pages=0 must be at l",
     ),
     "prefix": (
-        lambda: prefix_cache.make_prefix_cache(1, 0),
+        lambda: make_prefix_cache(1, 0),
         "page_size=0 must be at lea",
     ),
     "no length": (lambda: cached(max_length=0), "max_length=0 must be at least 1"),
     "no slot": (lambda: cached(max_slots=0), "max_slots=0 must be at least 1"),
-    "beams": (lambda: beam_search.make_beams(0), "max_beams=0 must be at least 1"),
+    "beams": (lambda: make_beams(0), "max_beams=0 must be at least 1"),
     "leaves": (lambda: reserved(0, 2), "num_leaves=0 must be at least 1"),
     "region": (lambda: reserved(4, 3), "must be a power of two"),
     "no chunk": (lambda: api.fcfs(chunk_size=0), "chunk_size=0 must"),
@@ -441,7 +445,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         "num_layers=1048576 times num_pages=1048576 must be below 2**31",
     ),
     "pool": (lambda: api.make_pool(2.0), "num_pages=2.0 must be a whole"),
-    "table": (lambda: page_table.make_table(0, 1), "max_slots=0 must be at least 1"),
+    "table": (lambda: make_table(0, 1), "max_slots=0 must be at least 1"),
     "cache": (
         lambda: api.init_cache(made(), max_slots=1, max_length=1.5),
         "max_length=1.5 must be a whole number",
@@ -514,8 +518,8 @@ class Planless(NamedTuple):
 def test_invalid_engine_components_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
-        forward=paged.PagedForward(engines.MODEL),
-        pages=paged.make_model_pages(engines.MODEL, BOUNDS),
+        forward=PagedForward(engines.MODEL),
+        pages=make_model_pages(engines.MODEL, BOUNDS),
         config=BOUNDS,
     )
     tries: tuple[tuple[str, Any, str], ...] = (

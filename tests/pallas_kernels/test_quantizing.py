@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import memory, models
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory import Pages, copy
 from jaxkv.memory.kv_pages import Rows
-from jaxkv.models import interface, paged
+from jaxkv.models import make_model_pages
 from pallas_kernels import quantizing
-from pallas_kernels.page_ops import write
-from pallas_kernels.paged_attention import api
+from pallas_kernels.page_ops import write_rows
+from pallas_kernels.paged_attention import paged_attention
 from tests.support import engines
 from tests.support.attention_cases import Case, check, make_case, oracle, plain
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(
-    api.paged_attention, static_argnames=("window", "numerics", "implementation")
+    paged_attention, static_argnames=("window", "numerics", "implementation")
 )
 quantize = jax.jit(quantizing.quantize, static_argnames=("kind", "per"))
 
@@ -173,7 +174,7 @@ def test_scales_must_fit_the_pages() -> None:
     wrong = {name: jnp.asarray(x) for name, x in wrong.items()}
     with pytest.raises(ValueError, match=r"v_scales.shape=\(\d+, 2, 3\) must be"):
         # Without the type checks of the tests, like a user's call.
-        inspect.unwrap(api.paged_attention)(*map(jnp.asarray, narrow[:5]), **wrong)
+        inspect.unwrap(paged_attention)(*map(jnp.asarray, narrow[:5]), **wrong)
     with pytest.raises(ValueError, match="implementation='mosaic_gpu': "):
         attend(*narrow, **scales, implementation="mosaic_gpu")
 
@@ -185,7 +186,7 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
     new = [rng.normal(size=(6, 2, 8)).astype(np.float32) for _ in "kv"]
     page_ids = np.array([3, -1, 7, 0, 3, 2**31 - 1], np.int32)
     offsets = np.array([0, 1, 2, 3, 2, 0], np.int32)
-    run, kept = jax.jit(write.write_rows), np.array([0, 3, 4])
+    run, kept = jax.jit(write_rows), np.array([0, 3, 4])
     where = page_ids[kept], slice(None), offsets[kept]
     for held, rows in zip(old, new, strict=True):
         numbers, scales = held, None
@@ -206,18 +207,18 @@ def test_writes_name_the_scales_they_need() -> None:
     pages, row = jnp.zeros((3, 2, 4, 8), jnp.int8), jnp.ones((1, 2, 8), jnp.float32)
     where = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="scales must be given for 8-bit pages"):
-        write.write_rows(pages, *where, row)
+        write_rows(pages, *where, row)
 
 
-def make_pages(kind: Any, num_pages: int = 6) -> kv_pages.Pages:
+def make_small_pages(kind: Any, num_pages: int = 6) -> Pages:
     sizes = dict(num_layers=2, num_pages=num_pages, num_kv_heads=2, page_size=4)
-    return kv_layout.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
+    return memory.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> None:
-    rng, pages = np.random.default_rng(6), make_pages(kind)
+    rng, pages = np.random.default_rng(6), make_small_pages(kind)
     assert pages.layout.kv_dtype == kind
     assert (pages.num_layers, pages.num_pages, pages.page_size) == (2, 6, 4)
     tokens = rng.normal(size=(2, 7, 2, 8)).astype(np.float32)
@@ -235,7 +236,7 @@ def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> Non
     for x, found in zip(expected, pages.layout.read(pages, 1, page_ids), strict=True):
         np.testing.assert_array_equal(found[0, :7], x)
         assert not found[0, 7:].any()
-    copied = jax.jit(kv_pages.copy)(
+    copied = jax.jit(copy)(
         pages, jnp.asarray([4, 1], jnp.int32), jnp.asarray([0, 5], jnp.int32)
     )
     before, after = (
@@ -265,8 +266,8 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
     q, k, v = rng.normal(size=(3, 5, 2, 8)).astype(np.float32)
     position, slot = jnp.arange(5, dtype=jnp.int32), jnp.zeros(5, jnp.int32)
     rows = Rows(position, position, slot, jnp.asarray([[4, 1]], jnp.int32), position)
-    attend = jax.jit(interface.attend, donate_argnums=0, static_argnums=1)
-    out, _ = attend(make_pages(kind), 1, q, k, v, rows)
+    attend = jax.jit(models.attend, donate_argnums=0, static_argnums=1)
+    out, _ = attend(make_small_pages(kind), 1, q, k, v, rows)
     k, v = (
         np.asarray(quantizing.dequantize(*quantize(x, kind))).swapaxes(0, 1)[None]
         for x in (k, v)
@@ -275,12 +276,12 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
     case = Case(q, k, v, *where)
     np.testing.assert_allclose(out, oracle(case)[0], rtol=0, atol=2e-5)
 
-    pages = jax.eval_shape(lambda: make_pages(kind, 20_000))
-    memory = attend.lower(pages, 1, q, q, q, rows).compile().memory_analysis()
-    assert memory is not None
+    pages = jax.eval_shape(lambda: make_small_pages(kind, 20_000))
+    usage = attend.lower(pages, 1, q, q, q, rows).compile().memory_analysis()
+    assert usage is not None
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
-    assert memory.temp_size_in_bytes < 0.05 * size
-    assert memory.alias_size_in_bytes >= size
+    assert usage.temp_size_in_bytes < 0.05 * size
+    assert usage.alias_size_in_bytes >= size
 
 
 @pytest.mark.slow
@@ -298,11 +299,11 @@ def test_an_engine_with_8_bits_answers_alike_in_any_batch(kind: Any) -> None:
 
 def empty(config: EngineConfig) -> EngineState:
     """An idle engine; 8-bit integers have no NaN to fill its pages with."""
-    return init(config, paged.make_model_pages(engines.MODEL, config))
+    return init(config, make_model_pages(engines.MODEL, config))
 
 
 def test_pages_and_configuration_must_agree() -> None:
-    pages = paged.make_model_pages(engines.MODEL, CONFIG)
+    pages = make_model_pages(engines.MODEL, CONFIG)
     config = dataclasses.replace(CONFIG, kv_dtype="int8")
     with pytest.raises(ValueError, match=r"='model' must be config\.kv_dtype='int8'"):
         init(config, pages)
@@ -310,4 +311,4 @@ def test_pages_and_configuration_must_agree() -> None:
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 1
     )
     with pytest.raises(ValueError, match="kv_dtype='int4' must be 'model', 'int8' or"):
-        inspect.unwrap(kv_layout.make_pages)(**sizes, dtype="float32", kv_dtype="int4")
+        inspect.unwrap(memory.make_pages)(**sizes, dtype="float32", kv_dtype="int4")

@@ -14,6 +14,7 @@ from experiments.framework import registry
 from experiments.framework.study import Experiment
 from scaling import locking
 from tests.support.commands import Command
+from tests.support.mutation import replace
 
 HOLD = """if True:
     import sys, time
@@ -122,8 +123,8 @@ def test_a_second_writer_is_refused_and_nothing_changes(
 ) -> None:
     mine = ("made_up", "bench_made_up")
     known = [registry.RegistryEntry(name, "Is it?", ("smoke",), "") for name in mine]
-    monkeypatch.setattr(registry, "entries", lambda: known)
-    monkeypatch.setattr(registry, "load_experiment", lambda name: experiment)
+    replace(monkeypatch, registry, "entries", lambda: known)
+    replace(monkeypatch, registry, "load_experiment", lambda name: experiment)
     rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
     Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")
     out = tmp_path / "out"

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import AttentionState
 
 attend = jax.jit(
-    api.paged_attention,
+    paged_attention,
     static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
 )
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkv import scheduling
 from jaxkv.engine.state import EngineConfig
-from jaxkv.scheduling import fcfs
 from tests.support import engines
 from tests.support.engines import MODEL, Ask, Outcome, Run, pages_of
 
@@ -115,7 +115,7 @@ def serve(
     return engines.serve(
         arriving,
         config_of(setting, numerics) if config is None else config,
-        fcfs.fcfs(
+        scheduling.fcfs(
             chunk_size=setting.chunk_size,
             victim=setting.victim,
             preemption="swap" if setting.max_swap_pages else "recompute",

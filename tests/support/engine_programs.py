@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxkv.engine import step
+from jaxkv import parallel, scheduling
+from jaxkv.engine import run_steps
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.models import paged, transformer
+from jaxkv.models import PagedForward, make_model_pages, param_axes, param_shapes
 from jaxkv.models.config import ModelConfig
-from jaxkv.parallel import layout, tensor
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.parallel import degree_of, experts_of, fit_config, param_specs, state_specs
+from jaxkv.scheduling import Policy
 from jaxkv.serving import programs
 
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
@@ -43,7 +44,7 @@ SMALL, LARGE = 1024, 16384
 
 
 def pages_of(model: ModelConfig, config: EngineConfig, dtype: Any = "float32") -> Any:
-    return jax.eval_shape(lambda: paged.make_model_pages(model, config, dtype=dtype))
+    return jax.eval_shape(lambda: make_model_pages(model, config, dtype=dtype))
 
 
 def bytes_of(tree: Any) -> int:
@@ -53,7 +54,7 @@ def bytes_of(tree: Any) -> int:
 def steps(
     num_pages: int,
     numerics: Any = "fast",
-    policy: interface.Policy | None = None,
+    policy: Policy | None = None,
     *,
     model: ModelConfig = MODEL,
     config: EngineConfig = CONFIG,
@@ -68,14 +69,14 @@ def steps(
     memory = None if speculation is None else speculation.drafter.init(config)
     state = jax.eval_shape(functools.partial(init, config), pages, memory)
     run = functools.partial(
-        step.run_steps,
+        run_steps,
         config=config,
-        forward=paged.PagedForward(model, numerics),
-        policy=fcfs.fcfs() if policy is None else policy,
+        forward=PagedForward(model, numerics),
+        policy=scheduling.fcfs() if policy is None else policy,
         speculation=speculation,
     )
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
-    params = transformer.param_shapes(model, dtype=dtype, stacked=stacked)
+    params = param_shapes(model, dtype=dtype, stacked=stacked)
     return run, (params, state, clock), pages
 
 
@@ -88,14 +89,12 @@ def steps_on(
       `run_steps`; the shapes of its arguments, with shardings; and the shapes of one
       device's pages.
     """
-    fitted = tensor.fit_config(
-        model, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
-    )
+    fitted = fit_config(model, degree_of(mesh), num_expert=experts_of(mesh))
     _, (params, state, clock), _ = steps(
         config.num_pages, model=fitted, config=config, dtype=dtype
     )
-    weights = tensor.param_specs(transformer.param_axes(fitted), mesh)
-    parts = layout.state_specs(state)
+    weights = param_specs(param_axes(fitted), mesh)
+    parts = state_specs(state)
     found = programs.mesh_programs(programs.program_shardings(mesh, weights, parts))
 
     def run(params: Any, state: Any, clock: Any) -> Any:
@@ -104,10 +103,10 @@ def steps_on(
             params,
             state,
             clock,
-            policy=fcfs.fcfs(),
+            policy=scheduling.fcfs(),
             eviction=None,
             config=config,
-            forward=paged.PagedForward(fitted),
+            forward=PagedForward(fitted),
             logits_fn=None,
             speculation=None,
         )
@@ -116,7 +115,7 @@ def steps_on(
         return jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             tree,
-            layout.shardings(tree, specs, mesh),
+            parallel.shardings(tree, specs, mesh),
         )
 
     params, state = there(params, weights), there(state, parts)

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import clock
-from jaxkv.engine import requests as engine_requests
-from jaxkv.engine import step as engine_step
+from jaxkv import clock, engine, models, scheduling
+from jaxkv.engine import LogitsFn
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.requests import DrainedSequences, Requests
 from jaxkv.engine.state import (
@@ -26,14 +25,23 @@ from jaxkv.engine.state import (
     EngineState,
     init,
 )
-from jaxkv.engine.step import StepInfo
+from jaxkv.engine.steps import StepInfo
 from jaxkv.ledger import NO_SEQUENCE, SequenceEvents, SequenceProgress
-from jaxkv.memory import Eviction, prefix_cache
-from jaxkv.models import Forward, checkpoints, paged, transformer
+from jaxkv.memory import Eviction, count_prefix_faults
+from jaxkv.models import (
+    Forward,
+    PagedForward,
+    Params,
+    init_params,
+    make_model_pages,
+    param_shapes,
+    save_model,
+)
 from jaxkv.models.config import ModelConfig
-from jaxkv.sampling import Sampling, sampler
-from jaxkv.scheduling import fcfs, interface
-from jaxkv.serving import host_swap, request_batch
+from jaxkv.sampling import Sampling, penalise
+from jaxkv.sampling import sample as sample_tokens
+from jaxkv.scheduling import Policy
+from jaxkv.serving import HostSpace, make_requests
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests.support.shapes import SMALL
 
@@ -79,7 +87,7 @@ SERVED = dataclasses.replace(
     submit_width=4,
 )
 """Configuration of a small `Engine`, shared so that tests share its programs."""
-FCFS = fcfs.fcfs()
+FCFS = scheduling.fcfs()
 
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -89,7 +97,7 @@ FAST_COMPILE = {
 
 _compiled = functools.partial(
     jax.jit,
-    engine_step.run_steps,
+    engine.run_steps,
     static_argnames=(
         "config",
         "forward",
@@ -102,12 +110,10 @@ _compiled = functools.partial(
 )
 run_steps = _compiled(compiler_options=FAST_COMPILE)
 run_steps_as_served = _compiled()
-submit = jax.jit(
-    engine_requests.submit, static_argnames="config", donate_argnames="state"
-)
-cancel = jax.jit(engine_requests.cancel, donate_argnames="state")
-drain = jax.jit(engine_requests.drain, donate_argnames="state")
-full_logits = jax.jit(transformer.logits, static_argnames="config")
+submit = jax.jit(engine.submit, static_argnames="config", donate_argnames="state")
+cancel = jax.jit(engine.cancel, donate_argnames="state")
+drain = jax.jit(engine.drain, donate_argnames="state")
+full_logits = jax.jit(models.logits, static_argnames="config")
 
 
 class Ask(NamedTuple):
@@ -181,7 +187,7 @@ class Run(NamedTuple):
 
 
 @functools.cache
-def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.Params:
+def params(config: ModelConfig = MODEL, dtype: str = "float32") -> Params:
     """Random parameters with logits of a standard deviation of about 3.
 
     From NumPy, since JAX would compile a small program for each shape.
@@ -191,7 +197,7 @@ def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.P
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return rng.normal(0, 0.25, shape) if len(shape) > 1 else np.ones(shape)
 
-    drawn = jax.tree.map(lambda x: draw(x.shape), transformer.param_shapes(config))
+    drawn = jax.tree.map(lambda x: draw(x.shape), param_shapes(config))
     if "head" in drawn:
         drawn["head"]["weight"] *= 3
     # Rounded once: the float64 parameters are the float32 parameters, widened.
@@ -201,8 +207,8 @@ def params(config: ModelConfig = MODEL, dtype: str = "float32") -> transformer.P
 def save_tiny_model(folder: Path, *, max_positions: int) -> str:
     """Saves a byte-level model with random weights that compiles in seconds."""
     shape = dataclasses.replace(SMALL, mlp_size=16, max_positions=max_positions)
-    weights = transformer.init_params(shape, jax.random.key(0))
-    checkpoints.save_model(folder, shape, weights, tokenizer=ByteTokenizer(257))
+    weights = init_params(shape, jax.random.key(0))
+    save_model(folder, shape, weights, tokenizer=ByteTokenizer(257))
     return str(folder)
 
 
@@ -213,7 +219,7 @@ def start(
     speculation: Speculation | None = None,
 ) -> EngineState:
     """An idle engine with NaN in all pages, which no sequence may read."""
-    pages = paged.make_model_pages(model, config, dtype=dtype)
+    pages = make_model_pages(model, config, dtype=dtype)
     memory = None if speculation is None else speculation.drafter.init(config)
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
     return init(config, full, memory)
@@ -221,7 +227,7 @@ def start(
 
 def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
     """Returns requests for `submit`: `submit_width` rows of NumPy arrays."""
-    return request_batch.make_requests(
+    return make_requests(
         [ask.prompt for ask in asks],
         [ask.sampling for ask in asks],
         config=config,
@@ -251,7 +257,7 @@ def assert_empty(state: EngineState) -> None:
     """Asserts that only cached pages are in use, and slots and queue are empty."""
     cached = np.zeros(state.pool.ref.shape, int)
     if state.prefixes is not None:
-        assert int(prefix_cache.count_prefix_faults(state.prefixes, state.pool)) == 0
+        assert int(count_prefix_faults(state.prefixes, state.pool)) == 0
         cached = np.asarray(state.prefixes.pinned).astype(int)
     np.testing.assert_array_equal(state.pool.ref, cached)
     assert int(state.pool.num_free) == (cached == 0).sum()
@@ -269,17 +275,17 @@ def assert_empty(state: EngineState) -> None:
 def serve(
     asks: Iterable[Ask],
     config: EngineConfig,
-    policy: interface.Policy | None = None,
+    policy: Policy | None = None,
     *,
     state: EngineState | None = None,
     model: ModelConfig = MODEL,
-    weights: transformer.Params | None = None,
+    weights: Params | None = None,
     as_served: bool = False,
     step_s: float = 0.0,
     max_calls: int = 2000,
-    host: host_swap.HostSpace | None = None,
+    host: HostSpace | None = None,
     num: int = 0,
-    logits_fn: engine_step.LogitsFn | None = None,
+    logits_fn: LogitsFn | None = None,
     eviction: Eviction | None = None,
     speculation: Speculation | None = None,
     forward: Forward | None = None,
@@ -289,7 +295,7 @@ def serve(
     Args:
       asks: the requests, in order of arrival.
       config: the engine's configuration.
-      policy: the scheduling policy; None means `fcfs.fcfs()`.
+      policy: the scheduling policy; None means `fcfs()`.
       state: an engine to continue; None means a new one.
       model: the model.
       weights: its parameters; None means `params(model)`.
@@ -314,9 +320,9 @@ def serve(
     weights = params(model) if weights is None else weights
     dtype = jax.tree.leaves(weights)[0].dtype
     state = start(config, model, dtype, speculation) if state is None else state
-    policy = fcfs.fcfs() if policy is None else policy
+    policy = scheduling.fcfs() if policy is None else policy
     if forward is None:
-        forward = paged.PagedForward(model, config.numerics)
+        forward = PagedForward(model, config.numerics)
     for call in range(max_calls):
         if len(outcomes) == num:
             break
@@ -352,7 +358,7 @@ def serve(
 
 def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     """Runs further calls; returns the infos of the last call as NumPy arrays."""
-    forward, info = paged.PagedForward(MODEL, TIGHT.numerics), None
+    forward, info = PagedForward(MODEL, TIGHT.numerics), None
     for _ in range(calls):
         state, info = run_steps(
             params(),
@@ -470,12 +476,12 @@ def _plain_loop(weights, requests: Requests, model: ModelConfig):
 
     def step(carry):
         tokens, num_tokens, reason = carry
-        logits = transformer.logits(weights, jnp.maximum(tokens, 0), config=model)
+        logits = models.logits(weights, jnp.maximum(tokens, 0), config=model)
         logits = logits[rows, jnp.maximum(num_tokens - 1, 0)]
-        changed = sampler.penalise(
+        changed = penalise(
             logits, tokens, requests.prompt_length, num_tokens, requests.params
         )
-        draw = sampler.sample(changed, requests.params, num_tokens, raw=logits)
+        draw = sample_tokens(changed, requests.params, num_tokens, raw=logits)
         goes_on = (reason == NOT_ENDED) & ~draw.invalid
         place = jnp.where(goes_on, num_tokens, tokens.shape[1])
         tokens = tokens.at[rows, place].set(draw.token, mode="drop")
@@ -501,7 +507,7 @@ def plain(
     config: EngineConfig,
     *,
     model: ModelConfig = MODEL,
-    weights: transformer.Params | None = None,
+    weights: Params | None = None,
 ) -> dict[Any, tuple[list[int], str]]:
     """Returns tokens and reason of every answer, computed without batch and pages."""
     weights, answers = params(model) if weights is None else weights, {}
@@ -527,7 +533,7 @@ def logprobs_of(
     ask: Ask,
     answer: Sequence[int],
     model: ModelConfig = MODEL,
-    weights: transformer.Params | None = None,
+    weights: Params | None = None,
 ) -> np.ndarray:
     """Returns log-probabilities [position, vocab] of one forward pass, in float64.
 

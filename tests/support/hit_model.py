@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.engine.step import StepInfo
+from jaxkv.engine.steps import StepInfo
 from tests.support.engines import Ask
 from tests.support.oracle import Oracle
 

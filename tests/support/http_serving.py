@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
+from jaxkv import server
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import StallError
-from jaxkv.server import app, http_server
+from jaxkv.server import HttpService, make_app
 from jaxkv.serving import Completion, Event
 from jaxkv.serving.outputs import FinishedAnswer
 from jaxkv.text import ByteTokenizer
@@ -127,7 +128,7 @@ def _best(token: int, logprob: float, num: int) -> dict[int, float]:
 class Serving(NamedTuple):
     """An application that runs in a thread."""
 
-    service: app.HttpService
+    service: HttpService
     port: int
     stop: Callable[[], None]
     """Stops the server, and waits for its end."""
@@ -184,8 +185,8 @@ def serving(
     backend: Any, *, api_key: str | None = KEY, **fields: Any
 ) -> Generator[Serving]:
     """Serves a backend on a free port of loopback."""
-    service = app.HttpService(backend, api_key=api_key, **fields)
-    taken = http_server.listen("127.0.0.1", 0)
+    service = HttpService(backend, api_key=api_key, **fields)
+    taken = server.listen("127.0.0.1", 0)
     port, ready, failures = taken.getsockname()[1], threading.Event(), []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -196,7 +197,7 @@ def serving(
             await over.wait()
             await service.stop(0.5)
 
-        await http_server.serve(app.make_app(service), taken, wait, ready.set)
+        await server.serve(make_app(service), taken, wait, ready.set)
 
     def run_all() -> None:
         try:

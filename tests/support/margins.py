@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.sampling import random_keys
+from jaxkv import sampling
+from jaxkv.sampling import SAMPLE, draw_key, request_key
 from tests.support import engines
 from tests.support.engines import MODEL, Ask
 
@@ -39,15 +40,15 @@ def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
 
 def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
     """Returns the Gumbel noise of a sample in float64."""
-    key = random_keys.request_key(ask.sampling.seed, seed, ask.request_id)
-    keys = random_keys.draw_key(
+    key = request_key(ask.sampling.seed, seed, ask.request_id)
+    keys = draw_key(
         jnp.asarray(key)[None],
         jnp.zeros(1, jnp.int32),
         jnp.asarray([position], jnp.int32),
-        random_keys.SAMPLE,
+        SAMPLE,
     )
     ids = jnp.arange(MODEL.vocab_size, dtype=jnp.int32)[None, :]
-    return np.asarray(random_keys.gumbel(keys, ids, jnp.float64))[0]
+    return np.asarray(sampling.gumbel(keys, ids, jnp.float64))[0]
 
 
 def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import row_packing
-from pallas_kernels.paged_attention import decode_plan, merging, stream_k
+from pallas_kernels.paged_attention import (
+    PartialStates,
+    decode_plan,
+    merge_and_unpack,
+    stream_k,
+)
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -33,7 +38,7 @@ class Case(NamedTuple):
 
     def by_twin(self) -> tuple[Any, Any]:
         """Returns the result of plain `jnp`."""
-        return merging.merge_and_unpack(
+        return merge_and_unpack(
             *self.arrays, group=self.group, tiling=self.tiling, dtype=jnp.float32
         )
 
@@ -82,4 +87,4 @@ def make(
     # A row without keys in one part of its item.
     part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
-    return Case(merging.PartialStates(*states), plan, group, tiling)
+    return Case(PartialStates(*states), plan, group, tiling)

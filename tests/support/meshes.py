@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv.engine import EngineConfig
-from jaxkv.memory import kv_layout, kv_pages
-from jaxkv.models import ModelConfig, paged
+from jaxkv.memory import Rows, make_pages
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages
 from jaxkv.parallel import layout, tensor
 from jaxkv.sampling import Sampling
 
@@ -75,8 +75,8 @@ def engine_on(
         config = tensor.fit_config(
             config, layout.degree_of(mesh), num_expert=layout.experts_of(mesh)
         )
-    pages = paged.make_model_pages(config, bounds)
-    forward = paged.PagedForward(config)
+    pages = make_model_pages(config, bounds)
+    forward = PagedForward(config)
     return jaxkv.Engine(params, forward, pages, bounds, mesh=mesh)
 
 
@@ -107,7 +107,7 @@ def divided(
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
     config = tensor.fit_config(config, degree, num_expert=num_expert)
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=config.num_layers,
         num_pages=11,
         num_kv_heads=config.num_kv_heads,
@@ -120,7 +120,7 @@ def divided(
     pages = layout.place_tree(pages, specs, mesh)
 
     def run(params: Any, pages: Any, rows: Any) -> Any:
-        found = paged.PagedForward(config, taps=taps)(params, pages, rows)
+        found = PagedForward(config, taps=taps)(params, pages, rows)
         return found.logits, found.pages
 
     mapped = layout.map_over_mesh(
@@ -132,12 +132,12 @@ def divided(
     return jax.jit(mapped, donate_argnums=1), params, pages
 
 
-def chunk(first: int, end: int) -> kv_pages.Rows:
+def chunk(first: int, end: int) -> Rows:
     """Returns rows `first` to `end` of both prompts, clipped to their lengths."""
     each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
     slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
     position = np.concatenate(each)
-    return kv_pages.Rows(
+    return Rows(
         token=jnp.asarray(position + 3 + 20 * slot),
         position=jnp.asarray(position),
         slot=jnp.asarray(slot),

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv.models import paged
-from jaxkv.scheduling import fcfs
+from jaxkv import scheduling
+from jaxkv.models import PagedForward, make_model_pages
 from tests.support import engines
 
 PLAIN, REFUSES, THRASHES, SHORTEST, FILLS, PAUSES = range(6)
@@ -35,7 +35,7 @@ class Moody(NamedTuple):
                 c.waiting,
             ]
         )
-        plan = fcfs.fcfs().plan(c._replace(waiting=masks[mood]))
+        plan = scheduling.fcfs().plan(c._replace(waiting=masks[mood]))
         # A sequence is preempted in the middle of its prefill.
         out = c.running & (mood == THRASHES)
         pauses = out | (c.running & (mood == PAUSES))
@@ -52,10 +52,10 @@ class Moody(NamedTuple):
 
 def make_engine(mood: int = PLAIN, *, tokenizer: Any = None) -> jaxkv.Engine:
     """An engine of the small model, with one of these policies."""
-    pages = paged.make_model_pages(engines.MODEL, engines.SERVED)
+    pages = make_model_pages(engines.MODEL, engines.SERVED)
     return jaxkv.Engine(
         engines.params(),
-        paged.PagedForward(engines.MODEL),
+        PagedForward(engines.MODEL),
         pages,
         engines.SERVED,
         policy=Moody(jnp.int32(mood)),

@@ -1,11 +1,28 @@
-"""Mutation tests: a plausible mistake in a function's source must fail a test."""
+"""Replaced functions, and mutation tests.
+
+A mutation test seeds a plausible mistake in a function's source, which must fail a
+test.
+"""
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+
+_PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
+
+
+def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any) -> None:
+    """Replaces an attribute in its owner, and the object in all modules with it."""
+    old = getattr(owner, name)
+    patch.setattr(owner, name, new)
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__name__", "").partition(".")[0] in _PACKAGES:
+            for key in [key for key, value in vars(module).items() if value is old]:
+                patch.setattr(module, key, new)
 
 
 class Bug(NamedTuple):
@@ -28,7 +45,7 @@ def seed(patch: pytest.MonkeyPatch, bug: Bug) -> None:
     assert source.count(bug.removed) == 1, f"{bug.name} has changed: update the bug"
     source, space = source.replace(bug.removed, bug.added), {}
     exec(compile(source, f"{bug.name}, wrong", "exec"), function.__globals__, space)
-    patch.setattr(bug.owner, bug.name, space[bug.name])
+    replace(patch, bug.owner, bug.name, space[bug.name])
 
 
 def assert_noticed(patch: pytest.MonkeyPatch, bug: Bug) -> None:

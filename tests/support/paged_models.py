@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory import Rows, make_pages
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.paged import PagedForward
 from tests.support import engines
@@ -15,7 +15,7 @@ from tests.support import engines
 ROWS = 24
 
 
-def feed(params: Any, pages: Any, rows: kv_pages.Rows, *, forward: PagedForward) -> Any:
+def feed(params: Any, pages: Any, rows: Rows, *, forward: PagedForward) -> Any:
     return forward(params, pages, rows)
 
 
@@ -48,7 +48,7 @@ def check_paged_equals_contiguous(
     expected = np.asarray(engines.full_logits(params, tokens, config=config))
 
     width = -(-length // page_size)
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=config.num_layers,
         num_pages=2 * width + 1,
         num_kv_heads=config.num_kv_heads,
@@ -76,7 +76,7 @@ def check_paged_equals_contiguous(
             row = slots[which] if one_each else row
             fields[:, row] = tokens[which, place], place, slots[which], row
         token, position, slot, logit_rows = fields
-        rows = kv_pages.Rows(
+        rows = Rows(
             token=np.maximum(token, 0),
             position=position,
             slot=None if one_each else slot,

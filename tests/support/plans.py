@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.scheduling import interface
+from jaxkv import scheduling
+from jaxkv.scheduling import Policy
 from jaxkv.scheduling.interface import Counts, Plan
 
 LINE = 4
@@ -104,12 +105,12 @@ def compiled(page_size: int, max_length: int) -> Any:
 
     def decide(arrays: dict, policy) -> Plan:
         sizes = dict(page_size=page_size, max_length=max_length)
-        return interface.schedule(Counts(**arrays, **sizes), policy)
+        return scheduling.schedule(Counts(**arrays, **sizes), policy)
 
     return jax.jit(decide)
 
 
-def plan_of(counts: Counts, policy: interface.Policy) -> Plan:
+def plan_of(counts: Counts, policy: Policy) -> Plan:
     given = counts._asdict()
     sizes = int(given.pop("page_size")), int(given.pop("max_length"))
     there = {name: value for name, value in given.items() if value is not None}

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import sampling
-from jaxkv.sampling import Params, Sampling, random_keys
+from jaxkv.sampling import Params, Sampling, request_key
 
 
 def params_of(requests: list[Sampling], engine_seed: int = 7, **changes: Any) -> Params:
     keys = [
-        random_keys.request_key(request.seed, engine_seed, request_id)
+        request_key(request.seed, engine_seed, request_id)
         for request_id, request in enumerate(requests)
     ]
     params = sampling.make_params(requests, keys, [0] * len(requests))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import scheduling
 from jaxkv.engine.state import EngineConfig
-from jaxkv.models import checkpoints
+from jaxkv.models import load_model
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling import interface
-from jaxkv.scheduling.fcfs import FCFS
+from jaxkv.scheduling import Counts, Plan
+from jaxkv.scheduling.first_come import FCFS
 from tests.support import engines
 from tests.support.engines import Ask, Run
 from tests.support.folders import GOLDEN
@@ -63,7 +63,7 @@ def asks(name: str) -> tuple[Ask, ...]:
 
 
 def serve(name: str, config: EngineConfig, num: int = 54, **fields: Any) -> Run:
-    loaded = checkpoints.load_model(GOLDEN / name)
+    loaded = load_model(GOLDEN / name)
     return engines.serve(
         asks(name)[:num], config, model=loaded.config, weights=loaded.params, **fields
     )
@@ -90,7 +90,7 @@ class SimulatedShortage(NamedTuple):
     most: jax.Array
     holds_finished = False
 
-    def plan(self, counts: interface.Counts) -> interface.Plan:
+    def plan(self, counts: Counts) -> Plan:
         age = jnp.sum(counts.length, dtype=jnp.int32) % 5
         held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
         missing = jnp.where(age == 0, self.most + held // 3, 0)
@@ -98,7 +98,7 @@ class SimulatedShortage(NamedTuple):
         return self.fcfs().plan(counts._replace(free_pages=free))
 
     def fcfs(self) -> FCFS:
-        return scheduling_fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False)
+        return scheduling.fcfs(chunk_size=3, preemption="swap", hold_new=False)
 
 
 MOODY = SimulatedShortage(jnp.asarray(4, jnp.int32))

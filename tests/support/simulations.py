@@ -6,28 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import clock
-from jaxkv.engine import requests as engine_requests
-from jaxkv.engine import state as engine_state
-from jaxkv.engine import step as engine_step
+from jaxkv import clock, scheduling
+from jaxkv.engine import init, run_steps, submit
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.memory import kv_layout
+from jaxkv.memory import make_pages
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import (
-    RequestAttributes,
-    ageing_priority,
-    earliest_deadline,
-    fair_share,
-    fcfs,
-    interface,
-    shortest_remaining,
-    static_batching,
-)
-from jaxkv.serving import request_batch
+from jaxkv.scheduling import NO_LIMIT, Policy, RequestAttributes
+from jaxkv.serving import make_requests
 from jaxkv.simulation import Acceptance, state, step
-from jaxkv.workloads import arrivals
+from jaxkv.workloads import Workload
 
 
 class Cost(NamedTuple):
@@ -51,7 +40,7 @@ run_simulation = jax.jit(
 
 def workload(
     seed: int, num: int, *, max_samples: int = 1, rate: float = 200.0, longest: int = 30
-) -> arrivals.Workload:
+) -> Workload:
     """Requests of up to `longest` prompt and answer tokens, some arriving together."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1 / rate, num))
@@ -61,12 +50,12 @@ def workload(
         return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
 
     prompt, output = draw(longest), draw(longest)
-    return arrivals.Workload(
+    return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival)),
         prompt=prompt,
         output=output,
         samples=draw(max_samples),
-        clients=jnp.int32(interface.NO_LIMIT),
+        clients=jnp.int32(NO_LIMIT),
     )
 
 
@@ -80,16 +69,14 @@ def forward(params: Any, pages: Any, rows: Any) -> ForwardResult:
 
 
 _run_engine = jax.jit(
-    engine_step.run_steps,
+    run_steps,
     static_argnames=("config", "forward", "speculation", "num_steps"),
     donate_argnames="state",
 )
-_submit = jax.jit(
-    engine_requests.submit, static_argnames="config", donate_argnames="state"
-)
+_submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
 
 
-def with_attributes(w: arrivals.Workload, seed: int) -> arrivals.Workload:
+def with_attributes(w: Workload, seed: int) -> Workload:
     """Adds limits and random attributes to a workload; some keep the defaults."""
     rng, num = np.random.default_rng(seed), w.prompt.shape[0]
 
@@ -113,7 +100,7 @@ def with_attributes(w: arrivals.Workload, seed: int) -> arrivals.Workload:
 class Case(NamedTuple):
     """A policy, and bounds under which its rules apply."""
 
-    policy: interface.Policy
+    policy: Policy
     max_samples: int = 1
     num_pages: int = 22
     max_swap_pages: int = 0
@@ -121,37 +108,40 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(fcfs.fcfs(chunk_size=7, watermark=2)),
+    "plain": Case(scheduling.fcfs(chunk_size=7, watermark=2)),
     "swap": Case(
-        fcfs.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
+        scheduling.fcfs(preemption="swap", hold_new=False, victim="fewest_pages"),
         max_swap_pages=20,
     ),
-    "static": Case(static_batching.static(), num_pages=70),
-    "groups": Case(fcfs.fcfs(), max_samples=3, num_pages=42),
+    "static": Case(scheduling.static(), num_pages=70),
+    "groups": Case(scheduling.fcfs(), max_samples=3, num_pages=42),
     "groups, swap": Case(
-        fcfs.fcfs(chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"),
+        scheduling.fcfs(
+            chunk_size=3, preemption="swap", hold_new=False, victim="cheapest"
+        ),
         max_samples=3,
         num_pages=42,
         max_swap_pages=30,
     ),
-    "groups, static": Case(static_batching.static(), max_samples=3, num_pages=80),
+    "groups, static": Case(scheduling.static(), max_samples=3, num_pages=80),
 }
 
 
 BY_ATTRIBUTES = {
-    "shortest remaining": Case(shortest_remaining.shortest_remaining(), head=20),
+    "shortest remaining": Case(scheduling.shortest_remaining(), head=20),
     "ageing priority": Case(
-        ageing_priority.ageing_priority(
-            level_ms=40, inner=fcfs.fcfs(victim="least_urgent")
+        scheduling.ageing_priority(
+            level_ms=40, inner=scheduling.fcfs(victim="least_urgent")
         ),
         head=20,
     ),
     "earliest deadline": Case(
-        earliest_deadline.earliest_deadline(), max_samples=3, num_pages=42, head=14
+        scheduling.earliest_deadline(), max_samples=3, num_pages=42, head=14
     ),
-    "fair share": Case(fair_share.fair_share(), max_samples=3, num_pages=42, head=5),
+    "fair share": Case(scheduling.fair_share(), max_samples=3, num_pages=42, head=5),
     "longest remaining goes": Case(
-        fcfs.fcfs(victim="longest_remaining", preemption="swap"), max_swap_pages=20
+        scheduling.fcfs(victim="longest_remaining", preemption="swap"),
+        max_swap_pages=20,
     ),
 }
 """Cases of policies that read request attributes."""
@@ -169,7 +159,7 @@ class EngineComparison(NamedTuple):
 
 
 def compare_with_engine(
-    w: arrivals.Workload,
+    w: Workload,
     case: Case,
     seed: int,
     *,
@@ -267,10 +257,10 @@ def assert_equal_steps(run: EngineComparison) -> None:
         assert not np.any(broken), name
 
 
-def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineState:
+def fed_engine(w: Workload, config: EngineConfig, seed: int) -> EngineState:
     """Returns an engine with the whole workload submitted."""
     rng = np.random.default_rng(seed)
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,
@@ -287,7 +277,7 @@ def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineS
     if w.attributes is not None:
         rows = zip(*(np.asarray(x).tolist() for x in w.attributes), strict=True)
         attributes = [RequestAttributes(*row) for row in rows]
-    requests = request_batch.make_requests(
+    requests = make_requests(
         prompts,
         asks,
         config=config,
@@ -298,7 +288,7 @@ def fed_engine(w: arrivals.Workload, config: EngineConfig, seed: int) -> EngineS
     short = config.submit_width - len(arrival)
     arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
     idle, _ = _submit(
-        engine_state.init(config, pages),
+        init(config, pages),
         requests._replace(arrival=arrival),
         config=config,
     )

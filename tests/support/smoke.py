@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cli import run as cli_run
-from experiments.framework import registry, run_folder
+from experiments.framework import SMOKE, SavedRun, load_experiment, read_run
 from experiments.framework.claims import Claim
 from experiments.framework.study import Study
-from experiments.plotting import style
+from experiments.plotting import render_figure
 from tests.support import engines, texts
 
 QUICK = {"bench_fit", "cost_check"}
@@ -119,7 +119,7 @@ def measured_values(claims: Iterable[Claim]) -> dict[str, float]:
 
 def draw(study: Study, result: Any) -> dict[str, bytes]:
     """Renders the files of a figure from a result without a folder."""
-    return style.render_figure(
+    return render_figure(
         lambda axes: study.plot(axes, result),
         panels=study.panels,
         size_inches=study.panel_size_inches,
@@ -127,11 +127,11 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
 
 
 @functools.cache
-def run(name: str) -> run_folder.SavedRun:
+def run(name: str) -> SavedRun:
     """Returns the run folder of an experiment's smoke config."""
-    experiment = registry.load_experiment(name)
+    experiment = load_experiment(name)
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
     out = folder() / "runs" / name
-    cli_run.run(experiment, config, out, config_name=registry.SMOKE)
-    return run_folder.read_run(out, experiment)
+    cli_run.run(experiment, config, out, config_name=SMOKE)
+    return read_run(out, experiment)

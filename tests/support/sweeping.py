@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.models.config import ModelConfig
-from scaling.corpora import corpora
+from scaling.corpora import CorpusConfig
 from scaling.sweeps.grid import SweepConfig
 from tests.support import texts
 from tests.support.shapes import SMALL
@@ -26,7 +26,7 @@ def config(folder: Path, **changes: Any) -> SweepConfig:
     }
     return SweepConfig(
         models=(model(8), model(16)),
-        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        corpus=CorpusConfig(pattern=pattern, held_out=0.2),
         learning_rates=(1e-2, 2e-2),
         base_width=8,
         batch_size=2,

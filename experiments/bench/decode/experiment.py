@@ -31,14 +31,18 @@ from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
 from experiments.bench.decode.tables import plot as plot
 from experiments.bench.decode.tables import summary as summary
 from experiments.bench.tables import split_details
-from experiments.harness import model_shapes
-from experiments.harness.timing import measure_in_turns, median_and_spread
+from experiments.harness import (
+    load_benchmark_model,
+    make_benchmark_config,
+    measure_in_turns,
+    median_and_spread,
+)
 from jaxkv import validation
-from jaxkv.engine import state
-from jaxkv.models import checkpoints
+from jaxkv.engine import EngineConfig
+from jaxkv.models import LoadedModel, save_model
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
-from pallas_kernels.bench import Ceilings, timing
+from pallas_kernels.bench import Ceilings, measure_ceilings
 
 KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
@@ -171,7 +175,7 @@ class PeerEngine(peer_process.PeerProcess):
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Measures every case with every engine; a stopped run has complete cases only."""
-    model = model_shapes.load_benchmark_model(config.model, config.dtype)
+    model = load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
     if length > model.config.max_positions:
         raise ValueError(
@@ -186,7 +190,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary, "model")
             if config.peer_python:
-                save = checkpoints.save_model
+                save = save_model
                 save(folder, model.config, model.params, dtype="float32")
             peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
             peer_engines, absent = peer_process.start_peers(
@@ -196,7 +200,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         on_gpu = devices.current_target().platform == "gpu"
         sizes = (2**29, 8192) if on_gpu else (2**25, 1024)
         size, width = (2**16, 64) if config.model == "random-tiny" else sizes
-        ceilings = timing.measure_ceilings(
+        ceilings = measure_ceilings(
             num_elements=size, width=width, dtype=config.dtype, num_calls=10
         )
 
@@ -260,7 +264,7 @@ def _length(config: Config, context: int) -> int:
 
 
 def _floor(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     config: Config,
     case: tuple[int, int],
     row: dict[str, Any],
@@ -284,14 +288,14 @@ def _floor(
     }
 
 
-def _bounds(config: Config, batch: int, context: int) -> state.EngineConfig:
+def _bounds(config: Config, batch: int, context: int) -> EngineConfig:
     """Returns an engine config with the slots and pages of a batch."""
     length = _length(config, context)
     # Padding rows are computed as well: prefill steps have equal sizes.
     num_rows = batch * context
     num_steps = -(-num_rows // config.token_budget)
     budget = max(batch, -(-num_rows // num_steps))
-    return model_shapes.make_benchmark_config(
+    return make_benchmark_config(
         batch,
         length,
         page_size=config.page_size,

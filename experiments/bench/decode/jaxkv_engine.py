@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import peer_main
-from experiments.harness.timing import CallTimes, host_share, record_call_times
-from jaxkv.engine import state, step
+from experiments.harness import CallTimes, host_share, record_call_times
+from jaxkv.engine import EngineConfig, StepInfo
 from jaxkv.memory import Pages
-from jaxkv.models import ForwardResult, checkpoints
+from jaxkv.models import ForwardResult, LoadedModel
 from jaxkv.sampling import Sampling
-from jaxkv.serving import Engine
-from jaxkv.serving.core import EngineCore
-from jaxkv.speculation import methods
+from jaxkv.serving import Engine, EngineCore
+from jaxkv.speculation import Method, ModelWeights, build_speculative, parse_speculation
 
 
 class TurnTiming(NamedTuple):
@@ -85,7 +84,7 @@ class DecodeCount(NamedTuple):
 
 
 def count_full_batches(
-    calls: Sequence[CallTimes], infos: Sequence[step.StepInfo]
+    calls: Sequence[CallTimes], infos: Sequence[StepInfo]
 ) -> DecodeCount:
     """Counts the calls in which every slot decoded in every step.
 
@@ -157,15 +156,15 @@ class JaxkvEngine:
 
     def __init__(
         self,
-        model: checkpoints.LoadedModel,
-        bounds: state.EngineConfig,
+        model: LoadedModel,
+        bounds: EngineConfig,
         dtype: str,
-        speculate: methods.Method | None = None,
+        speculate: Method | None = None,
     ):
         self.dtype = dtype
-        target = methods.ModelWeights(model.config, model.params)
-        served = methods.build_speculative(
-            target, bounds, methods.parse_speculation(speculate), dtype=dtype
+        target = ModelWeights(model.config, model.params)
+        served = build_speculative(
+            target, bounds, parse_speculation(speculate), dtype=dtype
         )
         self._bounds, self._vocab_size = bounds, model.config.vocab_size
         self.forward = served.forward

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.bench.decode.jaxkv_engine import DecodeCount, JaxkvEngine, NoOpForward
-from jaxkv.models import checkpoints, paged
+from jaxkv.models import LoadedModel, PagedForward
 
 
 class StepParts(NamedTuple):
@@ -35,7 +35,7 @@ def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) ->
 
 def measure_parts(
     engine: JaxkvEngine,
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     prompts: list[list[int]],
     num_tokens: int,
     turn_s: float,
@@ -56,7 +56,7 @@ def measure_parts(
 
         return min(len(prompts) * x.decode_s / x.num_decoded for x in (turn(), turn()))
 
-    assert isinstance(engine.forward, paged.PagedForward)
+    assert isinstance(engine.forward, PagedForward)
     sampling_s = step_s(NoOpForward(model.config.vocab_size))
     without_s = step_s(dataclasses.replace(engine.forward, attend=skip_attention))
     return StepParts(without_s - sampling_s, sampling_s)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     Floats,
     Ints,
@@ -15,17 +16,26 @@ from experiments.framework import (
     Sheet,
     Texts,
     column,
-    units,
+    format_percent,
+    format_rate,
 )
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    SKY,
+    draw_curve,
+    draw_reference_line,
+    system_style,
+)
 
 NAMES = ("implementation", "batch", "prompt_tokens")
 RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
 """Keys of the ratios to the best peer, by phase."""
 PARTS = {
-    "products_s": ("products, norms, KV writes", systems.SKY),
-    "attention_s": ("attention", systems.ORANGE),
-    "sampling_s": ("scheduling, sampling", systems.GREEN),
+    "products_s": ("products, norms, KV writes", SKY),
+    "attention_s": ("attention", ORANGE),
+    "sampling_s": ("scheduling, sampling", GREEN),
 }
 
 
@@ -50,10 +60,10 @@ class DecodeRates(ResultTable):
     spread: Floats = column(
         "range of the rates / median",
         heading="decode spread",
-        form=units.format_percent,
+        form=format_percent,
     )
     same_answers: Floats = column(
-        "share of answers equal to those of jaxkv", form=units.format_percent
+        "share of answers equal to those of jaxkv", form=format_percent
     )
 
 
@@ -100,9 +110,9 @@ def _draw_rates(
         selected = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
         rates = [x[f"{kind}_tokens_per_s"] for x in selected]
-        look = {"label": name} | systems.system_style(name).bar
+        look = {"label": name} | system_style(name).bar
         bars = ax.bar(places, rates, 0.94 * width, **look)
-        ax.bar_label(bars, [*map(units.format_rate, rates)], padding=2, rotation=90)
+        ax.bar_label(bars, [*map(format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
@@ -118,19 +128,19 @@ def _name_cases(ax: Any, cases: list[str]) -> None:
 
 def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     cases, faster = [_label(x) for x in jaxkv_rows], []
-    looks = zip(RATIOS.items(), ((systems.BLUE, "o"), (systems.SKY, "s")), strict=True)
+    looks = zip(RATIOS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
         known = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
         values = [x[key] for _, x in known]
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
         place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
-        style.draw_curve(ax, place, values, color, kind, **look)
+        draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
-            ax.vlines(x, low, high, color=style.colors()[color])
+            ax.vlines(x, low, high, color=plotting.colors()[color])
         num = sum(x > 1 for x in values)
         faster.append(f"{kind} in {num} of {len(values)} cases")
-    style.draw_reference_line(ax, 1, "equally fast")
+    draw_reference_line(ax, 1, "equally fast")
     title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
     ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
@@ -143,7 +153,7 @@ def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
         ("", "//", ".."), PARTS.items(), strict=True
     ):
         shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
-        look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
         ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
     title = "Parts of a decode step"
@@ -172,7 +182,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(units.format_percent(x[key] / x["step_s"]) for key in PARTS),
+                *(format_percent(x[key] / x["step_s"]) for key in PARTS),
             ]
             for x in known
         ]
@@ -189,7 +199,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             if selected[key] is None:
                 continue
             rates = [
-                units.format_rate(x[f"{kind}_tokens_per_s"])
+                format_rate(x[f"{kind}_tokens_per_s"])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]

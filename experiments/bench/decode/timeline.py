@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine
-from experiments.harness import model_shapes
-from jaxkv.models import checkpoints, transformer
+from experiments.harness import RANDOM_SHAPES, make_benchmark_config
+from jaxkv.models import LoadedModel, init_params
 
 NAMES = ("layers-2", "layers-8")
 NUM_LISTED = 12
@@ -37,18 +37,16 @@ class KernelEvent(NamedTuple):
 def profile_decode(size: str, name: str) -> dict[str, Any]:
     """Decodes under the profiler; returns counts and times per step."""
     is_real = size == "gpu"
-    shape = model_shapes.RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]
+    shape = RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]
     depth = int(name.partition("-")[2]) // (1 if is_real else 2)
     shape = dataclasses.replace(shape, num_layers=depth)
     dtype = "bfloat16" if is_real else "float32"
-    params = transformer.init_params(shape, jax.random.key(0), dtype=dtype)
+    params = init_params(shape, jax.random.key(0), dtype=dtype)
     batch, context, num_tokens = (32, 1024, 64) if is_real else (2, 8, 16)
-    bounds = model_shapes.make_benchmark_config(
+    bounds = make_benchmark_config(
         batch, context + 17 + num_tokens, token_budget=256 if is_real else 8
     )
-    engine = JaxkvEngine(
-        checkpoints.LoadedModel(shape, params, None, ()), bounds, dtype
-    )
+    engine = JaxkvEngine(LoadedModel(shape, params, None, ()), bounds, dtype)
     prompts = [[0] * context] * batch
     quiet = engine.decode(prompts, num_tokens, 10.0)
     with tempfile.TemporaryDirectory() as folder:

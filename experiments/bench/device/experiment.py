@@ -16,15 +16,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments import plotting
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from experiments.framework import ReportPart, Sheet, run_folder
-from experiments.plotting import style, systems
+from experiments.framework import OUT, ReportPart, Sheet
+from experiments.plotting import BLUE, set_labels
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
-from pallas_kernels.bench import sets
+from pallas_kernels.bench import SETS
 
 FILE = "pieces.jsonl"
 """File in the folder with the recorded pieces, one per line."""
@@ -62,7 +63,7 @@ class Config:
     """Parts to measure; empty for all parts."""
     max_s: float = 540.0
     """Time of a call without `--max-seconds`, in s."""
-    folder: str = run_folder.OUT
+    folder: str = OUT
     """Folder of the pieces; by default the run's own folder."""
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
 
 def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
     """Returns the names of the pieces by part, the most informative first."""
-    is_real, quick = size == "gpu", sets.SETS["quick"]
-    shapes = sets.SETS["real" if is_real else "tiny"]
+    is_real, quick = size == "gpu", SETS["quick"]
+    shapes = SETS["real" if is_real else "tiny"]
     return {
         "correctness": checks.check_names(size),
         "kernels": [x.name for x in sorted(shapes, key=lambda x: x not in quick)],
@@ -230,8 +231,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the number of recorded pieces by part."""
     done = [x["part"] for x in result if x["found"] is not None]
     counts = [*map(done.count, PARTS)]
-    bars = ax.barh([*PARTS], counts, color=style.colors()[systems.BLUE])
+    bars = ax.barh([*PARTS], counts, color=plotting.colors()[BLUE])
     ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"
-    style.set_labels(ax, title, "recorded [pieces]", "")
+    set_labels(ax, title, "recorded [pieces]", "")

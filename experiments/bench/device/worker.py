@@ -9,7 +9,7 @@ from typing import Any
 from experiments.bench.decode import timeline
 from experiments.bench.kernels import checks
 from experiments.cli import run
-from experiments.framework import config_json, registry
+from experiments.framework import load_experiment, to_plain
 
 MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
 """Parts whose pieces are function calls; pieces of other parts are runs of
@@ -48,16 +48,14 @@ class PieceWorker:
             # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
-        experiment = registry.load_experiment(
-            part if part == "isoflop" else f"bench_{part}"
-        )
+        experiment = load_experiment(part if part == "isoflop" else f"bench_{part}")
         real = "gpu" if "gpu" in experiment.configs else "real"
         config = experiment.configs[real if is_real else "smoke"]
         config = dataclasses.replace(config, **changes)
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
         done = run.run(experiment, config, out, max_s)
         is_cut = done.status != 0
-        found = config_json.to_plain(done.document["metrics"])
+        found = to_plain(done.document["metrics"])
         if part == "isoflop":
             found = None if is_cut else found
             return {"pieces": [{"name": names[0], "found": found, "goes_on": is_cut}]}

@@ -30,15 +30,20 @@ from experiments.framework import (
     ResultTable,
     Texts,
     column,
-    units,
+    format_seconds,
 )
-from experiments.harness.timing import time_call
-from experiments.plotting import style
+from experiments.harness import time_call
+from experiments.plotting import set_labels
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import fit as fits_fit
-from scaling.fits import levenberg_marquardt, make_observations
-from scaling.laws import evaluation, published, synthetic
+from scaling import fits, laws
+from scaling.fits import (
+    FitProblem,
+    compiled_minimize,
+    make_observations,
+    solve_weightings,
+)
+from scaling.laws import CHINCHILLA, simulate_isoflop_runs
 
 JAXKV, FIRST = "jaxkv", "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
@@ -81,7 +86,7 @@ class FitTimes(ResultTable):
 
     method: Texts = column("name of the method")
     seconds: Floats = column(
-        "time of all resamples", heading="time", form=units.format_seconds
+        "time of all resamples", heading="time", form=format_seconds
     )
     worst_excess: Floats = column("largest excess of a resample", form="{:.1e}")
     ratio: Floats = column("time / jaxkv's", heading="over jaxkv", form="{:.1f}x")
@@ -152,9 +157,9 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times all methods on the same pieces; a stopped run has complete pieces."""
-    data, law = synthetic.simulate_isoflop_runs(config.num_points), published.CHINCHILLA
-    full = fits_fit.fit(law, data)
-    problem = levenberg_marquardt.FitProblem(law, make_observations(law, data))
+    data, law = simulate_isoflop_runs(config.num_points), CHINCHILLA
+    full = fits.fit(law, data)
+    problem = FitProblem(law, make_observations(law, data))
     runs = LossRuns(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
@@ -163,11 +168,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     def fit_with_jaxkv(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
-        ends = levenberg_marquardt.solve_weightings(
-            problem, np.array(counts, float), starts
-        )
+        ends = solve_weightings(problem, np.array(counts, float), starts)
         centre = problem.seen.centre
-        return _logged(evaluation.coefficients(law, ends.coordinates, centre))
+        return _logged(laws.coefficients(law, ends.coordinates, centre))
 
     def bfgs(call: Any, jac: Any) -> Callable[[np.ndarray], np.ndarray]:
         def end(row: np.ndarray) -> np.ndarray:
@@ -185,7 +188,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         methods["autograd + SciPy BFGS"] = bfgs(objective, gradient)
     if config.slow:  # SciPy's default
         methods["finite differences + SciPy BFGS"] = bfgs(objective, None)
-    levenberg_marquardt.multistart.compiled_minimize.cache_clear()
+    compiled_minimize.cache_clear()
     with _compiling_anew():
         first_s, _ = time_call(fit_with_jaxkv, drawn)
     ends = {name: np.zeros((0, len(start))) for name in methods}
@@ -236,15 +239,15 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [
-        f"{units.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
+        f"{format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
     ]
-    labels[:1] = [units.format_seconds(x["seconds"]) for x in result[:1]]
+    labels[:1] = [format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
     title, peers = "Time of all resamples", [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"
-    style.set_labels(ax, title, "time for all resamples [s]", "")
+    set_labels(ax, title, "time for all resamples [s]", "")
 
 
 metrics = functools.partial(split_details, names=("method",), details=DETAILS)

@@ -13,11 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness.kernels import MAX_ERROR, runs
-from pallas_kernels import row_packing
-from pallas_kernels.bench import GroupedSpec, Spec, formulas, problems, sets
+from experiments.harness import MAX_ERROR, implementations_of
+from pallas_kernels import bench, row_packing
+from pallas_kernels.bench import (
+    FEATURES,
+    SETS,
+    TINY,
+    GroupedSpec,
+    Spec,
+    in_float64,
+    make_attention,
+    make_problem,
+)
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.page_ops import rotary_write
+from pallas_kernels.page_ops import RotaryCosSin, query_rows, write_rotated_kv
 
 MAX_8_BIT_ERROR = 2e-2
 """Largest error of 16-bit results from 8-bit pages; both sides read the same
@@ -32,12 +41,12 @@ NUM_LAYERS, LAYER = 3, 1
 
 def shapes_to_check(size: str) -> dict[str, Spec | GroupedSpec]:
     """Returns the shapes to check by name: those of the set quick, or tiny ones."""
-    return {x.name: x for x in sets.SETS["quick" if size == "gpu" else "tiny"]}
+    return {x.name: x for x in SETS["quick" if size == "gpu" else "tiny"]}
 
 
 def check_names(size: str) -> list[str]:
     """Returns the names of all checks."""
-    features = (f"{x}-{kind}" for x in problems.FEATURES for kind in ROWS)
+    features = (f"{x}-{kind}" for x in FEATURES for kind in ROWS)
     return [*shapes_to_check(size), *features, *FORMULAS]
 
 
@@ -51,18 +60,16 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
     if name in FORMULAS:
         known, error, most = FORMULAS[name](size)
     else:
-        if feature in problems.FEATURES:
-            sizes: dict[str, Any] = {"heads": sets.specs.TINY, "page_size": 8}
+        if feature in FEATURES:
+            sizes: dict[str, Any] = {"heads": TINY, "page_size": 8}
             sizes = {} if size == "gpu" else sizes | {"dtype": "float32"}
             sizes |= {"kind": kind, "rows": ROWS[kind], "lengths": "uniform"}
             spec = Spec(batch=3, context=300, **sizes)
-            problem: Any = problems.make_attention(spec, feature=feature)
+            problem: Any = make_attention(spec, feature=feature)
         else:
-            problem = problems.make_problem(shapes_to_check(size)[name], num_turns=1)
+            problem = make_problem(shapes_to_check(size)[name], num_turns=1)
         spec = problem.spec
-        known = {
-            x.name: x.prepare for x in runs.implementations_of(spec) if not x.is_peer
-        }
+        known = {x.name: x.prepare for x in implementations_of(spec) if not x.is_peer}
         error = lambda name: float(known[name](problem).error())  # noqa: E731
         most = MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
     rows = []
@@ -105,7 +112,7 @@ def _rotary_write(size: str) -> Check:
     angles = rng.uniform(0, 7, (num_rows, head_dim // 2)).astype(np.float32)
     shape = NUM_LAYERS * num_pages, kv_heads, page_size, head_dim
     pages = [normal(*shape) for _ in "kv"]
-    each = rotary_write.query_rows(num_rows, kv_heads * group)
+    each = query_rows(num_rows, kv_heads * group)
     by_query = num_rows, kv_heads, group, -1
     cos, sin = (
         jnp.asarray(f(angles))[each].reshape(by_query) for f in (np.cos, np.sin)
@@ -126,13 +133,13 @@ def _rotary_write(size: str) -> Check:
 
     def error(implementation: Any) -> float:
         call = functools.partial(
-            rotary_write.write_rotated_kv,
+            write_rotated_kv,
             num_layers=NUM_LAYERS,
             implementation=implementation,
         )
         where = (jnp.asarray(x, jnp.int32) for x in (page, offset))
         options: Any = {"packing": packing, "layer": jnp.int32(LAYER)}
-        turns = rotary_write.RotaryCosSin(cos, sin)
+        turns = RotaryCosSin(cos, sin)
         q, in_blocks, *found = jax.jit(call)(qkv, turns, *pages, *where, **options)
         assert in_blocks is not None  # a packing was given
         for before, after in zip(map(np.asarray, pages), found, strict=True):
@@ -169,7 +176,7 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
 
         return jax.jit(pull)
 
-    right = formulas.in_float64(call(formulas.attention), *arrays)
+    right = in_float64(call(bench.attention), *arrays)
 
     def error(implementation: Any) -> float:
         found = call(flash_attention, implementation=implementation)(*arrays)

@@ -24,11 +24,20 @@ from experiments.bench.kernels.peer_frameworks import TimeBudget
 from experiments.bench.kernels.report import plot as plot
 from experiments.bench.kernels.report import summary as summary
 from experiments.bench.peer_process import PeerProcess, start_peers
-from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun, runs
+from experiments.harness import MAX_ERROR, Implementation, KernelRun, implementations_of
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from pallas_kernels import devices
-from pallas_kernels.bench import Ceilings, GroupedSpec, Spec, problems, sets, timing
+from pallas_kernels import bench, devices
+from pallas_kernels.bench import (
+    SETS,
+    Ceilings,
+    GroupedSpec,
+    Spec,
+    make_problem,
+    measure_ceilings,
+    measure_empty,
+    num_turns,
+)
 
 UNKNOWN = ("seconds", "error", "fraction", "ratio", "excess_s", "target_s", "call_s")
 UNKNOWN += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")
@@ -107,17 +116,17 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         if config.shapes == "tiny":
             num, width, dtype = 2**16, 64, "float32"
         calls = min(10, config.num_calls)
-        ceilings = timing.measure_ceilings(
+        ceilings = measure_ceilings(
             num_elements=num, width=width, dtype=dtype, num_calls=calls
         )
         measurement = _Measurement(target.kind, ceilings, budget, num_calls)
         for spec in progress.track(chosen, "shapes", "shapes"):
             progress.show(spec.name)
             if spec.kind in ("copy", "grouped"):  # no peers in other frameworks
-                rows += measurement.rows(spec, runs.implementations_of(spec))
+                rows += measurement.rows(spec, implementations_of(spec))
             else:
                 rows += measurement.rows(
-                    spec, [*runs.implementations_of(spec), *peer_implementations]
+                    spec, [*implementations_of(spec), *peer_implementations]
                 )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # frees arrays of failed implementations
@@ -149,7 +158,7 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
     name = config.shapes
     if name == "auto":
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
-    chosen = [spec for spec in sets.SETS[name] if config.only in spec.name]
+    chosen = [spec for spec in SETS[name] if config.only in spec.name]
     if config.these:
         known = {spec.name: spec for spec in chosen}
         if unknown := [x for x in config.these if x not in known]:
@@ -157,7 +166,7 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
         return [known[x] for x in config.these]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
-    return sorted(chosen, key=lambda spec: spec not in sets.SETS["quick"])
+    return sorted(chosen, key=lambda spec: spec not in SETS["quick"])
 
 
 class _Measurement:
@@ -174,7 +183,7 @@ class _Measurement:
         self, kind: str, ceilings: Ceilings, budget: TimeBudget, num_calls: int
     ):
         self.kind, self.ceilings, self.budget = kind, ceilings, budget
-        self.clock = functools.partial(timing.measure, num_calls=num_calls)
+        self.clock = functools.partial(bench.measure, num_calls=num_calls)
         self.empty_s = {1: ceilings.empty_call_s}
 
     def rows(
@@ -187,8 +196,8 @@ class _Measurement:
             row = _row(spec, name, is_peer)
             try:
                 with self.budget.spend(name, share):
-                    turns = timing.num_turns(spec.bytes, self.kind)
-                    problem = problem or problems.make_problem(spec, num_turns=turns)
+                    turns = num_turns(spec.bytes, self.kind)
+                    problem = problem or make_problem(spec, num_turns=turns)
                     row |= self._time(spec, prepare(problem))
             except Exception as error:  # of any kind: the next implementations run
                 message = str(error).strip().split("\n")[0][:200]
@@ -216,7 +225,7 @@ class _Measurement:
         floor_s = self.ceilings.floor_s(spec.bytes, spec.flops)
         num = took.num_kernels or 1
         if num not in self.empty_s:
-            self.empty_s[num] = timing.measure_empty(num_kernels=num).seconds
+            self.empty_s[num] = measure_empty(num_kernels=num).seconds
         return {
             **took._asdict(),
             "seconds": seconds,

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.kernels import MAX_ERROR, Implementation, KernelRun
+from experiments.harness import MAX_ERROR, Implementation, KernelRun
 from pallas_kernels.bench import AttentionProblem, Timing
 
 FOLDER = Path(__file__).with_name("peers")

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
+    Bools,
     Floats,
     Ints,
     ReportPart,
@@ -17,13 +19,21 @@ from experiments.framework import (
     Sheet,
     Texts,
     column,
-    registry,
-    run_folder,
-    units,
+    computed_column,
+    format_bytes,
+    format_flops,
+    format_percent,
+    format_seconds,
+    load_experiment,
+    part_to_markdown,
+    read_run,
 )
-from experiments.framework import report as framework_report
-from experiments.framework.table import Bools, computed_column
-from experiments.plotting import style
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+)
 from pallas_kernels.bench import Ceilings
 
 CLOCKS = {
@@ -43,12 +53,12 @@ class KernelTimes(ResultTable):
     is_peer: Bools = column("True for a peer")
     bytes: Ints = column("bytes to move")
     flops: Ints = column("operations to compute")
-    seconds: Floats = column("a layer takes", heading="time", form=units.format_seconds)
+    seconds: Floats = column("a layer takes", heading="time", form=format_seconds)
     plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
     merge_s: np.ndarray = column("time of the merge")
     target_s: Floats = column("that a good kernel takes")
     fraction: Floats = column(
-        "floor / time", heading="of the floor", form=units.format_percent
+        "floor / time", heading="of the floor", form=format_percent
     )
     ratio: np.ndarray = column("best peer", heading="best peer / it", form="{:.2f}")
     error: Floats = column("from float64", form="{:.1e}")
@@ -94,8 +104,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     for name in found.distinct("spec"):
         selected = found.where(spec=name)
         size, work = (
-            units.format_bytes(selected.bytes[0]),
-            units.format_flops(selected.flops[0]),
+            format_bytes(selected.bytes[0]),
+            format_flops(selected.flops[0]),
         )
         parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
@@ -109,10 +119,10 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 
 def _reached(ceilings: Ceilings) -> dict[str, str]:
     return {
-        "copy": f"{units.format_bytes(ceilings.copy_bytes_per_s)}/s",
-        "read": f"{units.format_bytes(ceilings.read_bytes_per_s)}/s",
-        "matrix product": f"{units.format_flops(ceilings.flops_per_s)}/s",
-        "empty call": units.format_seconds(ceilings.empty_call_s),
+        "copy": f"{format_bytes(ceilings.copy_bytes_per_s)}/s",
+        "read": f"{format_bytes(ceilings.read_bytes_per_s)}/s",
+        "matrix product": f"{format_flops(ceilings.flops_per_s)}/s",
+        "empty call": format_seconds(ceilings.empty_call_s),
     }
 
 
@@ -153,19 +163,17 @@ def _draw_speeds(ax: Any, own: Fastest, peers: Fastest) -> None:
         if selected and peer
     ]
     for i, ratio in both:
-        style.draw_curve(
-            ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4
-        )
-        style.draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
+        draw_curve(ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4)
+        draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
         side = (7, "left") if ratio >= 1 else (-7, "right")
         look = {"ha": side[1], "va": "center_baseline"}
-        style.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
-    style.draw_reference_line(ax, 1, "as fast as the best peer", along="y")
+        plotting.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
+    draw_reference_line(ax, 1, "as fast as the best peer", along="y")
     num = sum(ratio > 1 for _, ratio in both)
     title = f"jaxkv is faster than the best peer on {num} of {len(both)} shapes"
-    style.set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
+    set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
     ax.margins(x=0.12)
-    style.label_log_axis(ax.xaxis)
+    label_log_axis(ax.xaxis)
     ax.legend()
 
 
@@ -180,10 +188,10 @@ def _draw_floors(ax: Any, own: Fastest, peers: Fastest) -> None:
         if known:
             places, shares = zip(*known, strict=True)
             look = {"linestyle": "", "markersize": 7}
-            style.draw_curve(ax, shares, places, name, label, **look)
+            draw_curve(ax, shares, places, name, label, **look)
             medians.append(f"{label} {np.median(shares):.0f} %")
     title = f"Share of the roofline's speed, median: {', '.join(medians[::-1])}"
-    style.set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
+    set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
     ax.legend()
 
 
@@ -204,7 +212,7 @@ def kernel_table(folder: Path) -> str:
     Raises:
       ValueError: the folder is not such a run.
     """
-    run = run_folder.read_run(folder, registry.load_experiment("bench_kernels"))
+    run = read_run(folder, load_experiment("bench_kernels"))
     head, *rows = run.result
     if head["device"] == "cpu":
         raise ValueError(f"{folder}: was made on a CPU; the table is of a GPU's record")
@@ -223,21 +231,19 @@ def kernel_table(folder: Path) -> str:
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
     note = f"{'; '.join(provenance)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
-    return framework_report.part_to_markdown(Sheet("", HEADS, lines, note))
+    return part_to_markdown(Sheet("", HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Returns the line of a shape."""
     found = timed_rows(rows)
     own, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs = (
-        f"{units.format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
-    )
-    size = units.format_bytes(rows[0]["bytes"])
+    theirs = f"{format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
+    size = format_bytes(rows[0]["bytes"])
     if own is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    selected = units.format_seconds(own["seconds"])
+    selected = format_seconds(own["seconds"])
     if peer and peer["seconds"] < own["seconds"]:
         theirs = f"**{theirs}**"
     else:
@@ -246,7 +252,7 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
         selected += f" ({own['implementation']})"
     ratio = f"{peer['seconds'] / own['seconds']:.2f}" if peer else "-"
     share, target = (
-        units.format_percent(own["fraction"]),
-        units.format_seconds(own["target_s"]),
+        format_percent(own["fraction"]),
+        format_seconds(own["target_s"]),
     )
     return name, size, selected, theirs, ratio, share, target

@@ -21,27 +21,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
+    Floats,
+    Ints,
     MeasuredValue,
     ResultRecord,
     ResultTable,
     Sheet,
+    Texts,
     claims_file,
     column,
-    config_json,
     measured,
-    report,
+    metric_sheets,
+    to_plain,
 )
-from experiments.framework.table import Floats, Ints, Texts
-from experiments.plotting import style, systems
-from jaxkv import validation
-from jaxkv.engine import EngineConfig, step
-from jaxkv.engine.state import init
-from jaxkv.models import ModelConfig, paged, transformer
+from experiments.plotting import set_labels, system_style
+from jaxkv import scheduling, validation
+from jaxkv.engine import EngineConfig, init, run_steps
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
 from pallas_kernels import devices
-from pallas_kernels.bench import deviceless, launches
-from pallas_kernels.bench.launches import Route, Thunk
+from pallas_kernels.bench import (
+    LOOPS,
+    Route,
+    Thunk,
+    compile_function,
+    executed_launches,
+    load_compiler,
+    read_plan,
+    unavailable_reason,
+    walk_thunks,
+)
 
 TARGET = "NVIDIA H200"
 PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
@@ -205,13 +214,13 @@ class Launches(ResultRecord):
 
 def prepare() -> None:
     """Makes JAX load the GPU compiler, before it initializes its devices."""
-    deviceless.load_compiler()
+    load_compiler()
 
 
 def run(config: Config, progress: Progress = QUIET) -> Launches:
     """Compiles every depth; a stopped run has the completed ones."""
     prepare()
-    if (reason := deviceless.unavailable_reason()) is not None:
+    if (reason := unavailable_reason()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
     counts, waits, compiled, found = (
         LaunchCounts.of([]),
@@ -224,7 +233,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
         with tempfile.TemporaryDirectory() as folder:
             program, arguments, pool = _program(config, depth)
             cpu_s, wall_s = time.process_time(), time.perf_counter()
-            compiler_report = deviceless.compile_function(
+            compiler_report = compile_function(
                 program,
                 *arguments,
                 donate_argnums=1,
@@ -234,15 +243,15 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             compiled.append((depth, cpu_s, wall_s))
             if len(counts):
                 continue
-            plan = launches.read_plan(Path(folder))
+            plan = read_plan(Path(folder))
         copies = weight_copies(compiler_report.text, arguments[0])
         found = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
         counts = count_launches(plan, 1 if config.scanned else depth, routes)
         loops = [
             (thunk, inside)
-            for thunk, inside in launches.walk_thunks(plan)
-            if thunk.kind in launches.LOOPS and thunk.trips is None
+            for thunk, inside in walk_thunks(plan)
+            if thunk.kind in LOOPS and thunk.trips is None
         ]
         waits = DataDependentLoops.of(
             (scope_of(x), x.kind, any(y.kind == "CommandBuffer" for y in inside))
@@ -254,15 +263,13 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
     model, engine = config.model(depth), config.engine()
-    pages = jax.eval_shape(
-        lambda: paged.make_model_pages(model, engine, dtype="bfloat16")
-    )
-    params = transformer.param_shapes(model, dtype="bfloat16", stacked=config.scanned)
+    pages = jax.eval_shape(lambda: make_model_pages(model, engine, dtype="bfloat16"))
+    params = param_shapes(model, dtype="bfloat16", stacked=config.scanned)
     program = functools.partial(
-        step.run_steps,
+        run_steps,
         config=engine,
-        forward=paged.PagedForward(model),
-        policy=fcfs.fcfs(),
+        forward=PagedForward(model),
+        policy=scheduling.fcfs(),
     )
     state = jax.eval_shape(functools.partial(init, engine), pages)
     clock = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -279,7 +286,7 @@ def count_launches(
     for route in routes:
         found: dict[str, int] = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
         chosen = _Quiet(route.name, route.choices)
-        for thunk, times, inside in launches.executed_launches([steps], chosen):
+        for thunk, times, inside in executed_launches([steps], chosen):
             found[_part(thunk, inside)] += times
         found["layer"] = -(-found["layer"] // num_layers)
         rows += [(route.name, part, num) for part, num in found.items()]
@@ -357,7 +364,7 @@ def summary(result: Launches) -> list[Sheet]:
     """Tabulates the counts."""
     repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
     shown = {k: v for k, v in metrics(result).items() if k not in repeated}
-    return [*report.metric_sheets(config_json.to_plain(shown))]
+    return [*metric_sheets(to_plain(shown))]
 
 
 def plot(ax: Any, result: Launches) -> None:
@@ -370,7 +377,7 @@ def plot(ax: Any, result: Launches) -> None:
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
         lengths = [by_part.get(part, 0) for part in shown]
         place = where + 0.86 * ((nth + 0.5) / len(paths) - 0.5)
-        look = {"label": path} | systems.system_style(path).bar
+        look = {"label": path} | system_style(path).bar
         bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
         # Counts equal to those of the first path are not repeated.
         first = first or lengths
@@ -390,7 +397,7 @@ def plot(ax: Any, result: Launches) -> None:
         num, around, layer = (result.per(name)[paths[0]] for name in names)
         title = f"A {paths[0]} step launches {num} kernels outside the model, {around} "
         title += f"around its layers and {layer} in each"
-    style.set_labels(ax, title, "launches [kernels]", "")
+    set_labels(ax, title, "launches [kernels]", "")
 
 
 @claims_file(__file__).judge

@@ -19,15 +19,14 @@ import numpy as np
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
-from experiments.framework import ReportPart, Sheet, units
-from experiments.harness import cost_models, length_distributions
-from experiments.plotting import style
-from jaxkv import clock, validation
+from experiments.framework import ReportPart, Sheet, format_seconds
+from experiments.harness import LinearCost, draw_lengths, figure_12
+from experiments.plotting import set_labels
+from jaxkv import clock, scheduling, simulation, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Cost, ProgramSizes, SimulationMember, driver, state
+from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
-from jaxkv.workloads import Workload, arrivals, lengths
+from jaxkv.workloads import SHAREGPT, Workload, make_workload
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 SYSTEMS = {
@@ -101,7 +100,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     alone = [_runner([all_members[len(all_members) // 2]], config)]
     at_once = [_runner(all_members, config)]
     # All runs, divided into equal parts like in `driver`.
-    size = driver.part_size(len(all_members), config.max_slots)
+    size = part_size(len(all_members), config.max_slots)
     starts = (min(i, len(all_members) - size) for i in range(0, len(all_members), size))
     parts = [_runner(all_members[i : i + size], config) for i in starts]
     compile_s = time.perf_counter() - start
@@ -126,7 +125,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 def make_members(config: Config) -> list[SimulationMember]:
     """Returns one machine per rate, with requests for all of its steps."""
-    capacity = state.Capacity.of(
+    capacity = Capacity.of(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
@@ -135,7 +134,7 @@ def make_members(config: Config) -> list[SimulationMember]:
     # A step takes less than 0.1 s, so no machine runs out of requests.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
-    policy, cost = fcfs.fcfs(), cost_models.figure_12().cost
+    policy, cost = scheduling.fcfs(), figure_12().cost
     loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [SimulationMember(x, capacity, policy, cost) for x in loads]
 
@@ -143,16 +142,16 @@ def make_members(config: Config) -> list[SimulationMember]:
 def make_load(rate: float, num: int, seed: int) -> Workload:
     """Returns Poisson arrivals with lengths like those of ShareGPT."""
     rng = np.random.default_rng(seed)
-    drawn = length_distributions.draw_lengths(lengths.SHAREGPT, num, MAX_LENGTH, rng)
+    drawn = draw_lengths(SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
-    return arrivals.make_workload(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
+    return make_workload(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
 
 
 def _runner(group: list[SimulationMember], config: Config) -> Runner:
     """Returns compiled machines that advance together."""
     bounds = ProgramSizes(config.max_slots, 1, config.head, config.num_steps, False)
-    runner = Runner(driver.stack(group), bounds, 0.0, None)
+    runner = Runner(simulation.stack(group), bounds, 0.0, None)
     runner.start()
     return runner
 
@@ -210,7 +209,7 @@ def to_requests(workload: Workload) -> list[SimpleRequest]:
 
 def to_price(cost: Cost) -> plain_scheduler.Price:
     """Converts a cost model to a function for the Python scheduler."""
-    assert isinstance(cost, cost_models.LinearCost)
+    assert isinstance(cost, LinearCost)
     prefill, small, large = (
         [float(x) for x in values]
         for values in (cost.prefill, cost.decode, cost.decode_large)
@@ -251,7 +250,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         lines.append(cells)
     note = (
         f"Medians of {found['rounds']} rounds, without compilation and first calls "
-        f"({units.format_seconds(found['first_calls_s'])})."
+        f"({format_seconds(found['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
@@ -267,4 +266,4 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     if values[2]:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
-    style.set_labels(ax, title, "simulated [thousand steps/s]", "")
+    set_labels(ax, title, "simulated [thousand steps/s]", "")

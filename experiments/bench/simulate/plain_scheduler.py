@@ -1,6 +1,6 @@
 """First come, first served in plain Python: the peer of `bench simulate`.
 
-It takes the same decisions as `fcfs.fcfs` for requests of one sequence and, on request,
+It takes the same decisions as `fcfs` for requests of one sequence and, on request,
 records the same step statistics as `simulation.step`, with lists, counts and a deque,
 like a scheduler on the host.
 """

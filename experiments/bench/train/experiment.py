@@ -27,15 +27,21 @@ from experiments.framework import (
     ResultTable,
     Texts,
     column,
-    units,
+    computed_column,
+    format_flops,
+    format_percent,
 )
-from experiments.framework.table import computed_column
-from experiments.harness.timing import measure_in_turns, median_and_spread
-from experiments.plotting import style
+from experiments.harness import measure_in_turns, median_and_spread
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora
-from scaling.training import architectures
+from scaling import training
+from scaling.corpora import VOCAB_SIZE
 
 NAMES = ("implementation", "width")
 DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
@@ -103,9 +109,9 @@ class TrainingRates(ResultTable):
     implementation: Texts = column("name of the system", heading="system")
     tokens_per_s: Floats = column("median rate", heading="tokens/s")
     ratio: np.ndarray = column("rate / eager PyTorch's", form="{:.2f}")
-    spread: Floats = column("range of the rates / median", form=units.format_percent)
+    spread: Floats = column("range of the rates / median", form=format_percent)
     flops_per_s: Floats = column(
-        "operations per second at that rate", heading="FLOP/s", form=units.format_flops
+        "operations per second at that rate", heading="FLOP/s", form=format_flops
     )
     ceiling_flops_per_s: Floats = column("operations per second of large products")
     compile_s: Floats = column("time before the first step", heading="compiling")
@@ -113,7 +119,7 @@ class TrainingRates(ResultTable):
     optimizer: Texts = column("implementation of AdamW", heading="AdamW")
 
     @property
-    @computed_column(heading="of products", form=units.format_percent)
+    @computed_column(heading="of products", form=format_percent)
     def of_products(self) -> np.ndarray:
         """Operations per second relative to those of large matrix products."""
         return self.flops_per_s / self.ceiling_flops_per_s
@@ -154,12 +160,12 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
     """Returns the trainer of jaxkv for a width."""
-    model = architectures.transformer(
+    model = training.transformer(
         width,
         num_heads=width // config.head_dim,
         num_layers=config.num_layers,
         mlp_size=4 * width,
-        vocab_size=corpora.VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         seq_len=config.seq_len,
     )
     model = dataclasses.replace(
@@ -206,8 +212,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     found = TrainingRates.of(result)
     for name in found.distinct("implementation"):
         selected = found.where(implementation=name)
-        style.draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
-    style.use_powers_of_two(ax)
+        draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
+    use_powers_of_two(ax)
     title = "Rate of training by width"
     ratios = [
         x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]
@@ -216,8 +222,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         low, high = min(ratios), max(ratios)
         title = f"jaxkv trains {low:.2f} to {high:.2f} times as fast as PyTorch"
     rate = "training [thousand tokens/s]"
-    style.set_labels(ax, title, "width [features]", rate, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, "width [features]", rate, yscale="log")
+    label_log_axis(ax.yaxis)
     if result:
         ax.legend()
 
@@ -229,13 +235,11 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
         return []
-    ceiling = units.format_flops(
-        statistics.median(x["ceiling_flops_per_s"] for x in result)
-    )
+    ceiling = format_flops(statistics.median(x["ceiling_flops_per_s"] for x in result))
     note = f"Products of 2,048 x 2,048 matrices: {ceiling} per second."
     used = [x["mfu"] for x in result if x["mfu"] is not None]
     if used:
-        note += f" Of the data sheet's rate: {units.format_percent(max(used))} at best."
+        note += f" Of the data sheet's rate: {format_percent(max(used))} at best."
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
     return [TrainingRates.of(result).sheet("training", *REPORTED, note=note)]

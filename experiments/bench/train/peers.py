@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.peer_process import PeerProcess
-from experiments.harness.timing import time_call
-from jaxkv.models.config import ModelConfig
-from scaling.corpora import corpora
-from scaling.costs import devices
+from experiments.harness import time_call
+from jaxkv.models import ModelConfig
+from scaling.corpora import draw_windows
+from scaling.costs import find_device
 from scaling.training import (
     LearningRateSchedule,
     OptimizerConfig,
     StepConfig,
-    architectures,
+    compiled_steps,
+    init_train_state,
+    training_flops,
 )
-from scaling.training.step import compiled_steps, init_train_state
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 WORDS = {
@@ -56,7 +57,7 @@ class JaxkvTrainer:
         self.model, self._dtype = model, dtype
         self._shape = {"batch_size": batch_size, "seq_len": seq_len}
         self._tokens = batch_size * seq_len
-        whole = architectures.training_flops(model, batch=batch_size, sequence=seq_len)
+        whole = training_flops(model, batch=batch_size, sequence=seq_len)
         self.flops_per_token = whole / self._tokens
         self._seed = jnp.int32(0)
         num = max(100_000, 2 * seq_len + 2)
@@ -75,9 +76,7 @@ class JaxkvTrainer:
 
     def windows(self) -> np.ndarray:
         """Returns the text of the compared steps, [steps, batch, seq_len + 1]."""
-        draw = functools.partial(
-            corpora.draw_windows, self._stream, self._seed, **self._shape
-        )
+        draw = functools.partial(draw_windows, self._stream, self._seed, **self._shape)
         return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
@@ -97,7 +96,7 @@ class JaxkvTrainer:
             return None
         kind = jax.local_devices()[0].device_kind
         try:
-            device = devices.find_device(kind.removeprefix("NVIDIA "))
+            device = find_device(kind.removeprefix("NVIDIA "))
         except ValueError:  # an unknown device
             return None
         return rate * self.flops_per_token / device.rate(self._dtype)

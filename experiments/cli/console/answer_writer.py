@@ -6,7 +6,7 @@ Without a terminal, the output consists of the texts and headings between them.
 import os
 import sys
 
-from experiments.harness import terminal_text
+from experiments.harness import make_printable
 
 
 class AnswerWriter:
@@ -67,12 +67,10 @@ class AnswerWriter:
             scored = "" if score is None else f", score {score:.3f}"
             self._write(f"--- {self._turn + 1} of {len(self._prompts)}{scored} ---\n")
         if self._on_terminal:
-            prompt = terminal_text.make_printable(self._prompts[self._turn])
+            prompt = make_printable(self._prompts[self._turn])
             is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             sys.stdout.write(prompt if is_plain else f"\033[1m{prompt}\033[0m")
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(
-            terminal_text.make_printable(text) if self._on_terminal else text
-        )
+        sys.stdout.write(make_printable(text) if self._on_terminal else text)
         sys.stdout.flush()

@@ -12,7 +12,14 @@ from typing import Any
 from rich import console as rich_console
 from rich import padding, table, text
 
-from experiments.framework import Claim, Excerpts, ReportPart, Sheet, report
+from experiments.framework import (
+    Claim,
+    Excerpts,
+    ReportPart,
+    Sheet,
+    claim_numbers,
+    group_heads,
+)
 
 MAX_WIDTH = 100
 """Largest number of columns: longer lines are hard to read."""
@@ -51,7 +58,7 @@ def print_parts(parts: Sequence[ReportPart]) -> None:
         elif isinstance(part, Excerpts):
             blocks.append((part.title, [_excerpts(part)]))
         else:
-            heads = report.group_heads(part.claims).items()
+            heads = group_heads(part.claims).items()
             blocks += [(head, [_verdicts(claims)]) for head, claims in heads]
     for title, below in blocks:
         with console.capture() as capture:
@@ -117,7 +124,7 @@ def _verdicts(claims: Sequence[Claim]) -> table.Table:
     for x in claims:
         color = COLORS.get(x.verdict, OTHER)
         grid.add_row(text.Text(x.verdict, color), text.Text(x.claim))
-        for line in (report.claim_numbers(x), x.note):
+        for line in (claim_numbers(x), x.note):
             if line:
                 grid.add_row("", text.Text(line, "dim"))
     return grid

@@ -13,7 +13,7 @@ from rich import console as rich_console
 from rich import live, progress, text
 
 from experiments.cli.console import interrupts, printing
-from experiments.framework import units
+from experiments.framework import format_rate
 
 REPORT_EVERY_S = 30.0
 """Seconds between two lines of a bar if there is no terminal."""
@@ -123,7 +123,7 @@ class Terminal:
             speed = self._bars.tasks[task].speed
             # The recent speed, which is not meaningful for a completed bar.
             is_shown = speed and done != total
-            rate = f"{units.format_rate(speed)} {unit}/s" if is_shown else ""
+            rate = f"{format_rate(speed)} {unit}/s" if is_shown else ""
             self._bars.update(task, completed=done, rate=rate)
             now_s = time.monotonic()
             is_time = done == total or now_s - reported_s > REPORT_EVERY_S

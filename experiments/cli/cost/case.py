@@ -4,10 +4,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scaling.costs import Attention, Device, Layout, activations, devices
-from scaling.costs.devices import Precision
-from scaling.costs.flops import Checkpointing
-from scaling.costs.memory import MIXED, SINGLE, BytesPerParam
+from scaling.costs import (
+    BYTES,
+    MIXED,
+    SINGLE,
+    Attention,
+    BytesPerParam,
+    Checkpointing,
+    Device,
+    Layout,
+    Precision,
+    StoredTensor,
+    stored_tensors,
+)
 from scaling.shapes import ModelShape
 
 
@@ -41,7 +50,7 @@ class CostCase(NamedTuple):
     @property
     def number_bytes(self) -> int:
         """Bytes of a weight, and of a number in K or V, in serving."""
-        return devices.BYTES[self.dtype]
+        return BYTES[self.dtype]
 
     @property
     def bytes_per_param(self) -> BytesPerParam:
@@ -54,11 +63,9 @@ class CostCase(NamedTuple):
         return self.device.ridge(self.dtype)
 
     @property
-    def stored(self) -> tuple[activations.StoredTensor, ...]:
+    def stored(self) -> tuple[StoredTensor, ...]:
         """Tensors that a layer keeps for the backward pass."""
-        return self.evaluate(
-            activations.stored_tensors, number_bytes=self.bytes_per_param.weight
-        )
+        return self.evaluate(stored_tensors, number_bytes=self.bytes_per_param.weight)
 
     def evaluate[T](self, formula: Callable[..., T], **change: Any) -> T:
         """Returns the value of a formula of `scaling.costs` for this case.

@@ -8,17 +8,34 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from experiments import framework
 from experiments.cli import parsing
 from experiments.cli.cost import answers as cost_answers
 from experiments.cli.cost import device_tables, drawing, tables
 from experiments.cli.cost.case import CostCase
 from experiments.cli.run import CommandOutput
-from experiments.framework import config_json, report
-from experiments.harness import bundled
+from experiments.harness import bundled_names, find_bundled_folder
 from jaxkv import validation
-from scaling.costs import devices, flops, parallelism, parameters, serving, traffic
-from scaling.costs import memory as costs_memory
-from scaling.shapes import ModelShape, huggingface, published
+from jaxkv.validation import format_unknown_name
+from scaling import costs, shapes
+from scaling.costs import (
+    ServingWork,
+    check_layout,
+    count_parameters,
+    decode_terms,
+    decode_work,
+    find_device,
+    forward_terms,
+    kv_bytes_per_token,
+    list_weights,
+    parse_layout,
+    place_counts,
+    prefill_work,
+    training_memory,
+    training_step_flops,
+    training_traffic,
+)
+from scaling.shapes import CONFIGS, ModelShape, load_shape
 
 MAX_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
@@ -97,16 +114,14 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
         )
     document["notes"] = [*lines]
     if options.plot or options.out is not None:
-        from experiments.framework import run_folder
+        from experiments.framework import write_files
 
-        contents: dict[str, str | bytes] = {"cost.json": config_json.dumps(document)}
+        contents: dict[str, str | bytes] = {"cost.json": framework.dumps(document)}
         if options.plot:
             contents |= drawing.render_cost_figure(case)
-        document["out"] = run_folder.write_files(
-            options.out, f"cost-{case.model.name}", contents
-        )
+        document["out"] = write_files(options.out, f"cost-{case.model.name}", contents)
         lines.append(f"folder: {document['out']}")
-    paragraphs = [report.paragraph(*pair) for pair in answers]
+    paragraphs = [framework.paragraph(*pair) for pair in answers]
     return CommandOutput(document, [*sheets, *paragraphs], lines)
 
 
@@ -120,9 +135,9 @@ def resolve_case(name: str, options: CostOptions) -> CostCase:
             f"sequence={sequence} must be at most {model.max_positions}, the positions "
             f"that {model.name} has"
         )
-    layout = parallelism.parse_layout(options.parallel, zero=options.zero)
-    parallelism.check_layout(model, layout, sequence=sequence)
-    device = devices.find_device(options.device)
+    layout = parse_layout(options.parallel, zero=options.zero)
+    check_layout(model, layout, sequence=sequence)
+    device = find_device(options.device)
     device.rate(options.dtype)
     return CostCase(
         model=model,
@@ -145,44 +160,44 @@ def find_description(name: str) -> ModelShape:
       ValueError: the model is unknown, or its file describes an unsupported model.
     """
     if Path(name).exists():
-        return huggingface.load_shape(Path(name))
-    if name in published.CONFIGS:
-        return published.describe(name)
-    if name in bundled.bundled_names():
-        return huggingface.load_shape(bundled.find_bundled_folder(name))
+        return load_shape(Path(name))
+    if name in CONFIGS:
+        return shapes.describe(name)
+    if name in bundled_names():
+        return load_shape(find_bundled_folder(name))
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    known = [*published.CONFIGS, *bundled.bundled_names()]
-    line = config_json.format_unknown_name("model", name, known)
+    known = [*CONFIGS, *bundled_names()]
+    line = format_unknown_name("model", name, known)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
 def list_models() -> str:
     """Returns the models that are known by name, as text."""
-    return f"one of: {', '.join([*published.CONFIGS, *bundled.bundled_names()])}"
+    return f"one of: {', '.join([*CONFIGS, *bundled_names()])}"
 
 
 def to_document(case: CostCase) -> dict[str, Any]:
     """Returns all numbers as a JSON document."""
     model, tokens = case.model, case.batch * case.sequence
     step, memory = (
-        case.evaluate(flops.training_step_flops),
-        case.evaluate(costs_memory.training_memory),
+        case.evaluate(training_step_flops),
+        case.evaluate(training_memory),
     )
-    params, places = parameters.count_parameters(model), parameters.place_counts(model)
+    params, places = count_parameters(model), place_counts(model)
     decode, prefill = (
-        case.evaluate(serving.decode_work),
-        case.evaluate(serving.prefill_work),
+        case.evaluate(decode_work),
+        case.evaluate(prefill_work),
     )
     schemes: dict[str, dict[str, float]] = {}
-    for each in case.evaluate(traffic.training_traffic):
+    for each in case.evaluate(training_traffic):
         scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})
         scheme["forward"] += each.forward
         scheme["backward"] += each.backward
     terms = {
-        "forward": case.evaluate(flops.forward_terms),
-        "prefill": case.evaluate(flops.forward_terms, logits="last"),
-        "decode": case.evaluate(flops.decode_terms),
+        "forward": case.evaluate(forward_terms),
+        "prefill": case.evaluate(forward_terms, logits="last"),
+        "decode": case.evaluate(decode_terms),
     }
     return {
         "model": model.name,
@@ -190,7 +205,7 @@ def to_document(case: CostCase) -> dict[str, Any]:
         "num_params": params._asdict(),
         "params_by_weight": {
             f"{x.part}: {x.name}": x.size * x.stored * places[x.place]
-            for x in parameters.list_weights(model)
+            for x in list_weights(model)
             if x.place != "ahead"
         },
         "flops": {
@@ -214,7 +229,7 @@ def to_document(case: CostCase) -> dict[str, Any]:
             f"{x.part}: {x.name}": x.bytes for x in case.stored
         },
         "one_layer": tables.one_layer(case),
-        "kv_bytes_per_token": case.evaluate(serving.kv_bytes_per_token),
+        "kv_bytes_per_token": case.evaluate(kv_bytes_per_token),
         "comms_bytes": schemes,
         "num_devices": case.layout.num_devices,
         "per_device": device_tables.per_device(case),
@@ -228,10 +243,10 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: CostCase, work: serving.ServingWork) -> dict[str, Any]:
+def _served(case: CostCase, work: ServingWork) -> dict[str, Any]:
     return {
         **work._asdict(),
         "intensity": work.intensity,
         "ridge": case.ridge,
-        **case.evaluate(serving.roofline, work=work)._asdict(),
+        **case.evaluate(costs.roofline, work=work)._asdict(),
     }

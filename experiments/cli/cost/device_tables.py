@@ -3,8 +3,23 @@
 from typing import Any
 
 from experiments.cli.cost.case import CostCase
-from experiments.framework import Sheet, units
-from scaling.costs import flops, memory, serving, traffic
+from experiments.framework import (
+    Sheet,
+    format_bytes,
+    format_flops,
+    format_rate,
+    format_seconds,
+)
+from scaling.costs import (
+    decode_traffic,
+    kv_bytes_per_token,
+    max_batch,
+    max_device_params,
+    prefill_traffic,
+    sequence_kv_bytes,
+    training_step_flops,
+    training_traffic,
+)
 from scaling.shapes import HeadAttention
 
 
@@ -14,9 +29,9 @@ def device_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
         (
             f"{x.scheme}: {x.name}",
             x.formula,
-            *map(units.format_bytes, (x.forward, x.backward)),
+            *map(format_bytes, (x.forward, x.backward)),
         )
-        for x in case.evaluate(traffic.training_traffic)
+        for x in case.evaluate(training_traffic)
     ]
     heads = ("exchange", "per device", "forward", "backward")
     note = "Bytes that a device sends in one step of one micro-batch."
@@ -33,21 +48,21 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     for name, step in (("prefill", "prefill"), ("decode, a step", "decode")):
         work = document[step]
         counted = (
-            units.format_flops(work["flops"]),
-            units.format_rate(work["intensity"]),
+            format_flops(work["flops"]),
+            format_rate(work["intensity"]),
         )
-        read = map(units.format_bytes, (work["weight_bytes"], work["kv_bytes"]))
-        times = map(units.format_seconds, (work["compute_s"], work["memory_s"]))
+        read = map(format_bytes, (work["weight_bytes"], work["kv_bytes"]))
+        times = map(format_seconds, (work["compute_s"], work["memory_s"]))
         rows.append((name, counted[0], *read, counted[1], *times, work["bound"]))
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype, d = case.dtype, case.device
-    kept = case.evaluate(serving.sequence_kv_bytes, tokens=case.sequence)
+    kept = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
     note = (
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
-        f"{units.format_bytes(kept)} for s tokens. "
+        f"{format_bytes(kept)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
-        f"{case.ridge:.0f} op/byte; {case.evaluate(serving.max_batch):,} such "
+        f"{case.ridge:.0f} op/byte; {case.evaluate(max_batch):,} such "
         "sequences fit in the memory that the weights leave."
     )
     more = ("products", "memory", "bound by")
@@ -61,10 +76,10 @@ def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
     is_divided = "divided" if sizes["rows"] % cp == 0 else "not divided"
     kinds = (
-        ("decode", traffic.decode_traffic, size, "step of b rows, s = 1"),
+        ("decode", decode_traffic, size, "step of b rows, s = 1"),
         (
             "prefill",
-            traffic.prefill_traffic,
+            prefill_traffic,
             sizes,
             f"pass over b s rows, {is_divided} by cp={cp}",
         ),
@@ -72,7 +87,7 @@ def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
     found = []
     for name, formula, given, unit in kinds:
         rows = [
-            (f"{x.scheme}: {x.name}", x.formula, units.format_bytes(x.forward))
+            (f"{x.scheme}: {x.name}", x.formula, format_bytes(x.forward))
             for x in case.evaluate(formula, **given)
         ]
         note = f"Bytes that a device sends in one {unit}."
@@ -88,16 +103,16 @@ def per_device(case: CostCase) -> dict[str, float]:
     """
     layout, d = case.layout, case.device
     step, parts = (
-        case.evaluate(flops.training_step_flops),
+        case.evaluate(training_step_flops),
         layout.tensor * layout.pipeline,
     )
     each = (step.model + step.recomputed) / (parts * layout.context)
-    sent = sum(x.forward + x.backward for x in case.evaluate(traffic.training_traffic))
-    kv = case.evaluate(serving.kv_bytes_per_token)
+    sent = sum(x.forward + x.backward for x in case.evaluate(training_traffic))
+    kv = case.evaluate(kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
         kv /= min(layout.tensor, case.model.attention.num_kv_heads) * layout.pages
     return {
-        "num_params": sum(case.evaluate(memory.max_device_params)),
+        "num_params": sum(case.evaluate(max_device_params)),
         "flops": each,
         "compute_s": each / d.bfloat16,
         "sent_bytes": sent,
@@ -110,13 +125,13 @@ def _device(case: CostCase, found: dict[str, float]) -> Sheet:
     d = case.device
     rows = [
         ("parameters of the fullest device", f"{found['num_params']:,.0f}"),
-        ("operations of a training step", units.format_flops(found["flops"])),
-        ("time of these operations at peak", units.format_seconds(found["compute_s"])),
+        ("operations of a training step", format_flops(found["flops"])),
+        ("time of these operations at peak", format_seconds(found["compute_s"])),
     ]
     if found["sent_bytes"]:
         rows += [
-            ("bytes sent", units.format_bytes(found["sent_bytes"])),
-            ("time of these bytes on the link", units.format_seconds(found["link_s"])),
+            ("bytes sent", format_bytes(found["sent_bytes"])),
+            ("time of these bytes on the link", format_seconds(found["link_s"])),
         ]
     rows.append(("K and V per token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
     measured = []
@@ -126,7 +141,7 @@ def _device(case: CostCase, found: dict[str, float]) -> Sheet:
         measured.append(f"{d.measured_bandwidth / 1e9:.0f} GB/s")
     note = (
         f"{d.name}: {d.bfloat16 / 1e12:,.0f} TFLOP/s in 16 bits, "
-        f"{units.format_bytes(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
+        f"{format_bytes(d.memory_bytes)}, link {d.link / 1e9:.0f} GB/s one way "
         f"({d.source})."
     )
     if measured:

@@ -3,9 +3,22 @@
 from collections import Counter
 from typing import Any
 
+from experiments import plotting
 from experiments.cli.cost.case import CostCase
-from experiments.plotting import style, systems
-from scaling.costs import flops, memory, serving
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    draw_curve,
+    draw_reference_line,
+    draw_ridge,
+    label_log_axis,
+    render_figure,
+    set_labels,
+)
+from scaling.costs import decode_work, forward_terms, prefill_work, training_memory
 
 _POLICIES = ("none", "selective", "boundary")
 _CONTEXTS = (128, 1024, 8192)
@@ -20,7 +33,7 @@ def render_cost_figure(case: CostCase) -> dict[str, bytes]:
         _decode(axes[1, 0], case)
         _prefill(axes[1, 1], case)
 
-    return style.render_figure(draw, panels=(2, 2), size_inches=(3.4, 3.7))
+    return render_figure(draw, panels=(2, 2), size_inches=(3.4, 3.7))
 
 
 def _flops(ax: Any, case: CostCase) -> None:
@@ -29,7 +42,7 @@ def _flops(ax: Any, case: CostCase) -> None:
     parts: dict[str, list[float]] = {}
     for length in lengths:
         sums: Counter[str] = Counter()
-        for term in case.evaluate(flops.forward_terms, batch=1, sequence=length):
+        for term in case.evaluate(forward_terms, batch=1, sequence=length):
             part = "scores, values" if term.growth == "s^2" else _PARTS[term.part]
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
@@ -39,19 +52,19 @@ def _flops(ax: Any, case: CostCase) -> None:
         lengths,
         [parts[name] for name in order],
         labels=order,
-        colors=[style.colors()[_LOOKS[name][0]] for name in order],
+        colors=[plotting.colors()[_LOOKS[name][0]] for name in order],
         edgecolor="white",
         linewidth=0.5,
     )
     for area, name in zip(areas, order, strict=True):
         area.set_hatch(_LOOKS[name][1])
-    style.draw_reference_line(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
+    draw_reference_line(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
     share = parts.get("scores, values", [0.0])[-1] / sum(x[-1] for x in parts.values())
     title = f"{case.model.name}: scores are {100 * share:.0f} % of the operations at "
     title += f"{lengths[-1]:,} tokens"
-    style.set_labels(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
+    set_labels(ax, title, "sequence [tokens]", "forward [GFLOP/token]")
     ax.legend(reverse=True)
 
 
@@ -63,11 +76,11 @@ _PARTS = {
     "ahead": "ahead",
 }
 _LOOKS = {
-    "head": (systems.PURPLE, ""),
-    "projections": (systems.BLUE, ""),
-    "FFN": (systems.GREEN, "//"),
-    "experts": (systems.ORANGE, ".."),
-    "scores, values": (systems.RED, "\\\\"),
+    "head": (PURPLE, ""),
+    "projections": (BLUE, ""),
+    "FFN": (GREEN, "//"),
+    "experts": (ORANGE, ".."),
+    "scores, values": (RED, "\\\\"),
 }
 """Colour and hatch of the parts."""
 
@@ -75,8 +88,7 @@ _LOOKS = {
 def _memory(ax: Any, case: CostCase) -> None:
     """Draws the training memory of the fullest device by checkpointing policy."""
     found = [
-        case.evaluate(memory.training_memory, checkpointing=policy)
-        for policy in _POLICIES
+        case.evaluate(training_memory, checkpointing=policy) for policy in _POLICIES
     ]
     bottom = [0.0] * len(found)
     groups = {
@@ -89,16 +101,16 @@ def _memory(ax: Any, case: CostCase) -> None:
     looks = zip((1, 2, 3, 6, 7), ("", "//", "..", "\\\\", "xx"), strict=True)
     for (label, names), (color, hatch) in zip(groups.items(), looks, strict=True):
         heights = [sum(getattr(x, name) for name in names) / 1e9 for x in found]
-        look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+        look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
         look |= {"label": label, "width": 0.64, "edgecolor": "white"}
         ax.bar(_POLICIES, heights, bottom=bottom, **look)
         bottom = [x + y for x, y in zip(bottom, heights, strict=True)]
     limit = case.device.memory_bytes / 1e9
-    style.draw_reference_line(ax, limit, f"{case.device.name}, {limit:.0f} GB")
+    draw_reference_line(ax, limit, f"{case.device.name}, {limit:.0f} GB")
     number = case.layout.num_devices
     devices = "one device" if number == 1 else f"the fullest of {number:,} devices"
     title = f"{case.batch} x {case.sequence:,} tokens: {bottom[0]:,.0f} GB on {devices}"
-    style.set_labels(ax, title, "checkpointing", "training memory [GB]")
+    set_labels(ax, title, "checkpointing", "training memory [GB]")
     ax.legend()
 
 
@@ -108,13 +120,10 @@ def _decode(ax: Any, case: CostCase) -> None:
     bound = []
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
-        works = [
-            case.evaluate(serving.decode_work, batch=x, context=context)
-            for x in batches
-        ]
+        works = [case.evaluate(decode_work, batch=x, context=context) for x in batches]
         found = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
-        style.draw_curve(ax, batches, found, color, f"context {context:,}", **look)
+        draw_curve(ax, batches, found, color, f"context {context:,}", **look)
         bound += [context] if max(found) < case.ridge else []
     title = "Decoding by batch and context"
     if bound:
@@ -125,9 +134,9 @@ def _decode(ax: Any, case: CostCase) -> None:
 def _prefill(ax: Any, case: CostCase) -> None:
     """Draws the intensity of prefill against the prompt length."""
     lengths = [2**x for x in range(14)]
-    works = [case.evaluate(serving.prefill_work, batch=1, prompt=x) for x in lengths]
+    works = [case.evaluate(prefill_work, batch=1, prompt=x) for x in lengths]
     found = [work.intensity for work in works]
-    style.draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
+    draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
     free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
     title = "Prefill is memory-bound at every length"
     if free:
@@ -137,11 +146,11 @@ def _prefill(ax: Any, case: CostCase) -> None:
 
 def _roof(ax: Any, case: CostCase, sizes: list[int], title: str, x: str) -> None:
     """Draws the ridge: steps above it are compute-bound, below it memory-bound."""
-    style.draw_ridge(ax, case.device.name, case.ridge)
+    draw_ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)
     y = "intensity [FLOP/byte]"
-    style.set_labels(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
+    set_labels(ax, title, x, y, yscale="log", xlim=(sizes[0], sizes[-1]))
     low, high = ax.get_ylim()
     ax.set_ylim(low, max(high, 3 * case.ridge))
-    style.label_log_axis(ax.yaxis)
+    label_log_axis(ax.yaxis)
     ax.legend()

@@ -6,8 +6,17 @@ from typing import Any
 
 from experiments.cli.cost import device_tables
 from experiments.cli.cost.case import CostCase
-from experiments.framework import Sheet, units
-from scaling.costs import activations, flops, memory, parameters
+from experiments.framework import Sheet, format_bytes, format_flops, format_percent
+from scaling.costs import (
+    count_parameters,
+    forward_terms,
+    list_weights,
+    per_token,
+    place_counts,
+    total_flops,
+    training_memory,
+    training_step_flops,
+)
 from scaling.shapes import HeadAttention
 
 
@@ -67,15 +76,15 @@ def _shape(case: CostCase) -> Sheet:
 
 
 def _weights(case: CostCase) -> Sheet:
-    rows, places = [], parameters.place_counts(case.model)
-    for x in parameters.list_weights(case.model):
+    rows, places = [], place_counts(case.model)
+    for x in list_weights(case.model):
         if x.place == "ahead":
             continue
         count = places[x.place] * x.stored
         total = f"{x.size * count:,}" if x.stored else "tied"
         name = x.name if x.part in x.name else f"{x.part}: {x.name}"
         rows.append((name, x.formula, f"{x.size:,}", f"{count:,}", total))
-    if ahead := parameters.count_parameters(case.model).ahead:
+    if ahead := count_parameters(case.model).ahead:
         number = case.model.num_ahead_layers
         sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
         rows.append(("layer for multi-token prediction", "", *sizes))
@@ -84,7 +93,7 @@ def _weights(case: CostCase) -> Sheet:
 
 
 def _conventions(case: CostCase) -> Sheet:
-    p = parameters.count_parameters(case.model)
+    p = count_parameters(case.model)
     rows = [
         ("total", p.total, "everything, a tied head once"),
         ("non-embedding", p.non_embedding, "without tables and head"),
@@ -104,18 +113,18 @@ def _conventions(case: CostCase) -> Sheet:
 
 
 def _flops(case: CostCase) -> list[Sheet]:
-    terms, tokens = case.evaluate(flops.forward_terms), case.batch * case.sequence
+    terms, tokens = case.evaluate(forward_terms), case.batch * case.sequence
     step, params = (
-        case.evaluate(flops.training_step_flops),
-        parameters.count_parameters(case.model),
+        case.evaluate(training_step_flops),
+        count_parameters(case.model),
     )
-    whole = flops.total_flops(terms)
+    whole = total_flops(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
         each, share = (
-            units.format_flops(x.flops / tokens),
-            units.format_percent(x.flops / whole),
+            format_flops(x.flops / tokens),
+            format_percent(x.flops / whole),
         )
         rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
@@ -135,7 +144,7 @@ def _flops(case: CostCase) -> list[Sheet]:
         ),
     ]
     table = [
-        (name, formula, units.format_flops(value / tokens), units.format_flops(value))
+        (name, formula, format_flops(value / tokens), format_flops(value))
         for name, formula, value in sums
         if value
     ]
@@ -147,7 +156,7 @@ def _flops(case: CostCase) -> list[Sheet]:
 
 
 def _memory(case: CostCase) -> Sheet:
-    found, each = case.evaluate(memory.training_memory), case.bytes_per_param
+    found, each = case.evaluate(training_memory), case.bytes_per_param
     formulas = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
@@ -164,17 +173,17 @@ def _memory(case: CostCase) -> Sheet:
         (
             names.get(name, name.replace("_", " ")),
             formulas[name],
-            units.format_bytes(value),
+            format_bytes(value),
         )
         for name, value in found._asdict().items()
         if value
     ]
-    rows.append(("total", "", units.format_bytes(found.total)))
+    rows.append(("total", "", format_bytes(found.total)))
     fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
     devices = case.layout.num_devices
     where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
     note = (
-        f"On {where}. It {fits} in the {units.format_bytes(case.device.memory_bytes)} "
+        f"On {where}. It {fits} in the {format_bytes(case.device.memory_bytes)} "
         f"of {case.device.name}. Workspace and fragmentation are not counted."
     )
     return Sheet("training memory", ("term", "formula", "bytes"), rows, note)
@@ -194,13 +203,11 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
         mixture_layers=model.mixture_layers[-1:],
         num_ahead_layers=0,
     )
-    places = parameters.place_counts(last) | {"first": 0, "last": 0}
-    size = sum(
-        x.size * x.stored * places[x.place] for x in parameters.list_weights(last)
-    )
-    terms = case.evaluate(flops.forward_terms, model=last)
+    places = place_counts(last) | {"first": 0, "last": 0}
+    size = sum(x.size * x.stored * places[x.place] for x in list_weights(last))
+    terms = case.evaluate(forward_terms, model=last)
     tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
-    sums = activations.per_token(case.stored, last)
+    sums = per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
     boundary = tokens * model.hidden_size * each
     return {
@@ -222,8 +229,8 @@ def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
     }
     rows = [
         ("parameters", f"{found['num_params']:,.0f}"),
-        ("operations forward", units.format_flops(found["forward_flops"])),
-        *((name, units.format_bytes(value)) for name, value in size.items()),
+        ("operations forward", format_flops(found["forward_flops"])),
+        *((name, format_bytes(value)) for name, value in size.items()),
     ]
     title = f"one layer, {case.batch} x {case.sequence:,} tokens"
     return Sheet(title, ("", "value"), rows)
@@ -236,7 +243,7 @@ def _activations(case: CostCase) -> Sheet:
         (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))
         for x in tensors
     ]
-    dense, mixed = activations.per_token(tensors, case.model)
+    dense, mixed = per_token(tensors, case.model)
     if case.model.num_dense_layers:
         rows.append(("a layer", "", "", f"{dense:,.0f}", ""))
     if case.model.num_mixture_layers:

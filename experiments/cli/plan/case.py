@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.cli.plan.options import MOST, PlanOptions
-from experiments.framework import config_json
-from scaling.fits.fit import from_json
-from scaling.laws import published
-from scaling.logs import files
+from jaxkv.validation import format_unknown_name
+from scaling.fits import from_json
+from scaling.laws import CHINCHILLA, CONSTANTS, LAWS
+from scaling.logs import read_log_text
 from scaling.plan import (
+    DAY_S,
+    Count,
     DesignFamily,
     LossModel,
     Offer,
     PlanCase,
-    designs,
+    best_offer,
     make_loss_model,
-    pricing,
+    parse_offer,
 )
 
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
@@ -31,10 +33,10 @@ _SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 def resolve_plan_case(options: PlanOptions) -> PlanCase:
     """Reads the law and the offers, selects the device, and computes the budget."""
     try:
-        offers = tuple(map(pricing.parse_offer, options.gpu))
+        offers = tuple(map(parse_offer, options.gpu))
     except ValueError as error:
         raise ValueError(f"--gpu {error}") from None
-    flops = _flops(options, pricing.best_offer(offers, options.mfu) if offers else None)
+    flops = _flops(options, best_offer(offers, options.mfu) if offers else None)
     loss_model = read_law(options.law, options.group)
     served = options.inference_tokens
     if options.serve_mfu is not None:
@@ -87,10 +89,10 @@ def read_law(name: str, group: str | None = None) -> LossModel:
       ValueError: the law does not exist, or has no compute optimum.
     """
     path = Path(name)
-    if group is not None and (name in published.CONSTANTS or not path.exists()):
+    if group is not None and (name in CONSTANTS or not path.exists()):
         raise ValueError(f"--group {group}: --law {name} is not a fit of groups")
-    if name in published.CONSTANTS:
-        return make_loss_model(name, published.CHINCHILLA, published.CONSTANTS[name])
+    if name in CONSTANTS:
+        return make_loss_model(name, CHINCHILLA, CONSTANTS[name])
     if not path.exists():
         raise ValueError(f"--law {name}{_unknown_law(name)}")
     path = path / "fit.json" if path.is_dir() else path
@@ -102,7 +104,7 @@ def read_law(name: str, group: str | None = None) -> LossModel:
 
 def _read_fit(path: Path, group: str | None) -> LossModel:
     try:
-        document = json.loads(files.read_log_text(path))
+        document = json.loads(read_log_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"not a fit.json, as `jaxkv fit LOG --out DIR` writes it: {error}"
@@ -126,7 +128,7 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
         raise ValueError("log_warnings must be sentences")
     if document.get("by"):
         found = found._replace(name=f"{path} ({document['by']} {document['group']})")
-    known = get_args(designs.Count.__value__)
+    known = get_args(Count.__value__)
     return found._replace(
         fit=fit,
         count=count if count in known else None,
@@ -137,20 +139,20 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
 
 def _unknown_law(name: str) -> str:
     """Returns the message for an unknown law, with similar laws or files."""
-    if name in published.LAWS:
+    if name in LAWS:
         return (
             " has no published constants here: fit it with `jaxkv fit`, or take one "
-            f"of: {', '.join(published.CONSTANTS)}"
+            f"of: {', '.join(CONSTANTS)}"
         )
     path = Path(name)
     is_path = "/" in name or name.endswith(".json")
-    known = [] if is_path else [*published.CONSTANTS, *published.LAWS]
+    known = [] if is_path else [*CONSTANTS, *LAWS]
     with contextlib.suppress(OSError):
         known += [str(path.parent / x) for x in os.listdir(path.parent)]
     line = f": {'' if is_path else f'unknown law {name!r}, '}no such file or folder"
     if near := difflib.get_close_matches(name, known):
         return f"{line}; did you mean {' or '.join(near)}?"
-    return line if is_path else f"{line}; one of: {', '.join(published.CONSTANTS)}"
+    return line if is_path else f"{line}; one of: {', '.join(CONSTANTS)}"
 
 
 def _of_group(document: Any, group: str | None) -> Any:
@@ -174,7 +176,7 @@ def _of_group(document: Any, group: str | None) -> Any:
             f"{', '.join(known)}"
         )
     if group is not None and group not in known:
-        raise ValueError(config_json.format_unknown_name("--group", group, known))
+        raise ValueError(format_unknown_name("--group", group, known))
     return document | by_group[known[0] if group is None else group]
 
 
@@ -200,5 +202,5 @@ def _flops(options: PlanOptions, offer: Offer | None) -> float:
         return options.budget_usd * offer.flops_per_usd(options.mfu)
     assert options.days is not None
     assert options.devices is not None
-    seconds = options.days * pricing.DAY_S * options.devices
+    seconds = options.days * DAY_S * options.devices
     return seconds * offer.flops_per_s * options.mfu

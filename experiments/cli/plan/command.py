@@ -4,11 +4,12 @@
 `report` explains it step by step, and `drawing` draws it.
 """
 
+from experiments import framework
 from experiments.cli.plan import find, report
 from experiments.cli.plan.case import resolve_plan_case
 from experiments.cli.plan.options import PlanOptions
 from experiments.cli.run import CommandOutput
-from experiments.framework import config_json, run_folder
+from experiments.framework import write_files
 
 
 def plan_model(options: PlanOptions) -> CommandOutput:
@@ -23,8 +24,8 @@ def plan_model(options: PlanOptions) -> CommandOutput:
     lines = []
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {
-            "plan.json": config_json.dumps(document),
-            "architecture.json": config_json.dumps(
+            "plan.json": framework.dumps(document),
+            "architecture.json": framework.dumps(
                 find.to_architecture_config(case, document["architecture"])
             ),
         }
@@ -33,7 +34,7 @@ def plan_model(options: PlanOptions) -> CommandOutput:
             from experiments.cli.plan import drawing
 
             contents |= drawing.render_plan_figure(options, case, document)
-        folder = run_folder.write_files(options.out, "plan", contents)
+        folder = write_files(options.out, "plan", contents)
         document["out"] = folder
         lines.append(f"folder: {folder}; next: jaxkv cost {folder}/architecture.json")
     return CommandOutput(document, report.plan_sheets(options, case, document), lines)

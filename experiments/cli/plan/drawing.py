@@ -5,10 +5,18 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.cli.plan.options import PlanOptions
-from experiments.plotting import style
-from scaling.laws import TwoPowers, published
-from scaling.plan import PlanCase, budgets
+from experiments.plotting import (
+    POINTS,
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    render_figure,
+    set_labels,
+)
+from scaling.laws import CHINCHILLA, CONSTANTS, TwoPowers
+from scaling.plan import PlanCase, allocate_budget, law_two_powers, tokens_left
 
 _GREY = "0.6"
 _SPAN = 30.0
@@ -28,7 +36,7 @@ def render_plan_figure(
         _draw_plane(axes[1], case, document)
         _draw_ratios(axes[2], case, document, law)
 
-    return style.render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
+    return render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
 def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
@@ -41,7 +49,7 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
     for times, color, mark in looks:
         flops = case.flops * times
         sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 301)
-        tokens = budgets.tokens_left(flops, sizes, case.served)
+        tokens = tokens_left(flops, sizes, case.served)
         sizes, tokens = sizes[tokens > 0], tokens[tokens > 0]
         if not sizes.size:
             continue
@@ -51,25 +59,25 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
             "markevery": 60,
             "linewidth": 2.2 if times == 1 else 1.2,
         }
-        style.draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
+        draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
     floor = case.loss_model.powers.floor
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
-        style.draw_reference_line(ax, floor, "floor of the law")
+        draw_reference_line(ax, floor, "floor of the law")
     title = f"{case.flops:.3g} FLOP are best spent on {num_params:.3g} parameters "
     title += f"({law}): {loss:.3f} nats/token"
     x, y = f"parameters, {case.family.count} [1]", "loss [nats/token]"
-    style.set_labels(ax, title, x, y, xscale="log")
+    set_labels(ax, title, x, y, xscale="log")
     ax.legend()
 
 
 def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     """Draws contours of the loss, the budget, and the optima of all budgets."""
     num_params, num_tokens = document["num_params"], document["num_tokens"]
-    powers, colors = case.loss_model.powers, style.colors()
+    powers, colors = case.loss_model.powers, plotting.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
@@ -77,14 +85,14 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     # Set the scales first, because the contour labels depend on them.
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=1)
-    ax.clabel(lines, fmt="%.2f", fontsize=style.POINTS)
+    ax.clabel(lines, fmt="%.2f", fontsize=POINTS)
     ax.plot([], [], color=_GREY, linewidth=1, label="equal loss [nats/token]")
-    left = budgets.tokens_left(case.flops, sizes, case.served)
-    style.draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
+    left = tokens_left(case.flops, sizes, case.served)
+    draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")
     free = document["compute_optimum"]
     flops = free["num_params"] * free["num_tokens"] * 6
     path = [
-        budgets.allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
+        allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
     look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
@@ -99,7 +107,7 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     ax.set(xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     title = f"The optimum: {num_params:.3g} parameters, {num_tokens:.3g} tokens"
     x, y = f"parameters, {case.family.count} [1]", "training data [tokens]"
-    style.set_labels(ax, title, x, y)
+    set_labels(ax, title, x, y)
     ax.legend()
 
 
@@ -111,16 +119,16 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
         powers: TwoPowers, name: str, color: int, how: Any = None, **look: Any
     ) -> None:
         how = {} if how is None else how
-        optima = [budgets.allocate_budget(powers, x, **how) for x in flops.tolist()]
+        optima = [allocate_budget(powers, x, **how) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
-        style.draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
+        draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
 
     looks = itertools.cycle(
         zip((0, 1, 3, 7, 2), "v^sdP", ("--", "-.", ":", "--", "-."), strict=True)
     )
-    for name, constants in published.CONSTANTS.items():
+    for name, constants in CONSTANTS.items():
         if name != case.loss_model.name:
-            powers = budgets.law_two_powers(published.CHINCHILLA, constants)
+            powers = law_two_powers(CHINCHILLA, constants)
             color, mark, dash = next(looks)
             line(powers, name, color, marker=mark, linestyle=dash, linewidth=1.2)
     limit = {"repeating": case.repeating}
@@ -132,11 +140,11 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
     ratio = document["tokens_per_param"]
     title = f"{ratio:.3g} tokens per parameter at {case.flops:.3g} FLOP"
     x, y = "budget [FLOP]", "data / size [tokens per parameter]"
-    style.set_labels(ax, title, x, y, xscale="log", yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, x, y, xscale="log", yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()
 
 
 def _mark(ax: Any, x: float, y: float) -> None:
-    look = {"color": style.colors()[6], "markersize": 11, "zorder": 5}
+    look = {"color": plotting.colors()[6], "markersize": 11, "zorder": 5}
     ax.plot([x], [y], "*", label="the plan", **look)

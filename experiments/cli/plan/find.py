@@ -5,11 +5,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.cli.plan.options import PlanOptions
-from scaling.costs import parameters, serving
-from scaling.costs.memory import training_memory
+from scaling.costs import count_parameters, kv_bytes_per_token, training_memory
 from scaling.laws import Optimum
-from scaling.plan import Design, PlanCase, budgets, designs, spread
-from scaling.plan.spread import OptimumSpread
+from scaling.plan import (
+    Design,
+    OptimumSpread,
+    PlanCase,
+    allocate_budget,
+    best_design,
+    cheapest_model,
+    lifetime_flops,
+    loss_interval,
+    max_vocab_size,
+    nearest_design,
+    optimum_spread,
+    search_params,
+)
 from scaling.shapes import HeadAttention
 
 
@@ -27,15 +38,15 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         case.loss_model.powers,
         case.unique_tokens,
     )
-    free, best = budgets.allocate_budget(powers, case.flops), case.allocate()
+    free, best = allocate_budget(powers, case.flops), case.allocate()
     training_only = case._replace(served=0.0).allocate()
     family = case.family
     try:
-        design = designs.nearest_design(family, best.num_params)
+        design = nearest_design(family, best.num_params)
     except ValueError as error:
         # Vocabularies that have small enough designs, or the origin of this one.
         size, way_out = family.vocab_size, ""
-        most = designs.max_vocab_size(family, best.num_params)
+        most = max_vocab_size(family, best.num_params)
         if most is not None and 1 <= most < size:
             way_out = f"; with --vocab-size in [1, {most:,}] there are smaller designs"
             if size == loss_model.shape.get("vocab_size"):
@@ -43,10 +54,10 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         raise _refusal(case, error, way_out) from None
     how: Any = {"inference_tokens": case.served}
     try:  # with exact operation counts
-        other, tokens, loss = designs.best_design(family, case.loss, case.flops, **how)
+        other, tokens, loss = best_design(family, case.loss, case.flops, **how)
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
-    sure = spread.optimum_spread(case, best)
+    sure = optimum_spread(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
     whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
     document = {
@@ -68,13 +79,13 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         "coefficients": dict(loss_model.coefficients),
         "count": case.family.count,
         **best._asdict(),
-        "interval": spread.loss_interval(case, best, "confidence"),
-        "prediction_interval": spread.loss_interval(case, best, "prediction"),
+        "interval": loss_interval(case, best, "confidence"),
+        "prediction_interval": loss_interval(case, best, "prediction"),
         "num_params_interval": sure and sure.params,
         "num_tokens_interval": sure and sure.tokens,
         "level": case.level,
         "tokens_per_param": best.num_tokens / best.num_params,
-        "num_params_searched": budgets.search_params(
+        "num_params_searched": search_params(
             powers, case.flops, case.served, case.repeating
         ),
         "compute_optimum": _optimum(free),
@@ -130,8 +141,8 @@ def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, An
         "num_tokens": tokens,
         "loss": float(case.loss(float(design.num_params), tokens)) if tokens else None,
         "memory_bytes": memory._asdict() | {"total": memory.total},
-        "serving_bytes": 2 * parameters.count_parameters(model).total,
-        "kv_bytes_per_token": serving.kv_bytes_per_token(model),
+        "serving_bytes": 2 * count_parameters(model).total,
+        "kv_bytes_per_token": kv_bytes_per_token(model),
         "min_devices": needed,
     }
 
@@ -148,7 +159,7 @@ def _shape(design: Design) -> dict[str, Any]:
         "mlp_size": model.mlp_size,
         "vocab_size": model.vocab_size,
         "tie_embeddings": model.tie_embeddings,
-        "num_params": parameters.count_parameters(model)._asdict(),
+        "num_params": count_parameters(model)._asdict(),
         "train_flops_per_token": design.flops_per_token,
     }
 
@@ -187,9 +198,9 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
     """
     served, target = case.served, training_only.loss
     how: Any = {"inference_tokens": served, "repeating": case.repeating}
-    equal = budgets.cheapest_model(case.loss_model.powers, target, **how)
+    equal = cheapest_model(case.loss_model.powers, target, **how)
     flops, usual = (
-        budgets.lifetime_flops(x.num_params, x.num_tokens, served)
+        lifetime_flops(x.num_params, x.num_tokens, served)
         for x in (equal, training_only)
     )
     return _optimum(equal) | {

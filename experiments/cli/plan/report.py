@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.cli.plan.options import PlanOptions
-from experiments.framework import Sheet, units
-from experiments.framework.report import numbered_list, paragraph
-from scaling.plan import LossModel, PlanCase, budgets
-from scaling.plan.pricing import DAY_S, HOUR_S
+from experiments.framework import (
+    Sheet,
+    format_bytes,
+    format_count,
+    numbered_list,
+    paragraph,
+)
+from scaling.plan import DAY_S, HOUR_S, LossModel, PlanCase, lifetime_flops
 
 type PlanDocument = dict[str, Any]
 """Document of a plan, or a part of it."""
@@ -39,9 +43,9 @@ def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
         low, high = document["flops_interval"]
         most = "infinity" if math.isinf(high) else f"{high:.4g}"
         yield level, f"{low:.4g} to {most} FLOPs"
-    num_params = units.format_count(document["num_params"], ".4g", " ")
+    num_params = format_count(document["num_params"], ".4g", " ")
     yield "parameters N", f"{num_params} ({document['count']})"
-    yield "tokens D", units.format_count(document["num_tokens"], ".4g", " ")
+    yield "tokens D", format_count(document["num_tokens"], ".4g", " ")
     yield "tokens per parameter", f"{document['tokens_per_param']:.3g}"
     yield "loss", f"{document['loss']:.4f} nats per token"
     if document["interval"] is not None:
@@ -163,9 +167,9 @@ def _serving(options: PlanOptions, case: PlanCase, document: PlanDocument) -> Sh
     for name, x in models.items():
         num_params, num_tokens = x["num_params"], x["num_tokens"]
         amounts = (
-            budgets.lifetime_flops(num_params, num_tokens),
+            lifetime_flops(num_params, num_tokens),
             2 * num_params * served,
-            budgets.lifetime_flops(num_params, num_tokens, served),
+            lifetime_flops(num_params, num_tokens, served),
         )
         sizes = f"{num_params:.4g}", f"{num_tokens:.4g}", f"{x['loss']:.4f}"
         rows.append((name, *sizes, *(f"{amount:.4g}" for amount in amounts)))
@@ -268,12 +272,12 @@ def _architecture(case: PlanCase, document: PlanDocument) -> Sheet:
         ("parameters, total", f"{counts['total']:,}"),
         ("non-embedding", f"{counts['non_embedding']:,}"),
         ("matmul", f"{counts['matmul']:,}"),
-        ("training memory", units.format_bytes(document["memory_bytes"])),
-        ("K and V of a token", units.format_bytes(has["kv_bytes_per_token"])),
+        ("training memory", format_bytes(document["memory_bytes"])),
+        ("K and V of a token", format_bytes(has["kv_bytes_per_token"])),
     ]
     held = ""
     if has["min_devices"] is not None and case.offer is not None:
-        size = units.format_bytes(case.offer.memory_bytes)
+        size = format_bytes(case.offer.memory_bytes)
         held = f": at least {has['min_devices']} {case.offer.name} of {size}"
     note = (
         "The Llama-style design on the grid that is nearest in "

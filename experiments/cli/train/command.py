@@ -9,23 +9,33 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from experiments.cli import parsing
-from experiments.cli.console import interrupts, terminal
+from experiments.cli.console import RESUMABLE, Terminal
 from experiments.cli.run import CommandOutput
-from experiments.framework import Sheet, config_json, units
-from experiments.harness import sweep_tables
+from experiments.framework import (
+    Sheet,
+    config_dumps,
+    config_loads,
+    format_named,
+    format_number,
+)
+from experiments.harness import format_best_loss, run_sweep_with_progress
 from jaxkv import files, parallel
-from jaxkv.models import checkpoints, transformer
-from jaxkv.models.config import ModelConfig
-from jaxkv.parallel import processes
-from jaxkv.text.tokenizer import ByteTokenizer
-from scaling import locking
-from scaling.corpora import corpora, streams
-from scaling.costs import parallelism
-from scaling.sweeps import SweepConfig, family
-from scaling.training import TrainConfig, architectures, objectives
-from scaling.training import train as training_train
+from jaxkv.models import ModelConfig, Params, save_model
+from jaxkv.parallel import gather_numbers, is_first
+from jaxkv.text import ByteTokenizer
+from jaxkv.validation import format_unknown_name
+from scaling import locking, sweeps, training
+from scaling.corpora import CorpusConfig, check_lengths, open_corpus
+from scaling.costs import parse_layout
+from scaling.sweeps import SweepConfig
+from scaling.training import (
+    TrainConfig,
+    count_model_parameters,
+    score_stream,
+    training_flops,
+)
 
-SWEEPS, TRAININGS = family.SWEEPS, family.TRAININGS
+SWEEPS, TRAININGS = sweeps.SWEEPS, sweeps.TRAININGS
 NUM_EVAL_WINDOWS = 1024
 """Held-out windows that score a trained model."""
 MODEL = "model"
@@ -96,13 +106,13 @@ def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) ->
         return shipped[name]
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
-        line = config_json.format_unknown_name("config", name, shipped)
+        line = format_unknown_name("config", name, shipped)
         raise ValueError(f"{line}, or the path of a JSON file")
-    return config_json.config_loads(config_type, files.read_text(path), name)
+    return config_loads(config_type, files.read_text(path), name)
 
 
 def _printed(config: Any) -> CommandOutput:
-    text = config_json.config_dumps(config)
+    text = config_dumps(config)
     return CommandOutput(json.loads(text), [], [text])
 
 
@@ -124,7 +134,7 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
     config = find_config(name, TrainConfig, TRAININGS)
     layout = config.how.layout
     if options.parallel is not None:
-        layout = parallelism.parse_layout(options.parallel, zero=layout.zero)
+        layout = parse_layout(options.parallel, zero=layout.zero)
     if options.zero is not None:
         layout = dataclasses.replace(layout, zero=options.zero)
     how = dataclasses.replace(config.how, layout=layout)
@@ -132,17 +142,17 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
     if options.print_config:
         return _printed(config)
     parallel.set_cpu_devices(config.how.layout.num_devices)
-    corpus = corpora.open_corpus(config.corpus)
-    streams.check_lengths(corpus, config.seq_len)
+    corpus = open_corpus(config.corpus)
+    check_lengths(corpus, config.seq_len)
     out = options.out or Path("runs") / f"train-{Path(name).stem}"
 
     def last_words() -> str:
         return f"interrupted at once; the last checkpoint is in {out}"
 
-    with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        result = training_train.train(config, out, progress=bars, resume=options.resume)
+    with Terminal(last_words, max_seconds=options.max_seconds) as bars:
+        result = training.train(config, out, progress=bars, resume=options.resume)
         bars.show("scoring")
-        per_step = architectures.training_flops(
+        per_step = training_flops(
             config.model, batch=config.batch_size, sequence=config.seq_len
         )
         no_step = {"tokens": 0, "step": 0, "loss": None, "duration_s": 0.0}
@@ -150,7 +160,7 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
         document = {
             "out": out,
             "status": result.status,
-            "num_params": architectures.count_model_parameters(config.model).total,
+            "num_params": count_model_parameters(config.model).total,
             "num_tokens": last["tokens"],
             "flops": per_step * last["step"],
             "train_loss": last["loss"],
@@ -158,10 +168,10 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
             "duration_s": last["duration_s"],
         }
         lines = []
-        if result.status == "done" and processes.is_first():
+        if result.status == "done" and is_first():
             steps = config.num_steps
             assert last["tokens"] == config.batch_size * config.seq_len * steps
-            score = objectives.score_stream(
+            score = score_stream(
                 result.params,
                 corpus.held_out,
                 model=config.model,
@@ -175,34 +185,28 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
                 document["model"] = _save(config, out / MODEL, result.params)
             if document["model"]:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
-    stopped = bars.status or interrupts.RESUMABLE
+    stopped = bars.status or RESUMABLE
     if result.status == "stopped":
-        asked = processes.gather_numbers(bars.status)
-        stopped = bars.status or next(filter(None, asked), interrupts.RESUMABLE)
+        asked = gather_numbers(bars.status)
+        stopped = bars.status or next(filter(None, asked), RESUMABLE)
         why = bars.reason if bars.status else "another process was stopped"
         lines = [f"{why}; run the same command to continue"]
     if result.status == "diverged":
         lines = [f"a loss was not finite: try less than {config.learning_rate=:g}"]
-    rows = [
-        units.format_named(key, value)
-        for key, value in document.items()
-        if key != "out"
-    ]
+    rows = [format_named(key, value) for key, value in document.items() if key != "out"]
     status = {"done": 0, "stopped": stopped, "diverged": 1}[result.status]
     return CommandOutput(document, [Sheet("run", ("", ""), rows)], lines, status)
 
 
-def _save(config: TrainConfig, folder: Path, params: transformer.Params) -> Path | None:
+def _save(config: TrainConfig, folder: Path, params: Params) -> Path | None:
     """Writes a folder for the engine; returns None for unsupported architectures."""
     if not isinstance(config.model, ModelConfig):
         return None
     tokenizer = None
-    if isinstance(config.corpus, corpora.CorpusConfig):
+    if isinstance(config.corpus, CorpusConfig):
         tokenizer = ByteTokenizer(config.model.vocab_size)
     try:
-        checkpoints.save_model(
-            folder, config.model, params, tokenizer=tokenizer, overwrite=True
-        )
+        save_model(folder, config.model, params, tokenizer=tokenizer, overwrite=True)
     except OSError as error:
         raise ValueError(
             f"{folder}: cannot be written: {error.strerror or error}; the run is kept: "
@@ -235,8 +239,8 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     def last_words() -> str:
         return f"interrupted at once; the runs that ended are in {out}"
 
-    with terminal.Terminal(last_words, max_seconds=options.max_seconds) as bars:
-        outcome = sweep_tables.run_sweep_with_progress(config, out, bars)
+    with Terminal(last_words, max_seconds=options.max_seconds) as bars:
+        outcome = run_sweep_with_progress(config, out, bars)
     document = {
         "log": outcome.log,
         "completed": outcome.num("done"),
@@ -257,7 +261,7 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
 
 def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
     """Returns counts, and a row for each cell with its best run."""
-    counts = [(name, units.format_number(value)) for name, value in document.items()]
+    counts = [(name, format_number(value)) for name, value in document.items()]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
         selected = [r for r in records if r["cell"] == cell]
@@ -270,7 +274,7 @@ def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[She
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
                 f"{best['learning_rate']:.3g}",
-                sweep_tables.format_best_loss(selected),
+                format_best_loss(selected),
                 f"{len(selected)}",
             )
         )

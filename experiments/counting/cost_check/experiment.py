@@ -23,14 +23,28 @@ from experiments.framework import (
     claims_file,
     measured,
 )
-from experiments.plotting import style, systems
-from jaxkv import validation
-from jaxkv.models import transformer
-from jaxkv.models.config import ModelConfig
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+)
+from jaxkv import models, validation
+from jaxkv.models import ModelConfig, param_shapes
 from jaxkv.progress import QUIET, Progress
-from scaling.costs import flops, parameters, residuals
-from scaling.shapes import from_model
-from scaling.training import objectives
+from scaling.costs import (
+    count_parameters,
+    list_residuals,
+    total_residual_bytes,
+    training_step_flops,
+)
+from scaling.shapes import describe_config
+from scaling.training import token_losses
 
 _KEPT_SEQUENCE = 256
 """Tokens of a sequence whose residuals are counted: more than one attention tile,
@@ -108,25 +122,21 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "max_positions": max(config.sequence, _KEPT_SEQUENCE),
     }
     model = ModelConfig(**sizes | _CHANGES[family])
-    shape = from_model.describe_config(model)
-    step = flops.training_step_flops(
-        shape, batch=config.batch, sequence=config.sequence
-    )
-    listed = residuals.list_residuals(model, number_bytes=4)
+    shape = describe_config(model)
+    step = training_step_flops(shape, batch=config.batch, sequence=config.sequence)
+    listed = list_residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, kind) for kind in ("forward", "grad"))
-    held = jax.tree.leaves(transformer.param_shapes(model))
+    held = jax.tree.leaves(param_shapes(model))
     more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
-        "params": parameters.count_parameters(shape).total,
+        "params": count_parameters(shape).total,
         "params_jax": sum(x.size for x in held),
         "forward_flops": step.forward,
         "forward_flops_xla": float(forward.cost_analysis()["flops"]),
         "training_flops": step.model,
         "training_flops_xla": float(gradient.cost_analysis()["flops"]),
-        "kept_bytes": residuals.total_residual_bytes(
-            listed, config.batch * _KEPT_SEQUENCE
-        ),
+        "kept_bytes": total_residual_bytes(listed, config.batch * _KEPT_SEQUENCE),
         # The difference of two batch sizes cancels the weights.
         "kept_bytes_vjp": (more - less) * config.batch // (config.batch - 1),
         "xla_temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
@@ -137,24 +147,24 @@ def _compiled(model: ModelConfig, config: Config, kind: str) -> Any:
     """Compiles the forward pass, or the gradient of the mean loss, from shapes."""
 
     def loss(params: Any, windows: Any) -> Any:
-        return jnp.mean(objectives.token_losses(params, windows, model=model))
+        return jnp.mean(token_losses(params, windows, model=model))
 
     width = config.sequence + (kind == "grad")  # the last token is predicted only
     tokens = jax.ShapeDtypeStruct((config.batch, width), jnp.int32)
-    forward = functools.partial(transformer.logits, config=model)
+    forward = functools.partial(models.logits, config=model)
     step = jax.value_and_grad(loss) if kind == "grad" else forward
-    return jax.jit(step).lower(transformer.param_shapes(model), tokens).compile()
+    return jax.jit(step).lower(param_shapes(model), tokens).compile()
 
 
 def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
     """Returns the bytes that the vjp of the forward pass holds, weights included."""
 
     def pull(params: Any, tokens: Any) -> Any:
-        forward = functools.partial(transformer.logits, tokens=tokens, config=model)
+        forward = functools.partial(models.logits, tokens=tokens, config=model)
         return jax.vjp(forward, params)[1]
 
     tokens = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
-    held = jax.eval_shape(pull, transformer.param_shapes(model), tokens)
+    held = jax.eval_shape(pull, param_shapes(model), tokens)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
@@ -212,8 +222,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 
 
 LOOKS = (
-    *((systems.BLUE, "o"), (systems.SKY, "s"), (systems.GREEN, "^")),
-    *((systems.ORANGE, "D"), (systems.RED, "v"), (systems.PURPLE, "P")),
+    *((BLUE, "o"), (SKY, "s"), (GREEN, "^")),
+    *((ORANGE, "D"), (RED, "v"), (PURPLE, "P")),
 )
 """Colour and marker of the families, in order."""
 
@@ -225,13 +235,13 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         shift = (i - (len(result) - 1) / 2) * 0.14
         ratios = [100 * formula_over_count(row, name) for name in PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
-        style.draw_curve(ax, places + shift, ratios, color, row["family"], **look)
+        draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
-    style.draw_reference_line(ax, 100, "equal")
+    draw_reference_line(ax, 100, "equal")
     ax.set_xticks(places, [NAMES.get(name, name) for name in PAIRS])
     title = f"The formulas are within {max(off):.1f} % of the counts of XLA"
-    style.set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
+    set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from experiments import plotting
 from experiments.counting.lecture_numbers.bounds import (
     BATCHES,
     CONTEXTS,
@@ -10,7 +11,13 @@ from experiments.counting.lecture_numbers.bounds import (
     LatencyBounds,
     Result,
 )
-from experiments.plotting import style
+from experiments.plotting import (
+    draw_curve,
+    draw_ridge,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -24,20 +31,20 @@ def plot(axes: Any, result: Result) -> None:
 def _latencies(ax: Any, found: LatencyBounds) -> None:
     """Draws the quoted latency and the bound of every model, with their ratio."""
     places, shares = range(len(found.model)), []
-    style.draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
-    style.draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
+    draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
+    draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
         at = x, math.sqrt(low * high)
-        style.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
+        plotting.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
     names = [str(name).removeprefix("gpt3-") for name in found.model]
     ax.set_xticks(places, [name.upper() for name in names])
     title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
     title += "of the bandwidth"
     y = f"time of {found.tokens} tokens [s]"
-    style.set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -50,12 +57,12 @@ def _growth(ax: Any, growth: AttentionGrowth) -> None:
         (growth.scores_with, "attention, with", "with the cache", ":"),
     ):
         look = {"linestyle": line, "markersize": 3}
-        style.draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
-    style.use_powers_of_two(ax)
+        draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
+    use_powers_of_two(ax)
     saved = growth.all_without[-1] / growth.all_with[-1]
     title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
     x, y = "tokens generated [tokens]", "operations [FLOP]"
-    style.set_labels(ax, title, x, y, yscale="log")
+    set_labels(ax, title, x, y, yscale="log")
     ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
     ax.legend()
 
@@ -67,9 +74,9 @@ def _intensity(ax: Any, result: Result) -> None:
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
         label = f"context of {context:,} token{'s' * (context > 1)}"
-        style.draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
-    style.draw_ridge(ax, result.device, result.ridge)
-    style.use_powers_of_two(ax)
+        draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
+    draw_ridge(ax, result.device, result.ridge)
+    use_powers_of_two(ax)
     bound = [
         c
         for c, x in zip(CONTEXTS, result.intensity, strict=True)
@@ -80,7 +87,7 @@ def _intensity(ax: Any, result: Result) -> None:
         title = f"LLaMA-7B with {min(bound):,} cached tokens: memory-bound at every "
         title += "batch size"
     x, y = "batch [sequences]", "intensity [FLOP/byte]"
-    style.set_labels(ax, title, x, y, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, x, y, yscale="log")
+    label_log_axis(ax.yaxis)
     ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])
     ax.legend()

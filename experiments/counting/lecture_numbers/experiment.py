@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from experiments import framework
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
 from experiments.framework import (
@@ -18,10 +19,12 @@ from experiments.framework import (
     ReportPart,
     Sheet,
     claims_file,
+    field_values,
+    format_bytes,
+    format_percent,
+    format_seconds,
     measured,
-    report,
-    table,
-    units,
+    to_rows,
 )
 
 PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
@@ -34,7 +37,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares every quoted number with its bound."""
     latencies, requests, kept = result.latencies, result.requests, result.kept
     need, weights = latencies.num_devices.tolist(), latencies.weight_bytes.tolist()
-    largest, filled_gb = units.format_bytes(weights[0]), weights[0] / 9e9
+    largest, filled_gb = format_bytes(weights[0]), weights[0] / 9e9
     yield measured(
         "gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb
     )
@@ -50,7 +53,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         }
         name = "latency" if used == 1 else "latency_of_several"
         yield measured(name, bound, published=quoted, **words)
-    yield measured("one_each", max(need[1:]), weights=units.format_bytes(weights[1]))
+    yield measured("one_each", max(need[1:]), weights=format_bytes(weights[1]))
     together = requests.together
     share = f"{100 / together:.0f} %" if together else "no share"
     words = {"batch": requests.batch, "share": share, "single": requests.alone}
@@ -77,7 +80,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def latency_rows(result: Result) -> list[dict[str, Any]]:
     """Returns the table of latencies, one row per model."""
     found = result.latencies
-    return table.to_rows(
+    return to_rows(
         {
             "model": found.model,
             "weight_bytes": found.weight_bytes,
@@ -99,7 +102,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "requests_per_s_alone": result.requests.alone,
         "requests_per_s_together": result.requests.together,
         "requests_together": result.requests.batch,
-        **table.field_values(result.kept),
+        **field_values(result.kept),
         "latencies": latency_rows(result),
     }
 
@@ -110,11 +113,11 @@ def summary(result: Result) -> list[ReportPart]:
     rows = [
         (
             row["model"],
-            units.format_bytes(row["weight_bytes"]),
+            format_bytes(row["weight_bytes"]),
             f"{row['cards_used']}",
-            units.format_seconds(row["bound_s"]),
-            units.format_seconds(row["lecture_s"]),
-            units.format_percent(row["implied_share"]),
+            format_seconds(row["bound_s"]),
+            format_seconds(row["lecture_s"]),
+            format_percent(row["implied_share"]),
         )
         for row in latency_rows(result)
     ]
@@ -124,7 +127,7 @@ def summary(result: Result) -> list[ReportPart]:
         f"({result.device}). Implied: share of that bandwidth which the lecture's "
         "time implies."
     )
-    spoken = [report.paragraph(*pair) for pair in spoken_answers(result).items()]
+    spoken = [framework.paragraph(*pair) for pair in spoken_answers(result).items()]
     return [Sheet("one request", heads, rows, note), *spoken]
 
 

@@ -21,13 +21,13 @@ from experiments.framework import (
     column,
     measured,
 )
-from experiments.harness import sharded_steps
-from experiments.plotting import style
+from experiments.harness import count_compiled, predicted_traffic
+from experiments.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
-from scaling.costs import parallelism
-from scaling.training import meshes
+from scaling.costs import parse_layout
+from scaling.training import check_trainable
 
 CLAIMS = claims_file(__file__)
 PANELS = (1, 2)
@@ -61,18 +61,16 @@ class Config:
         if not self.layouts:
             raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
-            layout = parallelism.parse_layout(words)
+            layout = parse_layout(words)
             if layout.data > 1:
                 raise ValueError(f"layouts={words!r} must not have dp: one sequence")
             for sequence in self.sequences:
-                meshes.check_trainable(self.shape, layout, sequence_length=sequence)
+                check_trainable(self.shape, layout, sequence_length=sequence)
 
     @property
     def mesh_devices(self) -> int:
         """Number of virtual CPU devices: the largest number that a layout needs."""
-        return max(
-            parallelism.parse_layout(words).num_devices for words in self.layouts
-        )
+        return max(parse_layout(words).num_devices for words in self.layouts)
 
     @property
     def shape(self) -> ModelConfig:
@@ -130,13 +128,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     jobs = [(words, size) for words in config.layouts for size in config.sequences]
     rows = []
     for words, size in progress.track(jobs, "programs", "compiling"):
-        layout = parallelism.parse_layout(words)
-        found = sharded_steps.count_compiled(
-            config.shape, layout, batch=1, sequence=size
-        )
-        sent = sharded_steps.predicted_traffic(
-            config.shape, layout, batch=1, sequence=size
-        )
+        layout = parse_layout(words)
+        found = count_compiled(config.shape, layout, batch=1, sequence=size)
+        sent = predicted_traffic(config.shape, layout, batch=1, sequence=size)
         both = [(x.scheme, x.forward + x.backward) for x in sent]
         own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)
@@ -162,12 +156,10 @@ def plot(axes: Any, result: Result) -> None:
         selected = ways.where(layout=name)
         # Name of the layout's colour.
         system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
-        style.draw_curve(
-            kept, selected.sequence, selected.kept_bytes / 1e9, system, name
-        )
+        draw_curve(kept, selected.sequence, selected.kept_bytes / 1e9, system, name)
         if selected.attention_bytes.any():
             size = selected.attention_bytes / 1e9
-            style.draw_curve(sent, selected.sequence, size, system, name)
+            draw_curve(sent, selected.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     whole = longest.where(layout=ONE_DEVICE).kept_bytes
@@ -187,9 +179,9 @@ def plot(axes: Any, result: Result) -> None:
     x = "length of a sequence [1,024 tokens]"
     labels = ("activation memory of a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        style.set_labels(ax, title, x, y, **log)
+        set_labels(ax, title, x, y, **log)
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
-        style.label_log_axis(ax.yaxis)
+        label_log_axis(ax.yaxis)
         ax.legend()

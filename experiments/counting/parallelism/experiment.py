@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     Floats,
     Ints,
@@ -23,17 +24,18 @@ from experiments.framework import (
     Texts,
     claims_file,
     column,
+    computed_column,
     measured,
 )
-from experiments.framework.table import computed_column
-from experiments.harness import sharded_steps
-from experiments.plotting import style, systems
+from experiments.harness import count_compiled, predicted_traffic
+from experiments.plotting import draw_curve, set_labels, system_style
 from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.progress import QUIET, Progress
-from scaling.costs import flops, memory, parallelism
-from scaling.shapes import from_model, published
-from scaling.training import meshes
+from scaling import shapes
+from scaling.costs import max_device_params, parse_layout, training_step_flops
+from scaling.shapes import describe_config
+from scaling.training import check_trainable
 
 CLAIMS = claims_file(__file__)
 
@@ -74,8 +76,8 @@ class Config:
         if not self.layouts:
             raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
         for words in self.layouts:
-            layout = parallelism.parse_layout(words)
-            meshes.check_trainable(self.shape(1), layout, sequence_length=self.sequence)
+            layout = parse_layout(words)
+            check_trainable(self.shape(1), layout, sequence_length=self.sequence)
             if self.batch % layout.data:
                 raise ValueError(
                     f"batch={self.batch!r} must be a multiple of {words}'s dp"
@@ -84,13 +86,11 @@ class Config:
     @property
     def mesh_devices(self) -> int:
         """Number of virtual CPU devices: the largest number that a layout needs."""
-        return max(
-            parallelism.parse_layout(words).num_devices for words in self.layouts
-        )
+        return max(parse_layout(words).num_devices for words in self.layouts)
 
     def shape(self, num_layers: int) -> ModelConfig:
         """Returns the config of the model with `num_layers` layers."""
-        shape = published.describe(self.model)
+        shape = shapes.describe(self.model)
         attention: Any = shape.attention
         return ModelConfig(
             vocab_size=shape.vocab_size,
@@ -152,25 +152,24 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Compiles every layout for one and two layers; a stopped run is partial."""
-    num_layers = published.describe(config.model).num_layers
+    num_layers = shapes.describe(config.model).num_layers
     rows, parts = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
-        layout = parallelism.parse_layout(words)
+        layout = parse_layout(words)
         sizes: Any = {"batch": config.batch, "sequence": config.sequence}
         one, two = (
-            sharded_steps.count_compiled(config.shape(num), layout, **sizes)[:3]
-            for num in (1, 2)
+            count_compiled(config.shape(num), layout, **sizes)[:3] for num in (1, 2)
         )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         model = config.shape(num_layers)
         shape, sent = (
-            from_model.describe_config(model),
-            sharded_steps.predicted_traffic(model, layout, **sizes),
+            describe_config(model),
+            predicted_traffic(model, layout, **sizes),
         )
         formulas = (
-            float(sum(memory.max_device_params(shape, layout))),
+            float(sum(max_device_params(shape, layout))),
             sum(each.forward + each.backward for each in sent),
-            flops.training_step_flops(shape, **sizes).model / layout.num_devices,
+            training_step_flops(shape, **sizes).model / layout.num_devices,
         )
         pairs = [x for pair in zip(formulas, whole, strict=True) for x in pair]
         rows.append((words, layout.num_devices, *pairs))
@@ -231,17 +230,15 @@ def plot(ax: Any, result: Result) -> None:
         here = parts.where(scheme=scheme)
         rows = [place[name] for name in here.layout]
         size = (here.forward_bytes + here.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "label": scheme} | systems.system_style(
-            scheme
-        ).bar
+        look: Any = {"left": left[rows], "label": scheme} | system_style(scheme).bar
         ax.barh(rows, size, 0.62, **look)
         left[rows] += size
     found = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
     label = "counted in the compiled program"
-    style.draw_curve(ax, found, [*place.values()], 0, label, **look)
+    draw_curve(ax, found, [*place.values()], 0, label, **look)
     for i, value in enumerate(found):
-        style.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
+        plotting.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
     ax.set_yticks([*place.values()], [*place])
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0.1)
@@ -253,5 +250,5 @@ def plot(ax: Any, result: Result) -> None:
         least, most = names[int(found.argmin())], names[int(found.argmax())]
         title = f"{least} sends least, {found.min():.1f} GB a step; "
         title += f"{most} sends {found.max() / found.min():.0f} times as much"
-    style.set_labels(ax, title, "sent by a device in a step [GB]", "")
+    set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()

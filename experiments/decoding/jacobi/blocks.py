@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jaxkv.models import checkpoints, transformer
-from jaxkv.sampling import Params, Sampling, make_params, random_keys, sampler
+from jaxkv import models, sampling
+from jaxkv.models import LoadedModel, ModelConfig
+from jaxkv.sampling import Params, Sampling, make_params, request_key
 
 
 class JacobiBlock(NamedTuple):
@@ -45,12 +46,12 @@ class JacobiBlock(NamedTuple):
 
 def sampling_params(asks: list[Sampling]) -> Params:
     """Returns sampling parameters with the same noise as in an engine."""
-    keys = [random_keys.request_key(ask.seed, 0, 0) for ask in asks]
+    keys = [request_key(ask.seed, 0, 0) for ask in asks]
     return make_params(asks, keys, [0] * len(asks))
 
 
 def find_jacobi_blocks(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],
     num_tokens: int,
@@ -96,20 +97,20 @@ def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> JacobiBlock:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _iterate(
-    params: transformer.Params,
+    params: models.Params,
     tokens: Int32[Array, "texts width"],
     lengths: Int32[Array, " texts"],
     guesses: Int32[Array, "texts tokens"],
     asks: Params,
-    config: transformer.ModelConfig,
+    config: ModelConfig,
 ) -> Int32[Array, "texts tokens"]:
     """Evaluates the equations of all tokens at the guesses."""
     (num, size), place = guesses.shape, jnp.arange(guesses.shape[1], dtype=jnp.int32)
     row = jnp.arange(num, dtype=jnp.int32)[:, None]
     at = lengths[:, None] + place[None, :]
-    logits = transformer.logits(params, tokens.at[row, at].set(guesses), config=config)
+    logits = models.logits(params, tokens.at[row, at].set(guesses), config=config)
     each = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
     unscored: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
     block_logits = logits[row, at - 1].reshape(num * size, -1)
-    drawn = sampler.sample(block_logits, each, at.reshape(-1), keep_logprobs=unscored)
+    drawn = sampling.sample(block_logits, each, at.reshape(-1), keep_logprobs=unscored)
     return drawn.token.reshape(num, size)

@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.plotting import style, systems
+from experiments import plotting
+from experiments.plotting import (
+    BLUE,
+    SYSTEMS,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+)
 
 MOST_SHOWN = 40
 """Largest number of drawn tokens of a block."""
@@ -28,14 +35,14 @@ def _block(ax: Any, picture: Any) -> None:
     title = "One greedy block: guesses that are right, by iteration"
     x, y = "place in the block [tokens]", "iteration [1]"
     if not len(picture):
-        style.set_labels(ax, title, x, y)
+        set_labels(ax, title, x, y)
         return
     tokens, fixed = picture.tokens[:, :MOST_SHOWN], picture.fixed
     place = np.arange(tokens.shape[1])[None, :]
     right = tokens == tokens[-1]
     is_fixed = place < fixed[:, None]
     shade = np.where(is_fixed, 2, np.where(right, 1, 0))
-    blue = np.array(style.colors()[systems.BLUE])
+    blue = np.array(plotting.colors()[BLUE])
     colors = np.stack([np.full(3, 0.96), 0.55 + 0.45 * blue, 0.1 + 0.9 * blue])
     ax.imshow(colors[shade], aspect="auto", interpolation="nearest")
     names = ("wrong", "right by chance", "right for good")
@@ -45,7 +52,7 @@ def _block(ax: Any, picture: Any) -> None:
     num = int(np.argmax(fixed >= tokens.shape[1])) if len(fixed) else 0
     title = f"A block of {tokens.shape[1]} tokens is right for good after {num} "
     title += "iterations"
-    style.set_labels(ax, title, x, y)
+    set_labels(ax, title, x, y)
 
 
 def _steps(ax: Any, blocks: Any) -> None:
@@ -53,7 +60,7 @@ def _steps(ax: Any, blocks: Any) -> None:
     most = 0.0
     for temperature in blocks.distinct("temperature"):
         selected, name = blocks.where(temperature=temperature), _kind(temperature)
-        style.draw_curve(ax, selected.length, selected.steps, name, name)
+        draw_curve(ax, selected.length, selected.steps, name, name)
         most = max(most, float(np.max(selected.length / selected.steps)))
     title = "Iterations until the fixed point"
     if len(blocks):
@@ -63,7 +70,7 @@ def _steps(ax: Any, blocks: Any) -> None:
         ax.legend()
         title = f"Iterating finds {most:.2f} tokens a step at best"
     x, y = "length of a block [tokens]", "iterations [mean]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def _kind(temperature: float) -> str:
@@ -74,19 +81,17 @@ def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
     """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
     for nth, (name, runs) in enumerate(found.items()):
-        system = name if name in systems.SYSTEMS else (5, 6)[nth % 2]
+        system = name if name in SYSTEMS else (5, 6)[nth % 2]
         look = {"linestyle": ":", "marker": "^"}
         label = f"{name}, tokens a step"
-        style.draw_curve(
-            ax, runs.num_drafts, runs.tokens_per_step, system, label, **look
-        )
-        style.draw_curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
+        draw_curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)
+        draw_curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
         if len(runs):
             best = max(best, float(np.nanmax(runs.speed)))
-    style.draw_reference_line(ax, 1, "plain decoding")
+    draw_reference_line(ax, 1, "plain decoding")
     title = "Speed of the engine by drafts"
     if any(map(len, found.values())):
         ax.legend()
         title = f"The engine has at best {best:.2f} times the speed of plain decoding"
     x, y = "drafts a step [tokens]", "over plain decoding [ratio]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))

@@ -17,33 +17,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import plotting
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
 from experiments.framework import (
+    Floats,
+    Ints,
     MeasuredValue,
     ReportPart,
     ResultRecord,
-    claims_file,
-    measured,
-)
-from experiments.framework.table import (
-    Floats,
-    Ints,
     ResultTable,
     Texts,
+    claims_file,
     column,
     computed_column,
+    measured,
 )
-from experiments.harness import model_shapes
-from experiments.plotting import style
+from experiments.harness import load_text_model
+from experiments.plotting import draw_curve, set_labels
 from jaxkv import validation
-from jaxkv.models import Params, checkpoints
-from jaxkv.models.checkpoints import LoadedModel
+from jaxkv.models import LoadedModel, Params, save_model
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from scaling.corpora import corpora, streams
-from scaling.training import TrainConfig, consistency, objectives, step, train
-from scaling.training.consistency import Consistency, Trajectory
+from scaling.corpora import STANDARD_LIBRARY, Corpus, CorpusConfig, open_corpus
+from scaling.training import (
+    Consistency,
+    TrainConfig,
+    Trajectory,
+    init_train_state,
+    make_records,
+    score_stream,
+    stream_windows,
+    train_in_memory,
+)
 
 CLAIMS = claims_file(__file__)
 BEFORE, AFTER = "as it was", "fine-tuned"
@@ -55,7 +61,7 @@ TOGETHER = 32
 class Config(held_out.TextConfig):
     """Training data, training of a byte-level model, and its evaluation."""
 
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
     """Lengths of prompts, blocks and texts."""
@@ -149,14 +155,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the model cannot be served, or its context is too short.
     """
-    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
-    corpus = corpora.open_corpus(config.corpus)
+    model = load_text_model(config.model, max_length=config.max_length)
+    corpus = open_corpus(config.corpus)
     records = _records(config, model, corpus, progress)
     learnt = corpus._replace(stream=records)
     params = jax.tree.map(jnp.asarray, model.params)
     recipe = config.recipe(model)
-    start = step.init_train_state(recipe.model, recipe.optimizer, jnp.int32(0))
-    output = train.train_in_memory(
+    start = init_train_state(recipe.model, recipe.optimizer, jnp.int32(0))
+    output = train_in_memory(
         recipe,
         learnt,
         start=start._replace(params=params),
@@ -202,11 +208,11 @@ def _found(
 
 
 def _records(
-    config: Config, model: LoadedModel, corpus: streams.Corpus, progress: Progress
+    config: Config, model: LoadedModel, corpus: Corpus, progress: Progress
 ) -> np.ndarray:
     """Returns training records from trajectories after pieces of the training text."""
     sizes, found = config.objective, []
-    prompts = objectives.stream_windows(
+    prompts = stream_windows(
         corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
     )
     starts = range(0, len(prompts), TOGETHER)
@@ -215,7 +221,7 @@ def _records(
         output = _found(model, some, sizes.block_tokens)
         pairs = zip(some.tolist(), output, strict=True)
         found += [Trajectory(text, block.guesses) for text, block in pairs]
-    return consistency.make_records(
+    return make_records(
         found,
         corpus.stream,
         each=config.guesses,
@@ -225,11 +231,11 @@ def _records(
 
 
 def _asked(
-    config: Config, model: LoadedModel, corpus: streams.Corpus
+    config: Config, model: LoadedModel, corpus: Corpus
 ) -> tuple[float, int, int, float]:
     """Returns a row of `ModelTable` without the name."""
     sizes = config.objective
-    prompts = objectives.stream_windows(
+    prompts = stream_windows(
         corpus.held_out,
         seq_len=sizes.prompt_tokens - 1,
         num_windows=config.num_held_out,
@@ -242,7 +248,7 @@ def _asked(
             model, prompts[first : first + TOGETHER], sizes.block_tokens
         )
     ]
-    scored = objectives.score_stream(
+    scored = score_stream(
         model.params,
         corpus.held_out,
         model=model.config,
@@ -264,7 +270,7 @@ def _export(config: Config, model: LoadedModel) -> None:
         "Consistency fine-tuning (Kou et al. 2024, arXiv:2403.00835); data, licence "
         "and shape are those of the model that it comes from.\n"
     )
-    checkpoints.save_model(
+    save_model(
         config.export,
         model.config,
         params,
@@ -322,19 +328,19 @@ def plot(axes: Any, result: Result) -> None:
     """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
-    style.draw_curve(loss, result.trained, result.loss, 5, marker="")
+    draw_curve(loss, result.trained, result.loss, 5, marker="")
     title, x, y = "Loss of training", "training [steps]", "loss [nats/token]"
     if len(result.loss):
         title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
-    style.set_labels(loss, title, x, y, ylim=(0, None))
+    set_labels(loss, title, x, y, ylim=(0, None))
     models = result.models
-    color = style.colors()[5]
+    color = plotting.colors()[5]
     bars = blocks.bar(models.model, models.tokens_per_step, 0.6, color=color)
     labels = [f"{bits:.3f}\nbits/byte" for bits in models.bits_per_byte]
     blocks.bar_label(bars, labels, padding=2)
     blocks.margins(y=0.25)
     length = models.length[0] if len(models) else 0
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
-    style.set_labels(blocks, title, "", "found [tokens/step]")
+    set_labels(blocks, title, "", "found [tokens/step]")
     found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
     drawing.draw_speeds(engine, found)

@@ -17,23 +17,21 @@ from jaxtyping import Int
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    Sheet,
-    claims_file,
-    measured,
-)
-from experiments.framework.table import (
     Floats,
     Ints,
+    MeasuredValue,
+    ReportPart,
     ResultRecord,
     ResultTable,
+    Sheet,
+    claims_file,
     column,
     computed_column,
+    measured,
 )
-from experiments.harness import model_shapes
+from experiments.harness import load_text_model
 from jaxkv import validation
-from jaxkv.models.checkpoints import LoadedModel
+from jaxkv.models import LoadedModel
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 
@@ -128,7 +126,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the model cannot be served, or its context is too short.
     """
-    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
+    model = load_text_model(config.model, max_length=config.max_length)
     cases = [(t, m) for t in config.temperatures for m in config.lengths]
     answers: dict[float, list[list[int]]] = {}
     found = []

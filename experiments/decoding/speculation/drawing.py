@@ -5,9 +5,19 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.speculation import theory
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+    system_style,
+    use_powers_of_two,
+)
 
-DRAFT_COLORS = (systems.BLUE, systems.GREEN, systems.ORANGE, systems.RED)
+DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
 """Colours by draft length, ascending; markers follow."""
 MARKS = "o^ds"
 
@@ -36,8 +46,8 @@ def _lengths(ax: Any, runs: Any) -> None:
         if len(selected) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        style.draw_curve(ax, selected.num_drafts, selected.expected, way, **look)
-        style.draw_curve(ax, selected.num_drafts, selected.tokens_per_step, way, way)
+        draw_curve(ax, selected.num_drafts, selected.expected, way, **look)
+        draw_curve(ax, selected.num_drafts, selected.tokens_per_step, way, way)
         most = float(selected.tokens_per_step.max())
         best = (way, most) if most > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
@@ -46,7 +56,7 @@ def _lengths(ax: Any, runs: Any) -> None:
         title = f"Greedy: {best[0]} finds up to {best[1]:.1f} tokens a step"
     ax.legend()
     x, y = "drafts a step [tokens]", "found [tokens/step]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def bars(
@@ -66,7 +76,7 @@ def bars(
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
-            look = {"color": systems.system_style(kinds[i]).color, "edgecolor": "white"}
+            look = {"color": system_style(kinds[i]).color, "edgecolor": "white"}
             look |= {"hatch": "////"} if nth else {}
             drawn = ax.barh(place, values[i], 0.92 * height, **look)
             ax.bar_label(drawn, [f"{values[i]:.2f}"], padding=3)
@@ -78,9 +88,9 @@ def bars(
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(max(len(order), 1) - 0.4, -0.6)
-    style.draw_reference_line(ax, 1, "plain decoding", along="y")
+    draw_reference_line(ax, 1, "plain decoding", along="y")
     ax.margins(x=0.15)
-    style.set_labels(ax, "One sequence", label, "")
+    set_labels(ax, "One sequence", label, "")
     ax.legend()
 
 
@@ -88,19 +98,19 @@ def _batches(ax: Any, runs: Any) -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
-        (runs.tokens_per_step, systems.GREEN, "^", "tokens a step"),
-        (runs.cost, systems.RED, "s", "cost of a step"),
-        (runs.speed, systems.BLUE, "o", "speed"),
+        (runs.tokens_per_step, GREEN, "^", "tokens a step"),
+        (runs.cost, RED, "s", "cost of a step"),
+        (runs.speed, BLUE, "o", "speed"),
     ):
-        style.draw_curve(ax, runs.batch, values, color, label, marker=mark)
-    style.draw_reference_line(ax, 1, "plain decoding")
+        draw_curve(ax, runs.batch, values, color, label, marker=mark)
+    draw_reference_line(ax, 1, "plain decoding")
     title = "n-gram drafts by batch"
     if len(runs):
-        style.use_powers_of_two(ax)
+        use_powers_of_two(ax)
         title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
         title += "times as fast at every batch"
     x, y = "batch [sequences]", "over plain decoding [ratio]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -113,7 +123,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
         found = selected.tokens_per_step
-        style.draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
+        draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
         exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
         off += np.abs(found / exact - 1).tolist()
     title = "Tokens a step by acceptance"
@@ -121,7 +131,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
         ax.legend(title="drafts a step (line: formula)")
         title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
     x, y = "acceptance of a draft [share]", "found [tokens/step]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
@@ -141,14 +151,14 @@ def draw_priced(axes: Any, priced: Any) -> None:
             selected, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
             line, found = getattr(selected, reference), getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            style.draw_curve(ax, selected.acceptance, line, color, **look)
+            draw_curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
-            style.draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
+            draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
             off += np.abs(found / line - 1).tolist()
-        style.draw_reference_line(ax, 1)
+        draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
         x = "acceptance of a draft [share]"
-        style.set_labels(ax, title, x, y, ylim=(0, None))
+        set_labels(ax, title, x, y, ylim=(0, None))
         if len(priced):
             ax.plot([], [], "--", color="0.45", linewidth=1, label="theory")
             ax.legend(title="drafts a step")

@@ -11,14 +11,13 @@ import numpy as np
 
 from experiments.decoding.speculation import serving
 from experiments.decoding.speculation.serving import METHODS, PLAIN
-from experiments.harness import prompts, timing
-from experiments.harness.serving import Server
+from experiments.harness import Server, cut_held_out_prompts, measure_in_turns
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import methods
+from jaxkv.speculation import NUM_DRAFT_BUCKETS
 
 type Setting = tuple[int, float]
 """Batch size and temperature."""
@@ -72,7 +71,7 @@ class TextConfig:
 
     def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
         """Returns the engine config of a method."""
-        num_draft_buckets = methods.NUM_DRAFT_BUCKETS if METHODS[way].adaptive else 1
+        num_draft_buckets = NUM_DRAFT_BUCKETS if METHODS[way].adaptive else 1
         return serving.drafting_engine_config(
             batch, num_drafts, self.max_length, self.steps_per_call, num_draft_buckets
         )
@@ -90,13 +89,13 @@ class TextConfig:
         ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
         rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
-        found = prompts.cut_held_out_prompts(tokenizer, sizes, asks, rng)
+        found = cut_held_out_prompts(tokenizer, sizes, asks, rng)
         return [request.tokens for request in found], asks
 
 
 def decode_in_turns(
     config: TextConfig,
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     settings: Iterable[Setting],
     ways: Callable[[Setting], Iterable[tuple[str, int]]],
     progress: Progress,
@@ -151,7 +150,7 @@ def decode_in_turns(
         "bar_label": "decoding",
         "case_name": "batch and temperature",
     }
-    for setting, servers, found in timing.measure_in_turns(
+    for setting, servers, found in measure_in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
         plain = found[servers[0].name]

@@ -23,25 +23,24 @@ from jaxtyping import Float
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import (
+    Floats,
+    Ints,
     MeasuredValue,
     ReportPart,
     ResultRecord,
-    Sheet,
-    claims_file,
-    measured,
-)
-from experiments.framework.table import (
-    Floats,
-    Ints,
     ResultTable,
+    Sheet,
     Texts,
+    claims_file,
     column,
     computed_column,
+    measured,
 )
-from experiments.harness import model_shapes
+from experiments.harness import load_text_model
 from jaxkv import validation
+from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.speculation import Speculation, Synthetic
+from jaxkv.speculation import Synthetic
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS, FEW_STEPS = 128, 1000
@@ -225,7 +224,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model cannot be served, or its context is too short.
     """
     longest = max(config.max_length, config.prompt_tokens + config.coin_tokens)
-    model = model_shapes.load_text_model(config.model, max_length=longest)
+    model = load_text_model(config.model, max_length=longest)
     settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
     rows = held_out.decode_in_turns(config, model, settings, config.cases, progress)
     runs, coins = DecodingRuns.of(rows), []

@@ -7,19 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.harness import model_shapes
-from experiments.harness.serving import Server
-from experiments.harness.timing import CallTimes
-from jaxkv.engine import EngineConfig, EngineState, StepInfo
-from jaxkv.models import checkpoints
+from experiments.harness import CallTimes, Server, make_benchmark_config
+from jaxkv.engine import EngineConfig, EngineState, Speculation, StepInfo
+from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import (
     Jacobi,
-    Speculation,
+    LoadedHeads,
+    Method,
+    ModelWeights,
     SpeculationConfig,
-    head_folders,
-    methods,
+    build_speculative,
 )
 
 PLAIN = "plain"
@@ -35,7 +34,7 @@ class DecodingMethod(NamedTuple):
       adaptive: True if the draft length adapts to acceptance and cost.
     """
 
-    method: methods.Method | None = None
+    method: Method | None = None
     layers: int | tuple[int, ...] | None = None
     is_chain: bool = False
     adaptive: bool = False
@@ -121,7 +120,7 @@ def drafting_engine_config(
     num_draft_buckets: int = 1,
 ) -> EngineConfig:
     """Returns an engine config with enough pages and rows for all drafts."""
-    return model_shapes.make_benchmark_config(
+    return make_benchmark_config(
         batch,
         max_length,
         num_pages=batch * -(-(max_length + num_drafts) // 16),
@@ -133,12 +132,12 @@ def drafting_engine_config(
 
 
 def make_server(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     way: str,
     config: EngineConfig,
     speculation: Speculation | None = None,
-    heads: head_folders.LoadedHeads | None = None,
-    draft: checkpoints.LoadedModel | None = None,
+    heads: LoadedHeads | None = None,
+    draft: LoadedModel | None = None,
 ) -> Server:
     """Builds a server of a decoding method.
 
@@ -156,14 +155,14 @@ def make_server(
         heads = heads._replace(acceptance=first)
     small = None
     if draft is not None and method.method == "draft-model":
-        small = methods.ModelWeights(draft.config, draft.params)
+        small = ModelWeights(draft.config, draft.params)
     how = None
     if method.method is not None:
         how = SpeculationConfig(
             method.method, draft_layers=method.layers, adaptive=method.adaptive
         )
-    served = methods.build_speculative(
-        methods.ModelWeights(model.config, model.params),
+    served = build_speculative(
+        ModelWeights(model.config, model.params),
         config,
         how,
         dtype="float32",

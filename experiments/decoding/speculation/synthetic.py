@@ -25,15 +25,15 @@ from experiments.framework import (
     ResultRecord,
     claims_file,
     column,
+    computed_column,
     measured,
 )
-from experiments.framework.table import computed_column
-from experiments.harness import model_shapes, timing
-from experiments.harness.serving import Server
+from experiments.harness import Server, load_benchmark_model, measure_in_turns
 from jaxkv import validation
+from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import Jacobi, Speculation, Synthetic
+from jaxkv.speculation import Jacobi, Synthetic
 
 CLAIMS = claims_file(__file__)
 FEW_STEPS = 30
@@ -148,7 +148,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the model does not exist, or its context is too short.
     """
-    model = model_shapes.load_benchmark_model(config.shape, "float32")
+    model = load_benchmark_model(config.shape, "float32")
     longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
     turns = collections.Counter[Server]()
 
@@ -181,7 +181,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
     rows: list[tuple[Any, ...]] = []
     words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
-    for num, servers, found in timing.measure_in_turns(
+    for num, servers, found in measure_in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):
         plain_s = np.array([step_s for *_, step_s in found[servers[0].name]])

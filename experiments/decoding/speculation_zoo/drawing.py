@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.speculation.drawing import bars
-from experiments.plotting import style
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+    use_powers_of_two,
+)
 
 KINDS = {
     "n-gram": "n-gram",
@@ -53,16 +58,14 @@ def _costs(ax: Any, runs: Any) -> None:
         selected = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
         if len(selected):
             look = {"linestyle": "", "markersize": 7}
-            style.draw_curve(
-                ax, selected.tokens_per_step, selected.cost, name, name, **look
-            )
+            draw_curve(ax, selected.tokens_per_step, selected.cost, name, name, **look)
     top = max([2.0, *runs.tokens_per_step])
     look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
     ax.plot([1, top], [1, top], label="even: below it pays", **look)
     num = int(np.sum(runs.cost < runs.tokens_per_step))
     title = f"One sequence, greedy: {num} of {len(runs)} ways pay"
     x, y = "found [tokens/step]", "cost of a step [plain steps]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -75,17 +78,15 @@ def _batches(ax: Any, runs: Any) -> None:
             name, line = KINDS[_kind(way)], "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"
-            style.draw_curve(
-                ax, selected.batch, selected.speed, name, label, linestyle=line
-            )
-    style.draw_reference_line(ax, 1, "plain decoding")
+            draw_curve(ax, selected.batch, selected.speed, name, label, linestyle=line)
+    draw_reference_line(ax, 1, "plain decoding")
     title = "A draft length that adapts, by batch"
     if len(runs):
-        style.use_powers_of_two(ax)
+        use_powers_of_two(ax)
         ax.legend()
         title = (
             "With a draft length that adapts, decoding is {:.2f} to {:.2f} times as "
         )
         title = title.format(np.nanmin(runs.speed), np.nanmax(runs.speed)) + "fast"
     x, y = "batch [sequences]", "speed / plain decoding [ratio]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+    set_labels(ax, title, x, y, ylim=(0, None))

@@ -30,12 +30,11 @@ from experiments.framework import (
     column,
     measured,
 )
-from experiments.harness import bundled, model_shapes
-from experiments.harness.serving import Server
+from experiments.harness import Server, find_heads_folder, load_text_model
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
-from jaxkv.speculation import head_folders
+from jaxkv.speculation import KINDS, load_heads
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
@@ -153,15 +152,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model cannot be served, its context is too short, or it has no
         heads for a method that needs them.
     """
-    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
+    model = load_text_model(config.model, max_length=config.max_length)
     draft = None
     if config.draft:
-        draft = model_shapes.load_text_model(config.draft, max_length=config.max_length)
+        draft = load_text_model(config.draft, max_length=config.max_length)
     heads = {
-        kind: head_folders.load_heads(
-            bundled.find_heads_folder(config.model, kind), model.config, dtype="float32"
+        kind: load_heads(
+            find_heads_folder(config.model, kind), model.config, dtype="float32"
         )
-        for kind in head_folders.KINDS
+        for kind in KINDS
         if any(
             serving.METHODS[way].method == kind
             for way, _ in (*config.ways, *config.adaptive)

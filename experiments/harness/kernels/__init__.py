@@ -1,13 +1,10 @@
 """Kernels and their JAX peers on common shapes, checked against float64 and timed."""
 
-from experiments.harness.kernels.calls import MAX_ERROR as MAX_ERROR
-from experiments.harness.kernels.calls import Implementation as Implementation
-from experiments.harness.kernels.calls import KernelRun as KernelRun
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "MAX_ERROR",
-    "Implementation",
-    "KernelRun",
-    "calls",
-    "runs",
-]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from experiments.harness.kernels.calls import MAX_ERROR, Implementation, KernelRun
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -22,10 +22,21 @@ from pallas_kernels.bench import (
     GroupedSpec,
     Spec,
 )
-from pallas_kernels.grouped_matmul import api as grouped_api
-from pallas_kernels.page_ops import copy
-from pallas_kernels.paged_attention import api, dispatch, merging
-from pallas_kernels.paged_attention.decode_plan import DecodePlan
+from pallas_kernels.grouped_matmul import (
+    GroupedImplementation,
+    choose_grouped_matmul,
+    grouped_matmul,
+)
+from pallas_kernels.page_ops import CopyImplementation, copy_pages
+from pallas_kernels.paged_attention import (
+    AttentionImplementation,
+    DecodePlan,
+    KernelTilings,
+    PartialStates,
+    merge_and_unpack,
+    paged_attention,
+)
+from pallas_kernels.paged_attention import make_plan as attention_plan
 
 
 def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
@@ -38,9 +49,9 @@ def implementations_of(spec: Spec | GroupedSpec) -> list[Implementation]:
             "XLA all experts": jax_peers.all_experts,
             "Pallas ragged_dot": jax_peers.ragged_dot,
         }
-        return _implementations(grouped_api.GroupedImplementation, _multiply, peers)
+        return _implementations(GroupedImplementation, _multiply, peers)
     if spec.kind == "copy":  # XLA's copy is the reference implementation
-        return _implementations(copy.CopyImplementation, _copy, {})
+        return _implementations(CopyImplementation, _copy, {})
     return attention_implementations()
 
 
@@ -53,7 +64,7 @@ def attention_implementations() -> list[Implementation]:
         "cuDNN contiguous": functools.partial(jax_peers.contiguous, "cudnn"),
         "Pallas Triton": jax_peers.triton,
     }
-    return _implementations(api.AttentionImplementation, _attend, peers)
+    return _implementations(AttentionImplementation, _attend, peers)
 
 
 def _implementations(
@@ -81,13 +92,11 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
     @jax.jit
     def make_plan(page_ids, positions, slots, trees):
         options: dict[str, Any] = trees | {"window": window, "implementation": name}
-        return api.make_plan(q, k_pages, page_ids, positions, slots, **options)
+        return attention_plan(q, k_pages, page_ids, positions, slots, **options)
 
     def attend(trees, plan, *arrays):
         options = trees | problem.options
-        return api.paged_attention(
-            *arrays, **options, implementation=name, plan=plan
-        ).out
+        return paged_attention(*arrays, **options, implementation=name, plan=plan).out
 
     def plan_anew(index: int) -> Any:
         # A plan depends on lengths and not on page ids: equal for all turns.
@@ -109,7 +118,7 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
 
 
 def make_merge_call(
-    problem: AttentionProblem, plan: DecodePlan, tilings: dispatch.KernelTilings
+    problem: AttentionProblem, plan: DecodePlan, tilings: KernelTilings
 ) -> Callable[[int], Any]:
     """Returns a call that merges random partial results of the decode kernel's shapes.
 
@@ -126,12 +135,12 @@ def make_merge_call(
     parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
-    states = merging.PartialStates(
+    states = PartialStates(
         *map(functools.partial(jax.random.normal, dtype=jnp.float32), keys, shapes)
     )
     group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
     merge = functools.partial(
-        merging.merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
+        merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
     )
     merge = jax.jit(merge)
     return lambda index: merge(states, plan.schedule.ends, plan.packing)
@@ -140,7 +149,7 @@ def make_merge_call(
 def _copy(name: Any, problem: CopyProblem) -> KernelRun:
     """Prepares copies in place: every call gets the pages of the previous one."""
     jitted = jax.jit(
-        lambda pages, source, target: copy.copy_pages(
+        lambda pages, source, target: copy_pages(
             pages, source, target, disjoint=True, implementation=name
         ),
         donate_argnums=0,
@@ -161,6 +170,6 @@ def _copy(name: Any, problem: CopyProblem) -> KernelRun:
 
 def _multiply(name: Any, problem: GroupedProblem) -> KernelRun:
     """Prepares grouped products; grouping rows into blocks is part of the call."""
-    grouped_api.choose_grouped_matmul(problem.x, problem.w, implementation=name)
-    function = functools.partial(grouped_api.grouped_matmul, implementation=name)
+    choose_grouped_matmul(problem.x, problem.w, implementation=name)
+    function = functools.partial(grouped_matmul, implementation=name)
     return jax_peers.run_grouped_matmul(function, problem)

@@ -19,17 +19,27 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
+    ResultRecord,
     Sheet,
     claims_file,
+    column,
     measured,
-    report,
+    metric_sheets,
 )
-from experiments.framework.table import ResultRecord, column
-from experiments.harness import model_shapes
-from experiments.plotting import style, systems
+from experiments.harness import load_text_model
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+    shade_band,
+    system_style,
+    use_powers_of_two,
+)
 from experiments.serving.batching import lectures, serving, sweeps
 from experiments.serving.batching.lectures import IterationSpans
 from experiments.serving.batching.sweeps import (
@@ -92,7 +102,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates every sweep, or serves the spread and client sweeps with a model."""
     model, limits, where = None, config.limits, config.cost
     if config.model:
-        model = model_shapes.load_text_model(config.model, max_length=config.longest)
+        model = load_text_model(config.model, max_length=config.longest)
         limits, where = (), jax.devices()[0].device_kind
     static, other = sweeps.simulate_sweeps(config, progress, sweeps=model is None)
     if model:
@@ -187,7 +197,7 @@ def summary(result: Result) -> list[ReportPart]:
             for x in ("static", "continuous")
         ),
         Sheet("R1 to R5, three at a time", heads, [(str(i), *row) for i, row in turns]),
-        *report.metric_sheets({title: x for title, x in tables.items() if x}),
+        *metric_sheets({title: x for title, x in tables.items() if x}),
         result.clients.sheet("requests side by side"),
     ]
 
@@ -217,12 +227,12 @@ def plot(axes: Any, result: Result) -> None:
         # Throughput over that of static batching, and the published end points.
         gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
         for i, name in enumerate(NAMES[1:], 1):
-            style.draw_curve(gain, limits.value, gains[i], name, name)
+            draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
-            look["marker"] = systems.system_style(name).marker
+            look["marker"] = system_style(name).marker
             reference, label = [CLAIMS.published(SYSTEMS[i])], f"published, {name}"
-            style.draw_curve(gain, [longest], reference, "published", label, **look)
-        style.draw_reference_line(gain, 1)
+            draw_curve(gain, [longest], reference, "published", label, **look)
+        draw_reference_line(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
         gain.legend()
         title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
@@ -232,7 +242,7 @@ def plot(axes: Any, result: Result) -> None:
         gain.set_title(f"Up to {title}")
     for ax in (rate, gain):
         if limits.value.size:
-            style.use_powers_of_two(ax)
+            use_powers_of_two(ax)
             ax.set(xticks=limits.value, xlabel="limit of outputs [tokens]")
         else:
             ax.remove()
@@ -249,28 +259,26 @@ def plot(axes: Any, result: Result) -> None:
 def _draw_speeds(ax: Any, found: ThroughputSweep) -> None:
     rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
-        style.draw_curve(ax, found.value, mean, name, name)
+        draw_curve(ax, found.value, mean, name, name)
         if seeds.shape[1] > 1:
             low, high = seeds.min(axis=1), seeds.max(axis=1)
-            style.shade_band(
-                ax, found.value, low, high, systems.system_style(name).color, 0.2
-            )
+            shade_band(ax, found.value, low, high, system_style(name).color, 0.2)
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
 
 
 def _draw_clients(ax: Any, found: ClientLatencies) -> None:
     token_ms = 1e3 * found.s_per_token
-    style.draw_curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
+    draw_curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
     rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]
     for clients, *at in rows:
-        style.annotate(ax, str(clients), at, (6, -4), va="top")
+        plotting.annotate(ax, str(clients), at, (6, -4), va="top")
     title = "Requests served together"
     if rows:
         (few, slow, less), (many, fast, more) = rows[0], rows[-1]
         title = f"{many} requests together: {more / less:.0f} times the throughput of "
         title += f"{few}, {fast / slow:.2f} times the latency"
     x, y = "time of a token, points: requests [ms]", "throughput [tokens/s]"
-    style.set_labels(ax, title, x, y, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, x, y, yscale="log")
+    label_log_axis(ax.yaxis)
     ax.margins(x=0.1, y=0.12)

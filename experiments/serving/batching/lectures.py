@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from experiments import plotting
 from experiments.framework import Ints, ResultTable, column
-from experiments.plotting import boxes, style
-from jaxkv.workloads import arrivals
+from experiments.plotting import INK, Box, draw_rectangle, set_labels
+from jaxkv.workloads import Workload, make_workload
 
 NUM_SLOTS, LIMIT, PLACES = 4, 3, 8
 IDLE, PROMPT, TOKEN, END = range(4)
@@ -56,14 +57,14 @@ class IterationSpans(ResultTable):
         return (self.first <= step) & (step <= self.last)
 
 
-def lecture_sequences() -> arrivals.Workload:
+def lecture_sequences() -> Workload:
     """Returns S1 to S7, all of which arrive at 0 s."""
-    return arrivals.make_workload(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
+    return make_workload(np.zeros(7), np.array(_PROMPTS), np.array(_OUTPUTS))
 
 
-def lecture_requests() -> arrivals.Workload:
+def lecture_requests() -> Workload:
     """Returns the five requests of the lecture, R1 to R5."""
-    return arrivals.make_workload(*map(np.array, zip(*_TURNS, strict=True)))
+    return make_workload(*map(np.array, zip(*_TURNS, strict=True)))
 
 
 def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
@@ -159,8 +160,8 @@ _NAMES[WAITS] = "waits"
 
 def _fill(kind: int) -> dict[str, Any]:
     """Returns the colour and hatch of a kind of cell."""
-    palette = style.colors()
-    fills = {PROMPT: palette[4], TOKEN: boxes.lighten(palette[5]), END: palette[6]}
+    palette = plotting.colors()
+    fills = {PROMPT: palette[4], TOKEN: plotting.lighten(palette[5]), END: palette[6]}
     look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
     waits = {"facecolor": "white", "edgecolor": "0.7", "hatch": "/////"}
     return waits if kind == WAITS else look
@@ -174,13 +175,13 @@ def _key(ax: Any, kinds: tuple[int, ...]) -> None:
 
 def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell with upper left corner (x, y)."""
-    boxes.draw_rectangle(ax, boxes.Box(x, y, 1, 1), **_fill(kind))
-    look: dict[str, Any] = {"color": "white" if kind == END else boxes.INK}
+    draw_rectangle(ax, Box(x, y, 1, 1), **_fill(kind))
+    look: dict[str, Any] = {"color": "white" if kind == END else INK}
     ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
 
 
 def _frame(ax: Any, columns: int, names: list[str], title: str, label: str) -> None:
-    style.set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
+    set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
     ax.set_xticks(np.arange(columns) + 0.5, [str(x + 1) for x in range(columns)])
     ax.set_yticks(np.arange(len(names)) + 0.5, names)
     ax.tick_params(length=0)

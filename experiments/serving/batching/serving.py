@@ -5,14 +5,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.harness import model_shapes, prompts
+from experiments.harness import cut_held_out_prompts, make_benchmark_config, make_engine
 from experiments.serving.batching import sweeps
 from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, LoadResult
-from jaxkv.models import checkpoints
+from jaxkv import scheduling
+from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.serving.engine import Engine
+from jaxkv.scheduling import Policy
+from jaxkv.serving import Engine
 from jaxkv.workloads import Workload
 
 TOKEN_BUDGET, ROUNDS = 64, 3
@@ -20,7 +21,7 @@ TOKEN_BUDGET, ROUNDS = 64, 3
 
 
 def serve_uneven(
-    config: Config, model: checkpoints.LoadedModel, progress: Progress
+    config: Config, model: LoadedModel, progress: Progress
 ) -> list[list[LoadResult]]:
     """Serves outputs of equal mean and growing spread.
 
@@ -32,7 +33,7 @@ def serve_uneven(
     slots = sweeps.num_reserved_slots(config, config.longest)
     engines = [
         _engine(config, model, slots, policy)
-        for policy in (static_batching.static(), fcfs.fcfs())
+        for policy in (scheduling.static(), scheduling.fcfs())
     ]
     for engine, name in zip(engines, SYSTEMS, strict=False):
         progress.show(f"{name}: compiling")
@@ -53,13 +54,13 @@ def serve_uneven(
 
 
 def serve_batches(
-    config: Config, model: checkpoints.LoadedModel, progress: Progress
+    config: Config, model: LoadedModel, progress: Progress
 ) -> Iterator[LoadResult]:
     """Serves equal requests in batches of each size, until stopped."""
     num = round(config.mean_output_tokens)
     for clients in progress.track(config.clients, "side by side", "sizes"):
         progress.show(f"{clients} side by side: compiling")
-        engine = _engine(config, model, clients, fcfs.fcfs())
+        engine = _engine(config, model, clients, scheduling.fcfs())
         load = sweeps.equal_requests(config.prompt_tokens, num, clients, rounds=1)
         served = [_serve(engine, model, load, 0) for _ in range(ROUNDS + 1)]
         seconds, steps = min(served[1:])
@@ -69,12 +70,10 @@ def serve_batches(
         )
 
 
-def _engine(
-    config: Config, model: checkpoints.LoadedModel, slots: int, policy: interface.Policy
-) -> Engine:
+def _engine(config: Config, model: LoadedModel, slots: int, policy: Policy) -> Engine:
     """Builds an engine whose pool holds the longest sequence in every slot."""
     num = max(config.num_requests, slots)
-    bounds = model_shapes.make_benchmark_config(
+    bounds = make_benchmark_config(
         slots,
         config.longest,
         page_size=PAGE_SIZE,
@@ -83,11 +82,11 @@ def _engine(
         submit_width=num,
         token_budget=max(TOKEN_BUDGET, slots),
     )
-    return model_shapes.make_engine(model, bounds, has_text=False, policy=policy)
+    return make_engine(model, bounds, has_text=False, policy=policy)
 
 
 def _serve(
-    engine: Engine, model: checkpoints.LoadedModel, load: Workload, seed: int
+    engine: Engine, model: LoadedModel, load: Workload, seed: int
 ) -> tuple[float, int]:
     """Serves a load in one burst; returns seconds and the number of non-empty steps."""
     samplings = [
@@ -95,7 +94,7 @@ def _serve(
         for most in np.asarray(load.output).tolist()
     ]
     rng, sizes = np.random.default_rng(seed), np.asarray(load.prompt).tolist()
-    requests = prompts.cut_held_out_prompts(model.tokenizer, [*sizes], samplings, rng)
+    requests = cut_held_out_prompts(model.tokenizer, [*sizes], samplings, rng)
     engine.trace.clear()
     start_s = time.perf_counter()
     engine.generate([x.tokens for x in requests], samplings)

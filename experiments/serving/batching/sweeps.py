@@ -14,16 +14,15 @@ from experiments.framework import (
     ResultRecord,
     ResultTable,
     column,
-    table,
-    units,
+    format_seconds,
+    to_rows,
 )
-from experiments.harness import named_costs
+from experiments.harness import find_cost_model
 from experiments.serving.batching import lectures
-from jaxkv import validation
+from jaxkv import scheduling, simulation, validation
 from jaxkv.progress import Progress
-from jaxkv.scheduling import fcfs, static_batching
-from jaxkv.simulation import Capacity, Cost, SimulationResult, driver, step
-from jaxkv.workloads import Workload, arrivals, lengths
+from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
+from jaxkv.workloads import Fixed, Gamma, Pair, Workload, closed_loop, make_workload
 
 SYSTEMS = ("static", "continuous", "paged")
 """Static batching; continuous batching that reserves the longest sequence; continuous
@@ -108,7 +107,7 @@ class ThroughputSweep(ResultRecord):
             found[f"{system}_tokens_per_s"] = rates
         found["gain"] = self.means[-1] / self.means[0]
         found["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        return table.to_rows(found)
+        return to_rows(found)
 
 
 class ClientLatencies(ResultTable):
@@ -120,7 +119,7 @@ class ClientLatencies(ResultTable):
         "mean over requests of latency / output tokens",
         key="token_s",
         heading="token",
-        form=units.format_seconds,
+        form=format_seconds,
     )
 
 
@@ -141,7 +140,7 @@ class SwitchedCost(NamedTuple):
     cost: Cost
     counts_steps: Bool[Array, ""]
 
-    def __call__(self, work: step.Work) -> Array:
+    def __call__(self, work: Work) -> Array:
         """Returns the seconds of a step."""
         return jnp.where(self.counts_steps, 1.0, self.cost(work))
 
@@ -195,8 +194,8 @@ def simulate_sweeps(
     names = ("pictures", "limits", "deviations")
     static = {name: groups[name] for name in names}
     return (
-        _simulate(config, static, static_batching.static(), progress),
-        _simulate(config, groups, fcfs.fcfs(), progress),
+        _simulate(config, static, scheduling.static(), progress),
+        _simulate(config, groups, scheduling.fcfs(), progress),
     )
 
 
@@ -242,11 +241,9 @@ def equal_requests(
     prompt: int, output: int, clients: int, *, rounds: int = 4
 ) -> Workload:
     """Returns a closed-loop workload: equal requests, `rounds` per client."""
-    law = lengths.Pair(
-        prompt=lengths.Fixed(tokens=prompt), output=lengths.Fixed(tokens=output)
-    )
+    law = Pair(prompt=Fixed(tokens=prompt), output=Fixed(tokens=output))
     rng, num = np.random.default_rng(0), rounds * clients
-    return arrivals.closed_loop(rng, law, clients=clients, num=num)
+    return closed_loop(rng, law, clients=clients, num=num)
 
 
 def num_reserved_slots(config: Config, longest: int) -> int:
@@ -256,7 +253,7 @@ def num_reserved_slots(config: Config, longest: int) -> int:
 
 def limited_loads(config: Config) -> Iterator[tuple[Workload, int]]:
     """Yields the loads of `limits` by limit and seed, with their longest sequence."""
-    output = lengths.Gamma(mean=config.mean_output_tokens, shape=1.0)
+    output = Gamma(mean=config.mean_output_tokens, shape=1.0)
     for limit in config.limits:
         longest = config.prompt_tokens + limit
         yield from _bursts(config, output, longest, keeps_means=False)
@@ -266,9 +263,9 @@ def spread_loads(config: Config) -> Iterator[tuple[Workload, int]]:
     """Yields the loads of `deviations` by deviation and seed, as `limited_loads`."""
     mean = config.mean_output_tokens
     for deviation in config.deviations:
-        output: Any = lengths.Fixed(tokens=round(mean))
+        output: Any = Fixed(tokens=round(mean))
         if deviation > 0:
-            output = lengths.Gamma(mean=mean, shape=deviation**-2)
+            output = Gamma(mean=mean, shape=deviation**-2)
         yield from _bursts(config, output, config.longest, keeps_means=True)
 
 
@@ -276,30 +273,30 @@ def _bursts(
     config: Config, output: Any, longest: int, *, keeps_means: bool
 ) -> Iterator[tuple[Workload, int]]:
     """Yields one load per seed, all of whose requests arrive at 0 s."""
-    law = lengths.Pair(
-        prompt=lengths.Fixed(tokens=config.prompt_tokens),
+    law = Pair(
+        prompt=Fixed(tokens=config.prompt_tokens),
         output=output,
         max_length=longest,
         keeps_means=keeps_means,
     )
     for seed in range(config.num_seeds):
         tokens = law.draw(np.random.default_rng(seed), config.num_requests)
-        yield arrivals.make_workload(np.zeros(config.num_requests), *tokens), longest
+        yield make_workload(np.zeros(config.num_requests), *tokens), longest
 
 
 def _simulate(
     config: Config, groups: dict[str, list[_LoadCase]], policy: Any, progress: Progress
 ) -> LoadResults:
-    cost = named_costs.find_cost_model(config.cost).cost
+    cost = find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]
     progress.show(f"{len(members)} simulations side by side")
-    stacked = driver.stack(
+    stacked = simulation.stack(
         [
             (load, bounds, policy, SwitchedCost(cost, jnp.asarray(counts_steps)))
             for load, bounds, counts_steps in members
         ]
     )
-    served = driver.simulate(
+    served = simulation.simulate(
         stacked, max_slots=config.max_slots, head=config.max_slots, progress=progress
     )
     runs = (_run(load, served, i) for i, (load, *_) in enumerate(members))

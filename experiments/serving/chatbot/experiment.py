@@ -17,14 +17,14 @@ from experiments.framework import (
     ReportPart,
     claims_file,
     measured,
-    report,
+    row_sheet,
 )
-from experiments.plotting import style
+from experiments.plotting import draw_curve, draw_reference_line, set_labels
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation
+from jaxkv import validation, workloads
 from jaxkv.progress import QUIET, Progress
-from jaxkv.workloads import Load, arrivals, lengths, load_curves
+from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
 
 HISTORY = 1024
 """Largest number of tokens of a prompt, and of an answer."""
@@ -70,19 +70,19 @@ def draw_conversations(config: Config) -> Load:
     """
     rng = np.random.default_rng(config.seed)
     seconds = 3600 * config.hours
-    num = load_curves.num_requests_for(config.most, seconds)
+    num = num_requests_for(config.most, seconds)
     # Number of failures of a geometric law with this mean.
     before = rng.geometric(1 / (1 + config.rounds_before), num) - 1
-    rounds = lengths.SHAREGPT.draw(rng, num + int(before.sum()))
+    rounds = SHAREGPT.draw(rng, num + int(before.sum()))
     total = rounds.prompt[num:] + rounds.output[num:]
     ends = np.cumsum(before)
     sums = np.concatenate([[0], np.cumsum(total)])
     history = sums[ends] - sums[ends - before]
-    tokens = lengths.Lengths(
+    tokens = Lengths(
         np.minimum(history + rounds.prompt[:num], HISTORY).astype(np.int32),
         np.minimum(rounds.output[:num], HISTORY),
     )
-    return Load(arrivals.poisson(rng, rate=1.0, num=num), tokens, seconds)
+    return Load(workloads.poisson(rng, rate=1.0, num=num), tokens, seconds)
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[Row]:
@@ -90,9 +90,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     requests = draw_conversations(config)
     prompt, output = requests.tokens
     # Slots follow from the mean prompt, which is longer than that of a single round.
-    law = dataclasses.replace(
-        lengths.SHAREGPT, prompt=lengths.Fixed(tokens=int(prompt.mean()))
-    )
+    law = dataclasses.replace(SHAREGPT, prompt=Fixed(tokens=int(prompt.mean())))
     seen = {
         "prompt_tokens": float(prompt.mean()),
         "output_tokens": float(output.mean()),
@@ -118,16 +116,16 @@ def plot(axes: Any, result: list[Row]) -> None:
     if "paged" in found:
         title = f"OPT-13B sustains {found['paged'].rate:.2f} chats/s with pages"
     runs.draw_curves(latency, result, title)
-    style.draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
+    draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
     bounds, gains = np.linspace(*runs.BOUNDS, 33), [0.0]
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
-            gain = [load_curves.load_ratio(curves["paged"], curve, x) for x in bounds]
-            style.draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
-            gains.append(load_curves.load_ratio(curves["paged"], curve, runs.BOUND))
-    style.draw_reference_line(ratio, 2, "the paper's")
+            gain = [load_ratio(curves["paged"], curve, x) for x in bounds]
+            draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
+            gains.append(load_ratio(curves["paged"], curve, runs.BOUND))
+    draw_reference_line(ratio, 2, "the paper's")
     title = "Load with pages over Orca's"
     if gains[1:]:
         title = (
@@ -135,7 +133,7 @@ def plot(axes: Any, result: list[Row]) -> None:
         )
         title += "not 2" if max(gains) < 2 else "the paper 2"
     x, y = "bound on the latency [s/token]", "load of paged / Orca's [ratio]"
-    style.set_labels(ratio, title, x, y, ylim=(0, None))
+    set_labels(ratio, title, x, y, ylim=(0, None))
     ratio.legend()
 
 
@@ -184,4 +182,4 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "keys and values near that rate."
     ).format_map(result[0])
     title = f"requests/s at {runs.BOUND} s a token"
-    return [report.row_sheet(title, rows, columns, note)]
+    return [row_sheet(title, rows, columns, note)]

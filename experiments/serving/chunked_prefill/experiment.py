@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
@@ -19,10 +20,21 @@ from experiments.framework import (
     Sheet,
     claims_file,
     column,
+    computed_column,
     measured,
 )
-from experiments.framework.table import computed_column
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+    system_style,
+    use_powers_of_two,
+)
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import (
     NUM_DECODING,
@@ -240,7 +252,7 @@ def _draw_timeline(ax: Any, timeline: Timeline) -> None:
     """Draws a tick for each token; each schedule has a line for each sequence."""
     last, stalls = timeline.time_s.max(), {}
     look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
-    kinds = (("decoding at the start", systems.ORANGE), ("arrived late", systems.BLUE))
+    kinds = (("decoding at the start", ORANGE), ("arrived late", BLUE))
     names = timeline.distinct("way")
     for i, name in enumerate(names):
         longest = 0.0
@@ -249,18 +261,16 @@ def _draw_timeline(ax: Any, timeline: Timeline) -> None:
             y = np.full(len(at), i + 0.14 * sequence - 0.28)
             label, color = kinds[sequence >= NUM_DECODING]
             is_named = not i and sequence in (0, NUM_DECODING)
-            style.draw_curve(ax, at, y, color, label if is_named else "", **look)
+            draw_curve(ax, at, y, color, label if is_named else "", **look)
             if sequence < NUM_DECODING:
                 longest = max(longest, np.diff(at).max())
         stalls[name] = 1000 * longest
         text = f"{stalls[name]:,.0f} ms"
-        style.annotate(ax, text, (last, i), (6, 0), va="center_baseline")
+        plotting.annotate(ax, text, (last, i), (6, 0), va="center_baseline")
     worst, best = (f(stalls, key=lambda x: stalls[x]) for f in (max, min))
     title = f"Two long prompts arrive: answers stall {stalls[worst]:,.0f} ms with "
     title += f"{worst}, {stalls[best]:,.0f} ms with {best}"
-    style.set_labels(
-        ax, title, "time, a tick for each token; right: longest stall [s]", ""
-    )
+    set_labels(ax, title, "time, a tick for each token; right: longest stall [s]", "")
     ax.set_yticks(range(len(names)), names)
     ax.set(xlim=(0, 1.02 * last), ylim=(len(names) - 0.5, -0.6))
     ax.tick_params(axis="y", length=0)
@@ -277,18 +287,18 @@ def _draw_limits(ax: Any, model: str) -> None:
 
 def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
     for label, values, color, mark in (
-        ("first token, median", budgets.ttft_s, systems.GREEN, "^"),
-        ("between tokens, 99 %", budgets.tbt_p99_s, systems.RED, "s"),
-        ("between tokens, median", budgets.tbt_p50_s, systems.BLUE, "o"),
+        ("first token, median", budgets.ttft_s, GREEN, "^"),
+        ("between tokens, 99 %", budgets.tbt_p99_s, RED, "s"),
+        ("between tokens, median", budgets.tbt_p50_s, BLUE, "o"),
     ):
-        style.draw_curve(ax, budgets.budget, values, color, label, marker=mark)
-    style.use_powers_of_two(ax)
+        draw_curve(ax, budgets.budget, values, color, label, marker=mark)
+    use_powers_of_two(ax)
     _draw_limits(ax, budgets.model[0])
     slow = budgets.tbt_p99_s[-1] / budgets.tbt_p99_s[0]
     title = f"From {budgets.budget[0]:,.0f} to {budgets.budget[-1]:,.0f} tokens a step "
     title += f"the tail between tokens grows {slow:.0f}-fold"
-    style.set_labels(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -297,7 +307,7 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     model, data, ends = loads.model[0], loads.data[0], {}
     for system in COLORS:
         subset = loads.where(model=model, data=data, system=system)
-        style.draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
+        draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
         if len(subset):
             ends[system] = float(subset.tbt_p99_s[-1])
     _draw_limits(ax, model)
@@ -305,8 +315,8 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     title = f"{model}, {data}: {best} keeps the tail between tokens at "
     title += f"{ends[best]:.2g} s"
     y = "between tokens, 99 % [s]"
-    style.set_labels(ax, title, "load [requests/s]", y, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, "load [requests/s]", y, yscale="log")
+    label_log_axis(ax.yaxis)
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -330,22 +340,22 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             if not 0 < gain < 100:
                 continue
             place, label = i + (k - 1.5) * width, "" if system in seen else system
-            look = systems.system_style(system).bar | {"label": label or None}
+            look = system_style(system).bar | {"label": label or None}
             ax.bar(place, gain, width * 0.94, **look)
             seen.add(system)
             best = (system, gain) if gain > best[1] else best
             if ratio := reference.get((model, data, kind, system)):
                 label = "" if "published" in seen else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
-                style.draw_curve(ax, [place], [ratio], "published", label, **look)
+                draw_curve(ax, [place], [ratio], "published", label, **look)
                 seen.add("published")
     labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
     labels = [label.replace("openchat", "open-\nchat") for label in labels]
     ax.set_xticks(range(len(groups)), labels)
-    style.draw_reference_line(ax, 1)
+    draw_reference_line(ax, 1)
     title = "Load within the objective, over vLLM's"
     if best[0]:
         title = f"{best[0]} sustains up to {best[1]:.1f} times vLLM's load within the "
         title += "objective"
         ax.legend()
-    style.set_labels(ax, title, "", "load / vLLM's [ratio]")
+    set_labels(ax, title, "", "load / vLLM's [ratio]")

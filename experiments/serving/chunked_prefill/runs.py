@@ -9,9 +9,15 @@ import numpy as np
 from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
-from jaxkv import clock
-from jaxkv.simulation import SimulationResult, driver
-from jaxkv.workloads import arrivals, lengths, load_curves, metrics
+from jaxkv import clock, simulation, workloads
+from jaxkv.simulation import SimulationResult
+from jaxkv.workloads import (
+    Pair,
+    gaps_between_tokens,
+    make_workload,
+    num_requests_for,
+    open_loop,
+)
 
 HEAD = 16
 """Waiting requests that the policy sees."""
@@ -60,7 +66,7 @@ class Timeline(ResultTable):
     time_s: Floats = column("time of the token")
 
 
-def prefill_bound_rate(model: settings.ServedModel, law: lengths.Pair) -> float:
+def prefill_bound_rate(model: settings.ServedModel, law: Pair) -> float:
     """Returns the rate in requests/s at which prefill takes all time."""
     drawn = law.draw(np.random.default_rng(0), 2000).prompt
     # Prefill time is quadratic in the length, so 3 lengths determine it.
@@ -75,7 +81,7 @@ def num_requests(config: Config) -> int:
     One number for all lets them share a compiled program.
     """
     return max(
-        load_curves.num_requests_for(
+        num_requests_for(
             max(config.shares) * prefill_bound_rate(MODELS[name], DATA[data]),
             config.seconds,
             deviations=4,
@@ -101,10 +107,10 @@ def simulate_systems(
     members = []
     for system, share in cases:
         rng = np.random.default_rng(config.seed)
-        load = arrivals.open_loop(rng, law, rate=share * full, num=num)
+        load = open_loop(rng, law, rate=share * full, num=num)
         members.append(system.member(model, law, load))
-    served = driver.simulate(
-        driver.stack(members),
+    served = simulation.simulate(
+        simulation.stack(members),
         max_slots=settings.MAX_SLOTS,
         head=HEAD,
         until_s=seconds,
@@ -116,7 +122,7 @@ def simulate_systems(
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
-        gaps_s = metrics.gaps_between_tokens(*_drawn(served, i, seconds)).seconds
+        gaps_s = gaps_between_tokens(*_drawn(served, i, seconds)).seconds
         tails = [math.nan] * 3
         if gaps_s.size:
             tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
@@ -146,13 +152,15 @@ _SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
 
 def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     """Simulates the arrival of 2 long prompts while 3 sequences decode."""
-    load = arrivals.make_workload(
+    load = make_workload(
         np.array([0.0] * NUM_DECODING + [*_LATE_S]),
         np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
         np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),
     )
     members = [way.member(MODELS[name], DATA[data], load) for way in ways]
-    served = driver.simulate(driver.stack(members), max_slots=8, keep_trace=True)
+    served = simulation.simulate(
+        simulation.stack(members), max_slots=8, keep_trace=True
+    )
     rows = []
     for i, way in enumerate(ways):
         drew, end_s = _drawn(served, i, math.inf)
@@ -175,11 +183,11 @@ def sustained_capacities(loads: PrefillRuns) -> Capacities:
     names = zip(loads.model, loads.data, loads.system, strict=True)
     for model, data, system in dict.fromkeys(names):
         selected = loads.where(model=model, data=data, system=system)
-        prompt = metrics.capacity(
+        prompt = workloads.capacity(
             selected.rate, selected.delay_s, at_most_s=MAX_DELAY_S
         )
         steady = [
-            metrics.capacity(selected.rate, selected.tbt_p99_s, at_most_s=limit_s)
+            workloads.capacity(selected.rate, selected.tbt_p99_s, at_most_s=limit_s)
             for limit_s in MODELS[model].limits_s.values()
         ]
         rows.append((model, data, system, *(min(rate, prompt) for rate in steady)))

@@ -13,14 +13,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness import cost_models
-from experiments.harness.cost_models import PAGE_SIZE
+from experiments.harness import (
+    PAGE_SIZE,
+    RooflineCost,
+    make_roofline_cost,
+    max_kv_pages,
+)
 from jaxkv import validation
-from jaxkv.scheduling.chunked_prefill import chunked_prefill
-from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, costs
-from jaxkv.workloads import arrivals, lengths
-from scaling.costs import devices, parameters
-from scaling.shapes import huggingface, published
+from jaxkv.scheduling import chunked_prefill
+from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, make_work
+from jaxkv.workloads import LogNormal, Pair, Workload
+from scaling.costs import find_device
+from scaling.shapes import CONFIGS, ModelShape, describe_huggingface
 
 MAX_SLOTS = 128
 """Largest batch, that of section 5.2."""
@@ -44,7 +48,7 @@ _YI_34B = {
 """01.AI 2024, arXiv:2403.04652, table 1."""
 # Every layer attends to all tokens: the cost model's sums over a batch do not separate
 # sliding windows.
-_MISTRAL_7B = published.CONFIGS["mistral-7b"] | {"sliding_window": None}
+_MISTRAL_7B = CONFIGS["mistral-7b"] | {"sliding_window": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +65,9 @@ class ServedModel:
     """Objectives for the P99 time between tokens in s, "strict" and "relaxed"."""
 
     @property
-    def description(self) -> parameters.ModelShape:
+    def description(self) -> ModelShape:
         """Parsed shape."""
-        return huggingface.describe_huggingface(dict(self.config), name=self.name)
+        return describe_huggingface(dict(self.config), name=self.name)
 
     @property
     def num_pages(self) -> int:
@@ -71,13 +75,13 @@ class ServedModel:
 
         Yi-34B: (0.9 * 160 GB - 68.8 GB) / 245,760 bytes per token = 306,000 tokens.
         """
-        return cost_models.max_kv_pages(self.description, DEVICE, self.num_devices)
+        return max_kv_pages(self.description, DEVICE, self.num_devices)
 
     @functools.cached_property
-    def cost(self) -> cost_models.RooflineCost:
+    def cost(self) -> RooflineCost:
         """Cost model of a step."""
-        device = devices.find_device(DEVICE)
-        return cost_models.make_roofline_cost(
+        device = find_device(DEVICE)
+        return make_roofline_cost(
             self.description,
             device,
             num_devices=self.num_devices,
@@ -97,16 +101,14 @@ MODELS: Mapping[str, ServedModel] = {
 _NORMAL_P90 = 1.2816
 
 
-def _log_normal(median: float, sigma: float) -> lengths.LogNormal:
-    return lengths.LogNormal(mean=median * math.exp(sigma**2 / 2), sigma=sigma)
+def _log_normal(median: float, sigma: float) -> LogNormal:
+    return LogNormal(mean=median * math.exp(sigma**2 / 2), sigma=sigma)
 
 
-def _law(
-    prompt: tuple[int, int], output: int, sigma: float, max_length: int
-) -> lengths.Pair:
+def _law(prompt: tuple[int, int], output: int, sigma: float, max_length: int) -> Pair:
     """Returns log-normal lengths, from prompt median and P90 and output median."""
     spread = math.log(prompt[1] / prompt[0]) / _NORMAL_P90
-    return lengths.Pair(
+    return Pair(
         prompt=_log_normal(prompt[0], spread),
         output=_log_normal(output, sigma),
         max_prompt=max_length - 1,
@@ -114,7 +116,7 @@ def _law(
     )
 
 
-DATA: Mapping[str, lengths.Pair] = {
+DATA: Mapping[str, Pair] = {
     "openchat": _law((1730, 5696), 415, 0.55, 8192),
     "arxiv": _law((7059, 12985), 208, 0.45, 16384),
 }
@@ -127,7 +129,7 @@ class System(NamedTuple):
     Attributes:
       name: name in tables.
       whole: see `scheduling.chunked_prefill`.
-      first: see `scheduling.chunked_prefill.chunked_prefill`.
+      first: see `scheduling.chunked_prefill`.
       is_serialized: True if prefill and decode take separate steps.
       budget: token budget of a step; None for whole prompts, see `budget_of`.
       reads_all_waiting: True if a step may prefill all waiting prompts.
@@ -143,14 +145,14 @@ class System(NamedTuple):
     reads_all_waiting: bool = False
     reserves_longest: bool = False
 
-    def budget_of(self, law: lengths.Pair) -> int:
+    def budget_of(self, law: Pair) -> int:
         """Returns the token budget: prompt tokens, and one for each decoding slot."""
         if self.budget is not None:
             return self.budget
         return (MAX_SLOTS if self.reads_all_waiting else 1) * law.max_length + MAX_SLOTS
 
     def member(
-        self, model: ServedModel, law: lengths.Pair, workload: arrivals.Workload
+        self, model: ServedModel, law: Pair, workload: Workload
     ) -> SimulationMember:
         """Returns the simulated machine for a workload."""
         most = None
@@ -190,7 +192,7 @@ def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> 
     size = tokens if budget is None else budget
     edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
-        costs.make_work(
+        make_work(
             num_prompt_rows=after - before,
             prompt_context=after,
             prompt_squares=after**2 - before**2,

@@ -21,17 +21,24 @@ from experiments.framework import (
     Excerpts,
     MeasuredValue,
     ReportPart,
+    ResultRecord,
+    Texts,
     claims_file,
+    column,
     measured,
-    report,
+    metric_sheets,
 )
-from experiments.framework.table import ResultRecord, Texts, column
-from experiments.harness import model_shapes, prompts, terminal_text
-from experiments.harness.serving import Server
-from experiments.plotting import style, systems, timelines
+from experiments.harness import (
+    RaggedConfig,
+    Server,
+    load_text_model,
+    make_engine,
+    make_printable,
+)
+from experiments.plotting import draw_slots, set_labels, system_style
+from jaxkv import scheduling
 from jaxkv.engine import StepInfo
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import Completion
 
 NUM_REPORTED, NUM_CHARS = 6, 240
@@ -41,7 +48,7 @@ NUM_LINES = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(prompts.RaggedConfig):
+class Config(RaggedConfig):
     """The requests, and the engine that serves them."""
 
     max_length: int = 512
@@ -128,14 +135,14 @@ class Result(ResultRecord):
 
 
 POLICIES = {
-    "static batching": static_batching.static(),
-    "continuous batching": fcfs.fcfs(),
+    "static batching": scheduling.static(),
+    "continuous batching": scheduling.fcfs(),
 }
 
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves the requests under both policies; if stopped, keeps finished requests."""
-    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
+    model = load_text_model(config.model, max_length=config.max_length)
     progress.show("cutting prompts from files that the model has not seen")
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng)
@@ -143,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     bounds = config.engine_config(config.max_slots * pages, config.max_length)
     served = []
     for name, policy in POLICIES.items():
-        server = Server(model_shapes.make_engine(model, bounds, policy=policy))
+        server = Server(make_engine(model, bounds, policy=policy))
         update = progress.bar(name, num, "requests")
         compile_s, done = 0.0, {}
         if not progress.stopped:
@@ -161,17 +168,17 @@ def plot(axes: Any, result: Result) -> None:
     num_steps = max(1, *(len(served.num_rows) for served in result.both.values()))
     peaks = {}
     for ax, (name, served) in zip(bars, result.both.items(), strict=True):
-        timelines.draw_slots(
+        draw_slots(
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
         kind, steps = name.split()[0], len(served.num_rows)
         rate = serving_metrics(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
-        style.set_labels(ax, title, "time [steps]", "slot [1]")
+        set_labels(ax, title, "time [steps]", "slot [1]")
         edges = np.arange(steps + 1)
         reserved = served.used_pages * served.page_size
         peaks[kind] = int(reserved.max(initial=0))
-        color = systems.system_style(kind).color
+        color = system_style(kind).color
         look = {"color": color, "baseline": None, "linewidth": 1.4}
         held = served.used_places
         memory.stairs(reserved, edges, label=f"{kind}: reserved", linestyle=":", **look)
@@ -180,7 +187,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.xaxis.set_major_formatter("{x:,.0f}")
     title = "KV memory reserved, at most: "
     title += ", ".join(f"{peak:,} places {kind}" for kind, peak in peaks.items())
-    style.set_labels(memory, title, "time [steps]", "KV memory [token places]")
+    set_labels(memory, title, "time [steps]", "KV memory [token places]")
     memory.set(xlim=(0, num_steps), ylim=(0, None))
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")
@@ -218,7 +225,7 @@ def summary(result: Result) -> list[ReportPart]:
         )
     columns = dict(zip(POLICIES, (found["static"], found["continuous"]), strict=True))
     title = f"{requests} requests through {slots} slots, served twice"
-    (sheet,) = report.metric_sheets(columns)
+    (sheet,) = metric_sheets(columns)
     shown = Excerpts("prompts and answers", _shown(result))
     return [sheet._replace(title=title, note=note), *([shown] if shown.pairs else [])]
 
@@ -237,10 +244,8 @@ def _shown(result: Result) -> list[tuple[str, str]]:
     """Returns the ends of some prompts and the starts of their answers."""
     pairs = []
     for i in np.flatnonzero(result.continuous.is_done):
-        given = terminal_text.make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
-        wrote = terminal_text.make_printable(
-            result.continuous.text[i][:NUM_CHARS]
-        ).split("\n")
+        given = make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
+        wrote = make_printable(result.continuous.text[i][:NUM_CHARS]).split("\n")
         pairs.append((given[-NUM_LINES:], wrote[:NUM_LINES]))
     # Excerpts of several lines come first.
     pairs.sort(key=lambda pair: min(map(len, pair)) < NUM_LINES // 2)

@@ -23,43 +23,44 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments import harness
 from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    Sheet,
-    claims_file,
-    measured,
-    units,
-)
-from experiments.framework.table import (
     Floats,
     Ints,
+    MeasuredValue,
+    ReportPart,
     ResultRecord,
     ResultTable,
+    Sheet,
     Texts,
+    claims_file,
     column,
+    format_seconds,
+    measured,
 )
-from experiments.harness import bundled, cost_models, model_shapes, prompts
-from experiments.plotting import style
-from jaxkv import validation
+from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts, find_bundled_folder
+from experiments.plotting import draw_curve, label_log_axis, set_labels
+from jaxkv import validation, workloads
 from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import init_params, load_model, save_model
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import (
+from jaxkv.simulation import (
+    Capacity,
     Job,
     PhasePlacement,
     Replica,
     RequestLoad,
     RequestTiming,
+    select_requests,
+    simulate_jobs,
+    simulate_placements,
 )
-from jaxkv.simulation.state import Capacity
-from jaxkv.text.tokenizer import ByteTokenizer
-from jaxkv.workloads import arrivals, lengths
-from scaling.corpora import corpora
-from scaling.costs import serving
-from scaling.shapes import from_model
+from jaxkv.text import ByteTokenizer
+from jaxkv.workloads import Lengths
+from scaling.corpora import VOCAB_SIZE
+from scaling.costs import kv_bytes_per_token
+from scaling.shapes import describe_config
 
 CLAIMS = claims_file(__file__)
 PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
@@ -143,19 +144,19 @@ class MeasuredLoads(ResultTable):
     way: Texts = column("phases of a worker")
     rate: Floats = column("requests/s", form="{:.1f}")
     requests: Ints = column("requests that arrived")
-    first_s: Floats = column("median time to first token", form=units.format_seconds)
-    first_p90_s: Floats = column("P90 time to first token", form=units.format_seconds)
-    between_s: Floats = column("median time between tokens", form=units.format_seconds)
-    between_p90_s: Floats = column("P90 time between tokens", form=units.format_seconds)
+    first_s: Floats = column("median time to first token", form=format_seconds)
+    first_p90_s: Floats = column("P90 time to first token", form=format_seconds)
+    between_s: Floats = column("median time between tokens", form=format_seconds)
+    between_p90_s: Floats = column("P90 time between tokens", form=format_seconds)
     said_first_s: Floats = column(
-        "median time to first token, simulated", form=units.format_seconds
+        "median time to first token, simulated", form=format_seconds
     )
     said_between_s: Floats = column(
-        "median time between tokens, simulated", form=units.format_seconds
+        "median time between tokens, simulated", form=format_seconds
     )
     sent_s: Floats = column(
         "median time to copy, send and write the pages",
-        form=units.format_seconds,
+        form=format_seconds,
     )
 
 
@@ -165,7 +166,7 @@ class CalibrationTimes(ResultTable):
     what: Texts = column("timed operation")
     size: Ints = column("tokens of the prompt, or batch size")
     seconds: Floats = column(
-        "median: to the first token, or between tokens", form=units.format_seconds
+        "median: to the first token, or between tokens", form=format_seconds
     )
 
 
@@ -197,18 +198,18 @@ class OfferedLoad(NamedTuple):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Calibrates, then serves every load both ways; if stopped, keeps finished ones."""
     with contextlib.ExitStack() as stack:
-        if config.model in model_shapes.RANDOM_SHAPES:
+        if config.model in RANDOM_SHAPES:
             # Random weights with a byte tokenizer are kept in a temporary folder.
-            words = ByteTokenizer(corpora.VOCAB_SIZE)
-            shape = model_shapes.RANDOM_SHAPES[config.model]
+            words = ByteTokenizer(VOCAB_SIZE)
+            shape = RANDOM_SHAPES[config.model]
             shape = dataclasses.replace(shape, vocab_size=words.vocab_size)
-            params = transformer.init_params(shape, jax.random.key(0))
+            params = init_params(shape, jax.random.key(0))
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
             folder = Path(scratch) / config.model
-            checkpoints.save_model(folder, shape, params, tokenizer=words)
+            save_model(folder, shape, params, tokenizer=words)
         else:
-            folder = bundled.find_bundled_folder(config.model)
-        loaded = checkpoints.load_model(folder)
+            folder = find_bundled_folder(config.model)
+        loaded = load_model(folder)
         with _service(config, folder, ["decode"], [config.token_budget]) as service:
             progress.show("calibrating")
             costs = asyncio.run(_calibrated(config, loaded, service))
@@ -218,10 +219,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             # Both placements serve the same requests.
             rate, rng = share * most, np.random.default_rng(config.seed)
             num = max(2, round(rate * config.seconds))
-            arrival_s = arrivals.poisson(rng, rate=rate, num=num)
+            arrival_s = workloads.poisson(rng, rate=rate, num=num)
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
-            requests = RequestLoad(arrival_s, lengths.Lengths(*sizes))
+            requests = RequestLoad(arrival_s, Lengths(*sizes))
             offered.append(OfferedLoad(rate, requests, tokens))
         jobs = [(way, load) for way in WAYS for load in offered]
         found: list[list[RoutedAnswer]] = []
@@ -308,10 +309,7 @@ def _prompts(
 ) -> list[list[int]]:
     """Cuts prompts from held-out text."""
     drawn = [Sampling()] * len(sizes)
-    return [
-        x.tokens
-        for x in prompts.cut_held_out_prompts(loaded.tokenizer, sizes, drawn, rng)
-    ]
+    return [x.tokens for x in cut_held_out_prompts(loaded.tokenizer, sizes, drawn, rng)]
 
 
 def _times_s(served: RoutedAnswer) -> tuple[float, float]:
@@ -334,13 +332,13 @@ def _replica(
         return np.maximum([start, each], 0)
 
     reads, decodes = line("a prompt"), line("decoding")
-    cost = cost_models.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
+    cost = harness.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
     # The simulated replicas prefill whole prompts.
     whole = config.prompt_tokens + config.max_slots
     bounds = config.engine | {"token_budget": whole}
     names = ("num_pages", "page_size", "max_length", "token_budget")
     capacity = Capacity.of(**{name: bounds[name] for name in names})
-    size = serving.kv_bytes_per_token(from_model.describe_config(model), kv_bytes=4)
+    size = kv_bytes_per_token(describe_config(model), kv_bytes=4)
     slots = config.max_slots
     prompt_s = reads @ [1, config.prompt_tokens]
     answer_s = config.output_tokens * (decodes @ [1, slots]) / slots
@@ -372,17 +370,15 @@ def _simulated(
     found: list[RequestTiming]
     if way == WAYS[0]:
         turns = [
-            disaggregated.select_requests(load.requests, slice(i, None, NUM_WORKERS))
+            select_requests(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
         ]
         jobs = [Job(replica, "both", x) for x in turns]
-        found = disaggregated.simulate_jobs(jobs, until_s, **slots)
+        found = simulate_jobs(jobs, until_s, **slots)
     else:
         # On one machine the cost of a transfer is time of the workers.
         placement = PhasePlacement(replica, replica, 1, 1, 1e9)
-        found = disaggregated.simulate_placements(
-            [(placement, load.requests)], until_s, **slots
-        )
+        found = simulate_placements([(placement, load.requests)], until_s, **slots)
     first = np.concatenate([x.first_s - x.arrival_s for x in found])
     pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]
     # An arrival of NaN does not count; a request without an answer is the slowest.
@@ -444,7 +440,7 @@ def plot(axes: Any, result: Result) -> None:
                 f"{way}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
             }
             for label, (values, line) in found.items():
-                style.draw_curve(ax, subset.rate, values, system, label, linestyle=line)
+                draw_curve(ax, subset.rate, values, system, label, linestyle=line)
             if len(subset):
                 last[way] = float(found[f"{way}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
@@ -455,9 +451,9 @@ def plot(axes: Any, result: Result) -> None:
         scale = "log" if name == "first" else "linear"
         y = f"{'time to the' if name == 'first' else 'time'} {words} "
         y += "[s]" if unit == 1 else "[ms]"
-        style.set_labels(ax, title, "load [requests/s]", y, yscale=scale)
+        set_labels(ax, title, "load [requests/s]", y, yscale=scale)
         if name == "first":
-            style.label_log_axis(ax.yaxis)
+            label_log_axis(ax.yaxis)
         else:
             ax.set_ylim(bottom=0)
         ax.set_xticks(result.loads.distinct("rate"))

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import ResultRecord, column, table
-from experiments.harness import cost_models
+from experiments import harness
+from experiments.framework import ResultRecord, column, field_values, to_rows
 from experiments.serving.disaggregation.settings import Config
+from jaxkv import scheduling, simulation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, SimulationMember, driver
-from jaxkv.workloads import metrics
-from jaxkv.workloads.arrivals import make_workload, poisson
+from jaxkv.simulation import Capacity, SimulationMember
+from jaxkv.workloads import make_workload, md1_waiting_s, poisson
 
 PROMPT = 512
 SERVICE_S = 0.1
@@ -47,11 +46,11 @@ class QueueTimes(ResultRecord):
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per machine and load."""
-        rate, *values = table.field_values(self).values()
+        rate, *values = field_values(self).values()
         machines, rates = np.repeat(MACHINES, len(rate)), np.tile(rate, len(MACHINES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
         columns = (machines, rates, *(x.ravel() for x in values))
-        return table.to_rows(dict(zip(names, columns, strict=True)))
+        return to_rows(dict(zip(names, columns, strict=True)))
 
 
 def formula_s(machine: str, rate: float) -> float:
@@ -71,7 +70,7 @@ def formula_s(machine: str, rate: float) -> float:
         return d / k + r * d**2 / (2 * k * (k - r * d))
     if machine == "two pipeline stages":
         return d + r * d**2 / (4 * (2 - r * d))
-    return d + metrics.md1_waiting_s(r, d)
+    return d + md1_waiting_s(r, d)
 
 
 def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
@@ -116,14 +115,14 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
             capacity=Capacity.of(
                 num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT
             ),
-            policy=fcfs.fcfs(),
-            cost=cost_models.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
+            policy=scheduling.fcfs(),
+            cost=harness.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
         )
         for arrival_s in came
     ]
     parts = [
-        driver.simulate(
-            driver.stack(members[i : i + MEMBERS_PER_CALL]),
+        simulation.simulate(
+            simulation.stack(members[i : i + MEMBERS_PER_CALL]),
             max_slots=1,
             steps_per_call=STEPS_PER_CALL,
             progress=progress,

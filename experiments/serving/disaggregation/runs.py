@@ -7,15 +7,20 @@ import numpy as np
 from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
+from jaxkv import workloads
 from jaxkv.progress import Progress
-from jaxkv.simulation import disaggregated
-from jaxkv.simulation.disaggregated import (
+from jaxkv.simulation import (
     Job,
     PhasePlacement,
     ReplicaRole,
     RequestTiming,
+    drop_late_arrivals,
+    sample_requests,
+    select_requests,
+    simulate_jobs,
+    simulate_placements,
 )
-from jaxkv.workloads import metrics
+from jaxkv.workloads import Objectives, time_per_output_token_s, time_to_first_token_s
 
 SHARE = 0.9
 """Share of requests that must meet the latency objectives."""
@@ -69,21 +74,23 @@ class PhaseGoodputs(ResultTable):
 def judge_load(
     name: str,
     answers: RequestTiming,
-    objectives: metrics.Objectives,
+    objectives: Objectives,
     placement: Placement,
     rate: float,
 ) -> tuple[object, ...]:
     """Returns a row of `PlacementLoads` for the answers at a rate in requests/s."""
     a = answers
     came = np.isfinite(a.arrival_s)
-    first_s = metrics.time_to_first_token_s(a.arrival_s, a.first_s)[came]
-    gap_s = metrics.time_per_output_token_s(a.first_s, a.finish_s, a.output)[came]
+    first_s = time_to_first_token_s(a.arrival_s, a.first_s)[came]
+    gap_s = time_per_output_token_s(a.first_s, a.finish_s, a.output)[came]
     tails = [
         # Requests without an answer count as the slowest.
         float(np.quantile(np.nan_to_num(x, nan=np.inf), SHARE, method="higher"))
         for x in (first_s, gap_s)
     ]
-    kept = metrics.attainment(a.arrival_s, a.first_s, a.finish_s, a.output, objectives)
+    kept = workloads.attainment(
+        a.arrival_s, a.first_s, a.finish_s, a.output, objectives
+    )
     parts = zip((first_s, gap_s), objectives, strict=True)
     shares = (float(kept), *(np.mean(x <= most) for x, most in parts))
     sent_s = a.transfer_s[np.isfinite(a.transfer_s)]
@@ -109,18 +116,14 @@ def serve_single_replicas(
     """
     jobs, seconds = [], config.seconds
     for name, role, instance, rate in cases:
-        requests = disaggregated.sample_requests(
-            KNOWN[name].law, rate, seconds, config.seed
-        )
+        requests = sample_requests(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # a request for one token ends with its prefill
-            requests = disaggregated.select_requests(
-                requests, requests.tokens.output > 1
-            )
+            requests = select_requests(requests, requests.tokens.output > 1)
         jobs.append(Job(instance.replica, role, requests))
-    served = disaggregated.simulate_jobs(
+    served = simulate_jobs(
         jobs, seconds, max_slots=settings.MAX_SLOTS, progress=progress
     )
-    counted = [disaggregated.drop_late_arrivals(answers, seconds) for answers in served]
+    counted = [drop_late_arrivals(answers, seconds) for answers in served]
     placed: list[Placement] = [
         ("decode", 0, num, 0, 1, 0.0) if role == "decode" else (role, num, 0, 1, 0, 0.0)
         for _, role, (_, num), _ in cases
@@ -134,13 +137,11 @@ def serve_split_replicas(
     progress: Progress,
 ) -> PlacementLoads:
     """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
-    served = disaggregated.simulate_placements(
+    served = simulate_placements(
         [
             (
                 p,
-                disaggregated.sample_requests(
-                    KNOWN[name].law, rate, config.seconds, config.seed
-                ),
+                sample_requests(KNOWN[name].law, rate, config.seconds, config.seed),
             )
             for name, p, rate in cases
         ],
@@ -194,7 +195,7 @@ def goodput_per_gpu(loads: PlacementLoads, field: str = "attained") -> float:
     """Returns the rate per GPU at which 90 % of the requests meet the objectives."""
     order = np.argsort(loads.rate_per_card)
     kept = getattr(loads, field)[order]
-    return metrics.goodput(loads.rate_per_card[order], kept, share=SHARE)
+    return workloads.goodput(loads.rate_per_card[order], kept, share=SHARE)
 
 
 def goodput_per_objective(loads: PlacementLoads) -> float:

@@ -6,14 +6,13 @@ Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, f
 import dataclasses
 from typing import NamedTuple
 
-from experiments.harness import cost_models
-from experiments.harness.cost_models import PAGE_SIZE
+from experiments import harness
+from experiments.harness import PAGE_SIZE, LinearCost, max_kv_pages
 from jaxkv import validation
-from jaxkv.simulation import Capacity
-from jaxkv.simulation.disaggregated import Replica
-from jaxkv.workloads import Objectives, lengths
-from scaling.costs import devices, serving
-from scaling.shapes import published
+from jaxkv.simulation import Capacity, Replica
+from jaxkv.workloads import Fixed, Gamma, Objectives, Pair
+from scaling import shapes
+from scaling.costs import find_device, kv_bytes_per_token
 
 DEVICE = "a100-80gb"
 MAX_SLOTS = 256
@@ -22,7 +21,7 @@ MAX_LENGTH = 2048
 """Longest sequence of OPT in tokens."""
 TOKEN_BUDGET = 2560
 """Prompt tokens of a step, vLLM's default."""
-LINK = devices.find_device(DEVICE).link
+LINK = find_device(DEVICE).link
 """Bandwidth of NVLink between 2 GPUs in bytes/s."""
 MAX_INSTANCES = 4
 """Largest number of replicas of a phase in a placement."""
@@ -40,15 +39,15 @@ class Instance(NamedTuple):
     ways: int
 
     @property
-    def cost(self) -> cost_models.LinearCost:
+    def cost(self) -> LinearCost:
         """Cost model of a step."""
-        return cost_models.distserve(f"distserve:{self.model}:{self.ways}").cost
+        return harness.distserve(f"distserve:{self.model}:{self.ways}").cost
 
     @property
     def num_pages(self) -> int:
         """Number of pages that fit next to the weights."""
-        description = published.describe(self.model)
-        return cost_models.max_kv_pages(description, DEVICE, self.ways)
+        description = shapes.describe(self.model)
+        return max_kv_pages(description, DEVICE, self.ways)
 
     @property
     def replica(self) -> Replica:
@@ -64,7 +63,7 @@ class Instance(NamedTuple):
 
 def kv_bytes(model: str) -> int:
     """Returns bytes of K and V per token; OPT-66B: 2 * 64 * 9216 * 2 = 2,359,296."""
-    return int(serving.kv_bytes_per_token(published.describe(model)))
+    return int(kv_bytes_per_token(shapes.describe(model)))
 
 
 class Application(NamedTuple):
@@ -81,7 +80,7 @@ class Application(NamedTuple):
     """
 
     model: str
-    law: lengths.Pair
+    law: Pair
     objectives: Objectives
     colocated_gpus: int
     ways: tuple[int, ...]
@@ -89,11 +88,11 @@ class Application(NamedTuple):
     where: str
 
 
-def _law(mean: tuple[float, float], shape: tuple[float, float]) -> lengths.Pair:
+def _law(mean: tuple[float, float], shape: tuple[float, float]) -> Pair:
     """Returns gamma distributions of prompts and answers."""
-    return lengths.Pair(
-        prompt=lengths.Gamma(mean=mean[0], shape=shape[0]),
-        output=lengths.Gamma(mean=mean[1], shape=shape[1]),
+    return Pair(
+        prompt=Gamma(mean=mean[0], shape=shape[0]),
+        output=Gamma(mean=mean[1], shape=shape[1]),
         max_prompt=MAX_LENGTH - 1,
         max_length=MAX_LENGTH,
         keeps_means=True,
@@ -133,7 +132,7 @@ EXAMPLE = "example, 13B"
 KNOWN = APPLICATIONS | {
     EXAMPLE: Application(
         "opt-13b",
-        lengths.Pair(prompt=lengths.Fixed(tokens=512), output=lengths.Fixed(tokens=64)),
+        Pair(prompt=Fixed(tokens=512), output=Fixed(tokens=64)),
         Objectives(first_s=0.4, per_token_s=0.04),
         colocated_gpus=1,
         ways=(1,),

@@ -11,22 +11,33 @@ from typing import Any
 
 import numpy as np
 
+from experiments import framework
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
+    ResultRecord,
     claims_file,
+    column,
+    computed_column,
     measured,
-    report,
-    table,
+    row_sheet,
 )
-from experiments.framework.table import ResultRecord, column, computed_column
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLACK,
+    GREEN,
+    ORANGE,
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+    system_style,
+)
 from experiments.serving.disaggregation import queues, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
 from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation.disaggregated import PhasePlacement, ReplicaRole
+from jaxkv.simulation import PhasePlacement, ReplicaRole
 
 PANELS = (3, 2)
 CONFIGS = {
@@ -151,7 +162,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns every load, the goodputs and the queues."""
-    return table.metrics(result) | {"queues": result.queues.rows()}
+    return framework.metrics(result) | {"queues": result.queues.rows()}
 
 
 def summary(result: Result) -> list[ReportPart]:
@@ -174,7 +185,7 @@ def summary(result: Result) -> list[ReportPart]:
             "as in figure 1.",
         ),
         runs.phase_goodputs(result.alone).sheet("single-phase replicas"),
-        report.row_sheet(
+        row_sheet(
             "the example over slower links",
             links,
             {
@@ -184,7 +195,7 @@ def summary(result: Result) -> list[ReportPart]:
             },
             "Transfers from one machine are serialized.",
         ),
-        report.row_sheet(
+        row_sheet(
             "queues of prompts",
             [row | {"off_share": off} for row, off in waits],
             {
@@ -232,14 +243,14 @@ def _draw_tail(
     for loads in filter(len, lines):
         values, name = getattr(loads, field), ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
-        style.draw_curve(ax, loads.rate_per_card, values, name, name)
+        draw_curve(ax, loads.rate_per_card, values, name, name)
         sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
-    style.draw_reference_line(ax, goal, "objective")
+    draw_reference_line(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
     if sustained:
         most = max(sustained, key=lambda name: sustained[name])
         title += f": {most} has most load within the objective"
-    style.set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
+    set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -249,8 +260,8 @@ def _draw_attained(
 ) -> None:
     for loads in filter(len, lines):
         name, x = ROLES[loads.role[0]], loads.rate_per_card
-        style.draw_curve(ax, x, 100 * loads.attained, name, name)
-    style.draw_reference_line(ax, KEPT, f"{KEPT} % of the requests")
+        draw_curve(ax, x, 100 * loads.attained, name, name)
+    draw_reference_line(ax, KEPT, f"{KEPT} % of the requests")
     title = "Requests that keep both objectives"
     if goodput:
         title = (
@@ -258,7 +269,7 @@ def _draw_attained(
         )
         title += f"together, {goodput['split_per_card_per_s']:.2g} split"
     y = "objectives kept [%]"
-    style.set_labels(ax, title, RATES, y, ylim=(0, 104))
+    set_labels(ax, title, RATES, y, ylim=(0, 104))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -274,13 +285,13 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
         base = together if together > 0 else np.nan
         pairs = ((-0.2, together, "both phases"), (0.2, split, "split"))
         for dx, value, name in pairs:
-            look = systems.system_style(name).bar | {"label": None if i else name}
+            look = system_style(name).bar | {"label": None if i else name}
             ax.bar(i + dx, value / base, 0.38, **look)
         published = {*KNOWN[row["name"]].ratio}
         look = {"linestyle": "", "markersize": 6, "markeredgecolor": "white"}
         label = "" if i else "published gain of splitting"
         x = [i + 0.2] * len(published)
-        style.draw_curve(ax, x, sorted(published), "published", label, **look)
+        draw_curve(ax, x, sorted(published), "published", label, **look)
         gains.append(split / base)
     names = [
         row["name"].replace(", ", "\n").replace("summaries", "sum-\nmaries")
@@ -292,7 +303,7 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
         title = f"Splitting gains {np.nanmin(gains):.1f} to {np.nanmax(gains):.1f} "
         title += "times the goodput"
         ax.legend()
-    style.set_labels(ax, title, "", "goodput / together [ratio]")
+    set_labels(ax, title, "", "goodput / together [ratio]")
 
 
 def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
@@ -302,19 +313,19 @@ def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
     }
     if len(split):
         speeds[settings.LINK / 1e9] = runs.goodput_per_objective(split)
-    style.draw_curve(ax, [*speeds], [*speeds.values()], "split")
+    draw_curve(ax, [*speeds], [*speeds.values()], "split")
     title = "Goodput by the speed of the link"
     if speeds:
         best = max(speeds.values())
         enough = min(x for x, y in speeds.items() if y >= 0.95 * best)
         title = f"A link of {enough:.0f} GB/s gives 95 % of the goodput"
     y = "goodput [requests/s]"
-    style.set_labels(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
-    style.label_log_axis(ax.xaxis)
+    set_labels(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
+    label_log_axis(ax.xaxis)
     ax.set_ylim(bottom=0)
 
 
-MACHINE_COLORS = (systems.BLACK, systems.ORANGE, systems.GREEN)
+MACHINE_COLORS = (BLACK, ORANGE, GREEN)
 
 
 def _draw_queues(ax: Any, found: QueueTimes) -> None:
@@ -324,13 +335,13 @@ def _draw_queues(ax: Any, found: QueueTimes) -> None:
     for i, (machine, speed_up, color, marker) in enumerate(machines):
         rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S
         exact = [queues.formula_s(machine, rate) for rate in rates]
-        style.draw_curve(ax, rates, exact, color, marker="", linewidth=1)
+        draw_curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
-        style.draw_curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
+        draw_curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
         reference = np.array([queues.formula_s(machine, rate) for rate in found.rate])
         off += np.abs(found.simulated_s[i] / reference - 1).tolist()
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"
-    style.set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
+    set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
     ax.legend()

@@ -21,15 +21,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured, table
-from experiments.framework.table import Floats, Ints, ResultRecord, ResultTable, column
-from experiments.harness import timing
-from experiments.plotting import style
+from experiments.framework import (
+    Floats,
+    Ints,
+    MeasuredValue,
+    ResultRecord,
+    ResultTable,
+    claims_file,
+    column,
+    measured,
+    to_rows,
+)
+from experiments.harness import median_seconds
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
-from pallas_kernels.flash_attention.tiled import TILE, flash_attention
-from pallas_kernels.paged_attention import api
+from pallas_kernels.flash_attention import TILE, flash_attention
+from pallas_kernels.paged_attention import paged_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +191,7 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         calls += [forward, gradient]
         rest.append((program.memory_analysis().temp_size_in_bytes, error))
     ready = [functools.partial(call, *arrays) for call in calls]
-    times = timing.median_seconds(ready, config.repeats)
+    times = median_seconds(ready, config.repeats)
     return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
 
 
@@ -198,7 +212,7 @@ def _one_query(context: int, config: Config) -> list[float]:
 
     @jax.jit
     def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
-        return api.paged_attention(q, k_pages, v_pages, ids, last).out
+        return paged_attention(q, k_pages, v_pages, ids, last).out
 
     last = np.array([context - 1], np.int32)
     plain, tiled = (
@@ -207,7 +221,7 @@ def _one_query(context: int, config: Config) -> list[float]:
     )
     tables = ids.astype(np.int32)[None]
     found = functools.partial(by_pages, q[0], *pages, tables, last)
-    return timing.median_seconds([plain, tiled, found], config.repeats)
+    return median_seconds([plain, tiled, found], config.repeats)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -230,7 +244,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "pieces of work, keys whole": np.full(len(result.context), heads),
         "pieces of work, keys split": np.minimum(devices.NUM_CORES, pieces),
     }
-    return {"all queries": table.to_rows(queries), "one query": table.to_rows(one)}
+    return {"all queries": to_rows(queries), "one query": to_rows(one)}
 
 
 @claims_file(__file__).judge
@@ -264,9 +278,9 @@ def plot(axes: Any, result: Result) -> None:
     ):
         if way is not None:
             mega = way.temporary_bytes / 1e6
-            style.draw_curve(seconds, result.length, way.gradient_s * 1e3, name, name)
-            style.draw_curve(memory, result.length, mega, name, name)
-        style.draw_curve(one, result.context, one_s * 1e3, name, name)
+            draw_curve(seconds, result.length, way.gradient_s * 1e3, name, name)
+            draw_curve(memory, result.length, mega, name, name)
+        draw_curve(one, result.context, one_s * 1e3, name, name)
     titles = ["All queries: time with the gradient", "All queries: memory"]
     titles.append("One query, as in decoding")
     if len(result.length) and len(result.context):
@@ -286,7 +300,7 @@ def plot(axes: Any, result: Result) -> None:
         (memory, titles[1], "length [tokens]", "memory [MB]"),
         (one, titles[2], "context [tokens]", "time [ms]"),
     ):
-        style.use_powers_of_two(ax)
-        style.set_labels(ax, title, x, y, yscale="log")
-        style.label_log_axis(ax.yaxis)
+        use_powers_of_two(ax)
+        set_labels(ax, title, x, y, yscale="log")
+        label_log_axis(ax.yaxis)
         ax.legend()

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import ResultRecord, column, table
-from scaling.costs import flops
+from experiments.framework import ResultRecord, column, to_rows
+from scaling import costs
+from scaling.costs import FlopTerm, decode_terms, forward_terms
 from scaling.shapes import ModelShape
 
 
@@ -56,7 +57,7 @@ class FlopCounts(ResultRecord):
         totals = self.total_flops
         columns = zip(FLOPS, (*self.token_flops, *totals), strict=True)
         ratio = {"text_ratio": totals[0] / totals[1]}
-        return table.to_rows({"tokens": self.length} | dict(columns) | ratio)
+        return to_rows({"tokens": self.length} | dict(columns) | ratio)
 
 
 def without_cache(model: ModelShape) -> PolynomialPair:
@@ -65,12 +66,12 @@ def without_cache(model: ModelShape) -> PolynomialPair:
     Pairs of query and key are counted as in causal attention.
     """
     how: dict[str, Any] = {"attention": "causal", "logits": "last"}
-    return _through(lambda length: flops.forward_terms(model, sequence=length, **how))
+    return _through(lambda length: forward_terms(model, sequence=length, **how))
 
 
 def with_cache(model: ModelShape) -> PolynomialPair:
     """Returns the FLOPs of feeding one token that attends to all keys."""
-    return _through(lambda length: flops.decode_terms(model, context=length))
+    return _through(lambda length: decode_terms(model, context=length))
 
 
 def count_flops(model: ModelShape, lengths: tuple[int, ...]) -> FlopCounts:
@@ -104,15 +105,15 @@ def growth_exponents(
     return steps / np.diff(np.log(length[-2:].astype(float)))
 
 
-def _through(terms: Callable[[int], tuple[flops.FlopTerm, ...]]) -> PolynomialPair:
+def _through(terms: Callable[[int], tuple[FlopTerm, ...]]) -> PolynomialPair:
     """Fits the polynomials through the counts at 1, 2 and 3 tokens."""
     found = [terms(length) for length in (1, 2, 3)]
     attention = [tuple(x for x in each if x.growth == "s^2") for each in found]
     return _polynomial(found), _polynomial(attention)
 
 
-def _polynomial(counts: list[tuple[flops.FlopTerm, ...]]) -> Polynomial:
-    one, two, three = map(flops.total_flops, counts)
+def _polynomial(counts: list[tuple[FlopTerm, ...]]) -> Polynomial:
+    one, two, three = map(costs.total_flops, counts)
     square = (three - 2 * two + one) // 2
     linear = two - one - 3 * square
     return Polynomial(one - linear - square, linear, square)

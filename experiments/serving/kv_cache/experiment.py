@@ -24,22 +24,31 @@ from jaxtyping import Bool, Float, Int
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
+    ResultRecord,
     Sheet,
     claims_file,
+    column,
+    format_flops,
+    format_number,
     measured,
-    report,
-    table,
-    units,
+    metric_sheets,
+    to_rows,
 )
-from experiments.framework.table import ResultRecord, column
-from experiments.harness import bundled, model_shapes, timing
-from experiments.plotting import style
+from experiments.harness import find_bundled_folder, make_benchmark_config, time_call
+from experiments.plotting import draw_curve, label_log_axis, set_labels
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, FlopCounts
 from jaxkv import decoding, validation
-from jaxkv.models import checkpoints, paged, transformer
+from jaxkv.models import (
+    LoadedModel,
+    PagedForward,
+    load_model,
+    make_model_pages,
+)
+from jaxkv.models import logits as model_logits
 from jaxkv.progress import QUIET, Progress
-from scaling.shapes import huggingface, published
+from scaling import shapes
+from scaling.shapes import load_shape
 
 RASCHKA_TOKENS = 200
 FEW_TOKENS = 512
@@ -106,7 +115,7 @@ class TokenTimes(ResultRecord):
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per length, for JSON."""
         without, cached = self.totals_s()
-        return table.to_rows(
+        return to_rows(
             {
                 "tokens": self.length,
                 "without_s": self.without_s,
@@ -131,13 +140,13 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; if stopped, keeps the finished lengths."""
-    folder = bundled.find_bundled_folder(config.model)
-    shape = dataclasses.replace(huggingface.load_shape(folder), name=config.model)
+    folder = find_bundled_folder(config.model)
+    shape = dataclasses.replace(load_shape(folder), name=config.model)
     counted, other = (
         counting.count_flops(model, config.counted_lengths)
-        for model in (shape, published.describe(config.counted))
+        for model in (shape, shapes.describe(config.counted))
     )
-    model = checkpoints.load_model(folder)
+    model = load_model(folder)
     if config.lengths[-1] > model.config.max_positions:
         raise ValueError(
             f"{config.lengths[-1]} tokens are more than {model.config.max_positions=}"
@@ -155,16 +164,14 @@ def metrics(result: Result) -> dict[str, Any]:
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of times and of FLOPs."""
     title, measured = f"measured on {result.device}, greedy", result.timed.rows()
-    parts: list[ReportPart] = [
-        *report.metric_sheets({title: measured} if measured else {})
-    ]
+    parts: list[ReportPart] = [*metric_sheets({title: measured} if measured else {})]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
     for counted in (result.counted, result.other):
         cells = [
             (
-                units.format_number(row["tokens"]),
-                *(units.format_flops(row[key]) for key in FLOPS),
-                units.format_number(row["text_ratio"]),
+                format_number(row["tokens"]),
+                *(format_flops(row[key]) for key in FLOPS),
+                format_number(row["text_ratio"]),
             )
             for row in counted.rows()
         ]
@@ -210,25 +217,25 @@ def plot(axes: Any, result: Result) -> None:
     ):
         left, right = axes[row]
         for values, system in zip(seconds, SYSTEMS, strict=True):
-            style.draw_curve(left, timed.length, values, system, system)
+            draw_curve(left, timed.length, values, system, system)
         for counted, dash in models:
             flops = (counted.token_flops, counted.total_flops)[row]
             for values, system in zip(flops, SYSTEMS, strict=True):
                 name = system.removesuffix(" the cache")
                 look = {"linestyle": dash, "markevery": 0.2}
                 words = f"{counted.name}, {name}"
-                style.draw_curve(right, counted.length, values, system, words, **look)
+                draw_curve(right, counted.length, values, system, words, **look)
         gain = seconds[0][-1] / seconds[1][-1] if timed.length.size else float("nan")
         title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
         log: Any = {"xscale": "log", "yscale": "log"}
-        style.set_labels(left, title, label, "time [s]", **log)
+        set_labels(left, title, label, "time [s]", **log)
         for axis in (left.xaxis, left.yaxis):
-            style.label_log_axis(axis)
+            label_log_axis(axis)
         flops = (result.other.token_flops, result.other.total_flops)[row]
         gain = flops[0][-1] / flops[1][-1]
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
-        style.set_labels(right, title, label, "operations [FLOP]", **log)
+        set_labels(right, title, label, "operations [FLOP]", **log)
     # Grey lines of slope 3 and 2 pass through the last points.
     end, length = result.other.length[-1], result.other.length
     x = length[length >= end / 256]
@@ -242,7 +249,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def time_both(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     lengths: tuple[int, ...],
     repeats: int,
     progress: Progress,
@@ -262,7 +269,7 @@ def time_both(
 
     @jax.jit
     def whole(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = transformer.logits(params, tokens, config=model.config)
+        logits = model_logits(params, tokens, config=model.config)
         return jnp.argmax(logits[0, -1]).astype(jnp.int32)
 
     rows = []
@@ -271,7 +278,7 @@ def time_both(
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
         call = functools.partial(whole, model.params, prefix)
         drawn = int(call())  # and compiles
-        seconds = min(timing.time_call(call)[0] for _ in range(repeats))
+        seconds = min(time_call(call)[0] for _ in range(repeats))
         rows.append((seconds, drawn == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
     found = np.array(rows, float).reshape(-1, 2)
@@ -279,14 +286,12 @@ def time_both(
 
 
 def _draw(
-    model: checkpoints.LoadedModel, start: int, num: int, repeats: int
+    model: LoadedModel, start: int, num: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generates `num` tokens; returns all tokens and the least time of each."""
     length = -(-num // PAGE_SIZE) * PAGE_SIZE
-    bounds = model_shapes.make_benchmark_config(
-        1, length, page_size=PAGE_SIZE, token_budget=1
-    )
-    forward = paged.PagedForward(model.config)
+    bounds = make_benchmark_config(1, length, page_size=PAGE_SIZE, token_budget=1)
+    forward = PagedForward(model.config)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def feed(params: Any, cache: Any, token: jax.Array) -> tuple[jax.Array, Any]:
@@ -296,7 +301,7 @@ def _draw(
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
         cache: Any = decoding.init_cache(
-            paged.make_model_pages(model.config, bounds), max_slots=1, max_length=num
+            make_model_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
         for _ in range(num):

@@ -13,18 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import ReportPart, report
-from experiments.harness import cost_models, named_costs
-from experiments.plotting import style, systems
+from experiments.framework import ReportPart, row_sheet
+from experiments.harness import PAGE_SIZE, find_cost_model, max_kv_pages
+from experiments.plotting import (
+    BLUE,
+    ORANGE,
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation
+from jaxkv import scheduling, simulation, validation, workloads
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, SimulationMember, SimulationResult, driver
-from jaxkv.workloads import metrics as latency
-from jaxkv.workloads import recordings
-from scaling.costs import devices
-from scaling.shapes import published
+from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
+from jaxkv.workloads import (
+    Recording,
+    normalised_latency_s,
+    read_recording,
+    time_per_output_token_s,
+    time_to_first_token_s,
+)
+from scaling import shapes
+from scaling.costs import find_device
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
@@ -39,10 +50,10 @@ MAX_LENGTH = 1 << 14
 
 def gpu_capacity(model: str, device: str, num_devices: int) -> Capacity:
     """Returns the number of pages that fit next to the weights."""
-    found = published.describe(model)
+    found = shapes.describe(model)
     return Capacity.of(
-        num_pages=cost_models.max_kv_pages(found, device, num_devices),
-        page_size=cost_models.PAGE_SIZE,
+        num_pages=max_kv_pages(found, device, num_devices),
+        page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=BUDGET,
     )
@@ -54,11 +65,11 @@ def check_fits(model: str, device: str, num_devices: int) -> None:
     Raises:
       ValueError: they do not, or the model or the device is unknown.
     """
-    pages = cost_models.max_kv_pages(published.describe(model), device, num_devices)
-    if pages * cost_models.PAGE_SIZE < MAX_LENGTH:
+    pages = max_kv_pages(shapes.describe(model), device, num_devices)
+    if pages * PAGE_SIZE < MAX_LENGTH:
         raise ValueError(
             f"{model} and {MAX_LENGTH:,} tokens do not fit {num_devices} x "
-            f"{devices.find_device(device).name}"
+            f"{find_device(device).name}"
         )
 
 
@@ -115,21 +126,19 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     """Replays each recording with every model on every number of GPUs."""
     rows: list[Row] = []
     for trace in config.traces:
-        recording = recordings.read_recording(find_recording(trace))
+        recording = read_recording(find_recording(trace))
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             SimulationMember(
                 recording.workload(),
                 gpu_capacity(name, config.device, num),
-                fcfs.fcfs(),
-                named_costs.find_cost_model(
-                    f"roofline:{name}:{config.device}:{num}"
-                ).cost,
+                scheduling.fcfs(),
+                find_cost_model(f"roofline:{name}:{config.device}:{num}").cost,
             )
             for name, num in config.cases
         ]
-        served = driver.simulate(
-            driver.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
+        served = simulation.simulate(
+            simulation.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
         )
         if progress.stopped:  # before every request was answered
             break
@@ -141,13 +150,13 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def _row(served: SimulationResult, index: int, recording: recordings.Recording) -> Row:
+def _row(served: SimulationResult, index: int, recording: Recording) -> Row:
     arrival_s, first_s, finish_s = (
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )
     output = recording.output
-    waits_s = latency.time_to_first_token_s(arrival_s, first_s)
-    each_s = latency.time_per_output_token_s(first_s, finish_s, output)
+    waits_s = time_to_first_token_s(arrival_s, first_s)
+    each_s = time_per_output_token_s(first_s, finish_s, output)
     answered = ~np.isnan(finish_s)
     # Latencies leave out rejected requests, which are counted separately.
     accepted = ~served.rejected[index]
@@ -160,11 +169,11 @@ def _row(served: SimulationResult, index: int, recording: recordings.Recording) 
         "num_rejected": int(served.rejected[index].sum()),
         "recorded_s": float(recording.arrival_s[-1]),
         "finished_s": float(np.nanmax(finish_s)) if answered.any() else float("nan"),
-        "normalised_s": float(latency.normalised_latency_s(came_s, finish_s, output)),
-        "first_p50_s": float(latency.percentile(waits_s, 50, is_asked=accepted)),
-        "first_p99_s": float(latency.percentile(waits_s, 99, is_asked=accepted)),
-        "each_p50_s": float(latency.percentile(each_s, 50, is_asked=several)),
-        "each_p99_s": float(latency.percentile(each_s, 99, is_asked=several)),
+        "normalised_s": float(normalised_latency_s(came_s, finish_s, output)),
+        "first_p50_s": float(workloads.percentile(waits_s, 50, is_asked=accepted)),
+        "first_p99_s": float(workloads.percentile(waits_s, 99, is_asked=accepted)),
+        "each_p50_s": float(workloads.percentile(each_s, 50, is_asked=several)),
+        "each_p99_s": float(workloads.percentile(each_s, 99, is_asked=several)),
         "busy_share": did["busy_s"] / float(served.end_s[index]),
     }
 
@@ -195,7 +204,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "without idle time. Medians and 99th percentiles."
     )
     title = "recorded hours, all requests"
-    return [report.row_sheet(title, result, columns, note)]
+    return [row_sheet(title, result, columns, note)]
 
 
 def plot(ax: Any, result: list[Row]) -> None:
@@ -205,12 +214,12 @@ def plot(ax: Any, result: list[Row]) -> None:
     for (trace, model), rows in replays:
         found = [(row["num_devices"], row["first_p99_s"]) for row in rows]
         kind, size = trace[6:], model.removeprefix("llama-2-")
-        color = systems.BLUE if kind == "code" else systems.ORANGE
+        color = BLUE if kind == "code" else ORANGE
         is_small = size == "7b"
         look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}
         label = f"{kinds.get(kind, kind)}, {size.upper()}"
-        style.draw_curve(ax, *zip(*found, strict=True), color, label, **look)
-    style.use_powers_of_two(ax)
+        draw_curve(ax, *zip(*found, strict=True), color, label, **look)
+    use_powers_of_two(ax)
     title = "Llama-2 on A100s: first token by GPUs"
     slow = [x for x in result if x["first_p99_s"] > 1]
     if slow:
@@ -220,6 +229,6 @@ def plot(ax: Any, result: list[Row]) -> None:
         size = worst["model"].removeprefix("llama-2-").upper()
         title += f"first token of Llama-2-{size} after {worst['first_p99_s']:,.0f} s"
     y = "first token, 99th percentile [s]"
-    style.set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import ReportPart, Sheet, report
-from experiments.plotting import style, systems
+from experiments.framework import ReportPart, Sheet, metric_sheets, row_sheet
+from experiments.plotting import set_labels, system_style
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import axis_end_rows
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.workloads import load_curves
+from jaxkv.workloads import load_ratio
 
 BEYOND = 2.0
 """End of the rate search of a system that sustains all rates of the published axis, as
@@ -122,9 +122,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
-                ratio = load_curves.load_ratio(
-                    curves["paged"], curves[system], runs.BOUND
-                )
+                ratio = load_ratio(curves["paged"], curves[system], runs.BOUND)
                 cells[system] += f" ({ratio:.2f})"
         known = [cells.get(system, "-") for system in settings.SYSTEMS]
         capacities.append((name, published.PANELS[name].title, *known))
@@ -135,7 +133,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
             capacities,
             "In brackets: load of the paged system as a multiple.",
         ),
-        report.row_sheet(
+        row_sheet(
             "at the end of the published axis",
             [
                 x | {"preempted": x["num_preempted"] / x["num_requests"]}
@@ -154,7 +152,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
             },
             "Latencies are lower bounds if the queue grows without limit.",
         ),
-        *report.metric_sheets({"time to simulate, compilation included": speed}),
+        *metric_sheets({"time to simulate, compilation included": speed}),
     ]
 
 
@@ -168,7 +166,7 @@ def plot(axes: Any, result: list[Row]) -> None:
         oracle = found.get(published.ORACLE)
         if "paged" in found and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
-            gain = f"{load_curves.load_ratio(*both, runs.BOUND):.1f} times the load"
+            gain = f"{load_ratio(*both, runs.BOUND):.1f} times the load"
             least = "" if found["paged"].relation == "is" else "at least "
             title = f"{name}, {panel.title}: {least}{gain} of {published.ORACLE}"
             ax.set_title(title)
@@ -189,8 +187,8 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
         for dx, height, look in (
-            (-0.2, row["batch"], systems.system_style(system).bar),
-            (0.2, reference[system], systems.system_style("published").bar | printed),
+            (-0.2, row["batch"], system_style(system).bar),
+            (0.2, reference[system], system_style("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in drawn]
@@ -199,5 +197,5 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     most = max(rows, key=lambda row: row["batch"])
     title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
     title += f"{most['system']} runs {most['batch']:.0f} at once"
-    style.set_labels(ax, title, "", "batch [requests]")
+    set_labels(ax, title, "", "batch [requests]")
     ax.legend()

@@ -13,33 +13,30 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import Floats, Ints, ResultRecord, ResultTable, Texts, column
-from experiments.harness import named_costs
-from experiments.plotting import style, systems
+from experiments.harness import find_cost_model
+from experiments.plotting import BLUE, draw_reference_line, set_labels
 from experiments.serving.latency_vs_rate import azure
-from jaxkv import validation
+from jaxkv import scheduling, simulation, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import (
-    RequestAttributes,
-    ageing_priority,
-    attributes,
-    earliest_deadline,
-    fair_share,
-    fcfs,
-    interface,
-    shortest_remaining,
+from jaxkv.scheduling import NO_DEADLINE, Policy, RequestAttributes
+from jaxkv.simulation import SimulationMember
+from jaxkv.workloads import (
+    Workload,
+    make_workload,
+    read_recording,
+    time_to_first_token_s,
 )
-from jaxkv.simulation import SimulationMember, driver
-from jaxkv.workloads import Workload, arrivals, metrics, recordings
 
 MAX_SLOTS, HEAD = 128, 511
-POLICIES: dict[str, interface.Policy] = {
-    "first come first served": fcfs.fcfs(),
-    "shortest remaining, predicted": shortest_remaining.shortest_remaining(),
-    "shortest remaining, oracle": shortest_remaining.shortest_remaining(),
-    "ageing priority": ageing_priority.ageing_priority(level_ms=60_000),
-    "earliest deadline": earliest_deadline.earliest_deadline(),
-    "fair share": fair_share.fair_share(),
+POLICIES: dict[str, Policy] = {
+    "first come first served": scheduling.fcfs(),
+    "shortest remaining, predicted": scheduling.shortest_remaining(),
+    "shortest remaining, oracle": scheduling.shortest_remaining(),
+    "ageing priority": scheduling.ageing_priority(level_ms=60_000),
+    "earliest deadline": scheduling.earliest_deadline(),
+    "fair share": scheduling.fair_share(),
 }
 
 
@@ -108,7 +105,7 @@ def draw_workload(config: Config) -> Workload:
         if config.recording is None
         else config.recording
     )
-    found, num = recordings.read_recording(path), config.first_requests
+    found, num = read_recording(path), config.first_requests
     found = found.at_rate(found.rate * config.rate_factor)
     prompt, output = found.prompt[:num], found.output[:num]
     rng = np.random.default_rng(config.seed)
@@ -119,13 +116,13 @@ def draw_workload(config: Config) -> Workload:
     within_ms = 5000 + 200 * output
     interactive = rng.random(prompt.size) < 0.5
     heavy = rng.random(prompt.size) < 0.5
-    return arrivals.make_workload(
+    return make_workload(
         found.arrival_s[:num],
         prompt,
         output,
         attributes=RequestAttributes(
             priority=-(rng.random(prompt.size) < 0.2).astype(np.int64),
-            deadline_ms=np.where(interactive, within_ms, attributes.NO_DEADLINE),
+            deadline_ms=np.where(interactive, within_ms, NO_DEADLINE),
             session=np.where(heavy, 0, rng.integers(1, 100, prompt.size)),
             predicted_length=predicted.astype(np.int64),
         ),
@@ -137,9 +134,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     load = draw_workload(config)
     drawn_attributes: Any = load.attributes
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
-    cost = named_costs.find_cost_model(cost_name).cost
+    cost = find_cost_model(cost_name).cost
     capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)
-    has_deadline = np.asarray(drawn_attributes.deadline_ms) < attributes.NO_DEADLINE
+    has_deadline = np.asarray(drawn_attributes.deadline_ms) < NO_DEADLINE
     is_light = np.asarray(drawn_attributes.session) > 0
     is_urgent = np.asarray(drawn_attributes.priority) < 0
     rows = []
@@ -150,8 +147,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             seen = load._replace(
                 attributes=drawn_attributes._replace(predicted_length=truth)
             )
-        served = driver.simulate(
-            driver.stack([SimulationMember(seen, capacity, policy, cost)]),
+        served = simulation.simulate(
+            simulation.stack([SimulationMember(seen, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
             head=HEAD,
             progress=progress,
@@ -161,7 +158,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         arrival_s, first_s, finish_s = (
             x[0] for x in (served.arrival_s, served.first_s, served.finish_s)
         )
-        wait_s = metrics.time_to_first_token_s(arrival_s, first_s)
+        wait_s = time_to_first_token_s(arrival_s, first_s)
         took_ms = 1e3 * (finish_s - arrival_s)
         is_late = (took_ms > np.asarray(drawn_attributes.deadline_ms))[has_deadline]
         answered = ~np.isnan(finish_s)
@@ -194,12 +191,12 @@ def plot(axes: Any, result: Result) -> None:
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))
     width = 0.8 / len(GOALS)
-    colors = style.colors()
+    colors = plotting.colors()
     for i, (name, label) in enumerate(GOALS.items()):
         values = getattr(rows, name)
         at = place + (i - (len(GOALS) - 1) / 2) * width
         left.barh(at, values / values[0], width, label=label, color=colors[i])
-    style.draw_reference_line(left, 1, along="y")
+    draw_reference_line(left, 1, along="y")
     left.set_yticks(place, rows.policy)
     left.invert_yaxis()
     left.legend()
@@ -208,8 +205,8 @@ def plot(axes: Any, result: Result) -> None:
         best = int(np.argmin(rows.wait_mean_s))
         title = f"Mean wait {rows.wait_mean_s[0]:.1f} s, first come first served; "
         title += f"{rows.wait_mean_s[best]:.1f} s, {rows.policy[best]}"
-    style.set_labels(left, title, "over first come first served [ratio]", "")
-    bars = right.barh(place, rows.wait_p99_s, color=colors[systems.BLUE])
+    set_labels(left, title, "over first come first served [ratio]", "")
+    bars = right.barh(place, rows.wait_p99_s, color=colors[BLUE])
     right.bar_label(bars, [f"{x:.0f}" for x in rows.wait_p99_s], padding=3)
     right.set_yticks(place, [""] * len(rows))
     right.invert_yaxis()
@@ -218,4 +215,4 @@ def plot(axes: Any, result: Result) -> None:
         worst = int(np.argmax(rows.wait_p99_s))
         title = f"The longest tail: {rows.policy[worst]}"
     right.margins(x=0.15)
-    style.set_labels(right, title, "wait, 99th percentile [s]", "")
+    set_labels(right, title, "wait, 99th percentile [s]", "")

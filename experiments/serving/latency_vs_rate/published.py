@@ -11,7 +11,7 @@ import numpy as np
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
-from jaxkv.workloads import LatencyCurve, load_curves
+from jaxkv.workloads import LatencyCurve, load_ratio, load_ratios
 
 CLAIMS = claims_file(__file__)
 PAPER, STEP, SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
@@ -160,7 +160,7 @@ type Panels = Mapping[str, Mapping[str, LatencyCurve]]
 
 
 def _ratio(systems: Mapping[str, LatencyCurve], other: str = ORACLE) -> float:
-    return load_curves.load_ratio(systems["paged"], systems[other], BOUND)
+    return load_ratio(systems["paged"], systems[other], BOUND)
 
 
 def _ratios(panels: Panels, other: str) -> list[float]:
@@ -169,7 +169,7 @@ def _ratios(panels: Panels, other: str) -> list[float]:
         ratio
         for x in panels.values()
         if other in x
-        for ratio in load_curves.load_ratios(x["paged"], x[other], BOUNDS).tolist()
+        for ratio in load_ratios(x["paged"], x[other], BOUNDS).tolist()
     ]
 
 

@@ -9,21 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.plotting import style
+from experiments.plotting import draw_curve, set_labels
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Machine, System
+from jaxkv import scheduling, simulation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs, interface, static_batching
-from jaxkv.simulation import (
-    Capacity,
-    Cost,
-    SimulationMember,
-    SimulationResult,
-    contiguous,
-    driver,
+from jaxkv.scheduling import NO_LIMIT
+from jaxkv.simulation import Capacity, Cost, Rule, SimulationMember, SimulationResult
+from jaxkv.workloads import (
+    LatencyCurve,
+    Load,
+    Pair,
+    SustainedRate,
+    Workload,
+    choose_rates,
+    sustained_rate,
 )
-from jaxkv.workloads import LatencyCurve, Load, arrivals, lengths, load_curves
-from jaxkv.workloads.load_curves import draw_load as draw_load
+from jaxkv.workloads import draw_load as draw_load
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
@@ -54,7 +56,7 @@ class Setting(NamedTuple):
     """
 
     server: Machine
-    law: lengths.Pair
+    law: Pair
     samples: int = 1
     pool_factor: float = 1.0
 
@@ -93,8 +95,8 @@ def serve_at_rates(
             continue
         groups = setting.samples if kind == ("paged",) else 1
         slots = max(setting.slots(system) for system, _ in cases)
-        served = driver.simulate(
-            driver.stack(
+        served = simulation.simulate(
+            simulation.stack(
                 [make_member(setting, requests, *x, cost, groups) for x in cases]
             ),
             max_slots=slots,
@@ -135,15 +137,15 @@ def make_member(
     plain = SimulationMember(
         workload=requests.at(rate, groups),
         capacity=pool_capacity(pages),
-        policy=fcfs.fcfs(),
+        policy=scheduling.fcfs(),
         cost=cost,
     )
     if system == "paged":
         return plain._replace(capacity=pool_capacity(int(pages * setting.pool_factor)))
     single = plain._replace(workload=requests.repeated(rate, setting.samples))
     if system == "FasterTransformer":
-        return single._replace(policy=static_batching.static())
-    reservation = contiguous.reservation(
+        return single._replace(policy=scheduling.static())
+    reservation = simulation.reservation(
         _RULES[system],
         num_leaves=pages,
         leaves_per_region=settings.MAX_LENGTH // settings.PAGE_SIZE,
@@ -151,7 +153,7 @@ def make_member(
     return single._replace(reservation=reservation)
 
 
-_RULES: Mapping[System, contiguous.Rule] = {
+_RULES: Mapping[System, Rule] = {
     "Orca (Max)": "max",
     "Orca (Pow2)": "pow2",
     "Orca (Oracle)": "oracle",
@@ -164,14 +166,14 @@ def pool_capacity(num_pages: int, page_size: int = settings.PAGE_SIZE) -> Capaci
         num_pages=num_pages,
         page_size=page_size,
         max_length=settings.MAX_LENGTH,
-        token_budget=jnp.int32(interface.NO_LIMIT),
+        token_budget=jnp.int32(NO_LIMIT),
     )
 
 
 def _row(
     served: SimulationResult,
     index: int,
-    workload: arrivals.Workload,
+    workload: Workload,
     samples: int,
     groups: int,
 ) -> Row:
@@ -239,9 +241,7 @@ def explore_rates(
                 continue
             if (curve.latency > BOUNDS[1]).any():
                 near.add(system)
-                rates[system] = load_curves.choose_rates(
-                    curve, BOUNDS, num_near
-                ).tolist()
+                rates[system] = choose_rates(curve, BOUNDS, num_near).tolist()
             elif curve.rates[-1] < most:
                 more = np.linspace(curve.rates[-1], most, num_near + 1)[1:]
                 rates[system] = more.tolist()
@@ -265,12 +265,9 @@ def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
     return found
 
 
-def sustained_loads(rows: list[Row]) -> dict[System, load_curves.SustainedRate]:
+def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
     """Returns the load that each system sustains at `BOUND`."""
-    return {
-        name: load_curves.sustained_rate(x, BOUND)
-        for name, x in latency_curves(rows).items()
-    }
+    return {name: sustained_rate(x, BOUND) for name, x in latency_curves(rows).items()}
 
 
 def sustained_rows(rows: list[Row]) -> list[Row]:
@@ -284,5 +281,5 @@ def sustained_rows(rows: list[Row]) -> list[Row]:
 def draw_curves(ax: Any, rows: list[Row], title: str) -> None:
     """Draws latency against rate."""
     for system, curve in latency_curves(rows).items():
-        style.draw_curve(ax, *curve, system, system, markersize=3.5)
-    style.set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))
+        draw_curve(ax, *curve, system, system, markersize=3.5)
+    set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

@@ -6,11 +6,13 @@ Source: Kwon et al. 2023, arXiv:2309.06180, table 1 and section 6.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-from experiments.harness import cost_models
-from experiments.harness.cost_models import PAGE_SIZE as PAGE_SIZE
-from jaxkv.workloads import lengths
-from scaling.costs import devices, parameters, serving
-from scaling.shapes import ModelShape, published
+from experiments import harness
+from experiments.harness import DISTSERVE, LinearCost, figure_12
+from experiments.harness import PAGE_SIZE as PAGE_SIZE
+from jaxkv.workloads import ALPACA, SHAREGPT, Pair
+from scaling import shapes
+from scaling.costs import count_parameters, find_device, kv_bytes_per_token
+from scaling.shapes import ModelShape
 
 type System = Literal[
     "FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"
@@ -22,9 +24,9 @@ ORCAS = SYSTEMS[1:4]
 MAX_LENGTH = 2048
 """Longest sequence of OPT in tokens."""
 
-DATA: Mapping[str, lengths.Pair] = {
-    "ShareGPT": lengths.SHAREGPT,
-    "Alpaca": lengths.ALPACA,
+DATA: Mapping[str, Pair] = {
+    "ShareGPT": SHAREGPT,
+    "Alpaca": ALPACA,
 }
 
 
@@ -50,7 +52,7 @@ class Machine(NamedTuple):
     @property
     def description(self) -> ModelShape:
         """Shape of the model."""
-        return published.describe(self.model)
+        return shapes.describe(self.model)
 
     @property
     def num_places(self) -> int:
@@ -58,13 +60,13 @@ class Machine(NamedTuple):
 
         OPT-13B: 12 GiB / 800 KiB = 15,728.
         """
-        each = serving.kv_bytes_per_token(self.description)
+        each = kv_bytes_per_token(self.description)
         return int(self.kv_gib * 2**30 // each)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in half precision."""
-        return 2 * parameters.count_parameters(self.description).total
+        return 2 * count_parameters(self.description).total
 
 
 SERVERS: Mapping[str, Machine] = {
@@ -74,7 +76,7 @@ SERVERS: Mapping[str, Machine] = {
 }
 
 
-def step_time(server: Machine) -> cost_models.LinearCost:
+def step_time(server: Machine) -> LinearCost:
     """Returns the cost model of a step; the paper prints no step times.
 
     OPT-13B uses `cost_models.figure_12`, and OPT-66B DistServe's fit for 4 GPUs in the
@@ -83,18 +85,18 @@ def step_time(server: Machine) -> cost_models.LinearCost:
     by the ratio of weight bytes per GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
-        return cost_models.figure_12().cost
-    prefill, small, large = cost_models.DISTSERVE["distserve:opt-66b:4"]
+        return figure_12().cost
+    prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
     fit_device, device = (
-        devices.find_device("a100-80gb"),
-        devices.find_device(server.device),
+        find_device("a100-80gb"),
+        find_device(server.device),
     )
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
     ratio = each / other
     heavier = [
         (step * ratio, token, own * ratio) for step, token, own in (small, large)
     ]
-    return cost_models.linear(
+    return harness.linear(
         # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,

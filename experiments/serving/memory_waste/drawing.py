@@ -4,8 +4,18 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import claims_file
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    SKY,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+)
 from experiments.serving.latency_vs_rate import published, settings
 
 CLAIMS = claims_file(__file__)
@@ -24,8 +34,8 @@ reserved in vain, and the remainder."""
 
 
 USE_LOOKS = (
-    *((systems.GREEN, ""), (systems.SKY, "//")),
-    *((systems.ORANGE, ".."), (systems.RED, "\\\\")),
+    *((GREEN, ""), (SKY, "//")),
+    *((ORANGE, ".."), (RED, "\\\\")),
 )
 """Colour and hatch of the uses."""
 
@@ -36,15 +46,15 @@ def plot(axes: Any, result: Any) -> None:
     ax, memory = axes[0][0], result.memory_bytes / 1e9
     names = ("parameters", "keys and values", "rest")
     sizes = (weights, places, memory - weights - places)
-    colors = [(0.6, 0.6, 0.6), style.colors()[systems.BLUE], (0.8, 0.8, 0.8)]
+    colors = [(0.6, 0.6, 0.6), plotting.colors()[BLUE], (0.8, 0.8, 0.8)]
     labels = [f"{size:.1f} GB\n{100 * size / memory:.0f} %" for size in sizes]
     ax.bar_label(ax.bar(names, sizes, 0.6, color=colors), labels, padding=2)
     ax.margins(y=0.2)
     title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
-    style.set_labels(ax, title, "", "memory of an A100 [GB]")
+    set_labels(ax, title, "", "memory of an A100 [GB]")
     _draw_uses(axes[0][1], result)
     ax, full = axes[1][0], weights + places
-    style.draw_reference_line(ax, full, "all memory for keys and values")
+    draw_reference_line(ax, full, "all memory for keys and values")
     ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
     title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
     title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
@@ -75,7 +85,7 @@ def _draw_uses(ax: Any, result: Any) -> None:
         bottom = np.zeros(len(names))
         rows = zip(shares.T, USES.values(), USE_LOOKS, strict=True)
         for values, use, (color, hatch) in rows:
-            look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+            look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
             look |= {"alpha": alpha, "bottom": bottom, "edgecolor": "white"}
             bars = ax.bar(places + shift, values, 0.4, **look)
             if alpha == 1.0:
@@ -85,7 +95,7 @@ def _draw_uses(ax: Any, result: Any) -> None:
     waste = 100 - dict(zip(names, ours[:, 0], strict=True))["Orca (Max)"]
     paged = 100 - dict(zip(names, ours[:, 0], strict=True))["paged"]
     title = f"Orca (Max) wastes {waste:.0f} % of its token places, pages {paged:.0f} %"
-    style.set_labels(ax, title, "left: ours, right: the paper's", "token places [%]")
+    set_labels(ax, title, "left: ours, right: the paper's", "token places [%]")
     ax.set_ylim(0, 100)
     ax.legend()
 
@@ -99,14 +109,14 @@ def _draw_lines(
         last = np.flatnonzero(np.isfinite(line))[-1]
         end = ends[name] = int(requests[last]), float(line[last])
         if not says_end:
-            style.draw_curve(ax, requests, line, name, marker="")
+            draw_curve(ax, requests, line, name, marker="")
         elif name == "paged":
-            style.draw_curve(ax, requests, line, name, marker="", zorder=0)
+            draw_curve(ax, requests, line, name, marker="", zorder=0)
         look = {"linestyle": "", "markersize": 8}
-        style.draw_curve(ax, *([x] for x in end), name, name, **look)
+        draw_curve(ax, *([x] for x in end), name, name, **look)
         if says_end:
             offset, side = ((6, -4), "left") if name != "paged" else ((-8, 0), "right")
             look = {"va": "top", "ha": side}
-            style.annotate(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
+            plotting.annotate(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
     ax.set(xlim=(0, 1.08 * requests[-1]), xlabel="batch [requests]")
     return ends

@@ -16,14 +16,18 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.framework import (
+    Floats,
     MeasuredValue,
     ReportPart,
+    ResultRecord,
+    ResultTable,
     Sheet,
+    Texts,
+    column,
+    format_seconds,
     measured,
-    table,
-    units,
+    to_rows,
 )
-from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import (
     STEP,
@@ -32,10 +36,10 @@ from experiments.serving.latency_vs_rate.published import (
 )
 from experiments.serving.memory_waste.drawing import BATCHES, CLAIMS, SYSTEMS, USES
 from experiments.serving.memory_waste.drawing import plot as plot
-from jaxkv import validation
+from jaxkv import simulation, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.simulation import Cost, Work, driver
-from scaling.costs import devices, serving
+from jaxkv.simulation import Cost, Work
+from scaling.costs import find_device, kv_bytes_per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +142,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     paged = [(last, load, each) for each in costs for load in loads]
     scaled = _serve(config, setting, paged, progress)
     waste = Waste.joined([contiguous, scaled.at([-1])])
-    token_bytes = float(serving.kv_bytes_per_token(server.description))
+    token_bytes = float(kv_bytes_per_token(server.description))
     return Result(
-        memory_bytes=devices.find_device(server.device).memory_bytes,
+        memory_bytes=find_device(server.device).memory_bytes,
         weight_bytes=float(server.weight_bytes),
         kv_bytes=float(server.kv_gib * 2**30),
         token_bytes=token_bytes,
@@ -159,8 +163,8 @@ def _serve(
     progress: Progress,
 ) -> Waste:
     """Simulates loads; rows are systems or cost models, columns are seeds."""
-    served = driver.simulate(
-        driver.stack(
+    served = simulation.simulate(
+        simulation.stack(
             [
                 runs.make_member(setting, load, system, config.rate, cost, 1)
                 for system, load, cost in cases
@@ -260,7 +264,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "weights_share": result.weight_bytes / result.memory_bytes,
         "kv_share": result.kv_bytes / result.memory_bytes,
         "token_bytes": result.token_bytes,
-        "systems": table.to_rows({"system": result.system} | means),
+        "systems": to_rows({"system": result.system} | means),
     }
 
 
@@ -321,7 +325,7 @@ def _spreads(rows: PerSeed) -> list[str]:
 
 
 def _seconds(waste: Waste) -> list[str]:
-    return [units.format_seconds(float(row.mean())) for row in waste.step_s]
+    return [format_seconds(float(row.mean())) for row in waste.step_s]
 
 
 def _counts(rows: np.ndarray) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from experiments import framework
 from experiments.framework import (
     Ints,
     MeasuredValue,
@@ -23,14 +24,25 @@ from experiments.framework import (
     claims_file,
     column,
     measured,
-    table,
 )
-from experiments.harness.kernels import MAX_ERROR, KernelRun, runs
-from experiments.plotting import style
+from experiments.harness import MAX_ERROR, KernelRun, attention_implementations
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+    use_powers_of_two,
+)
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from pallas_kernels import devices
-from pallas_kernels.bench import AttentionProblem, HeadShape, Spec, problems, timing
+from pallas_kernels import bench, devices
+from pallas_kernels.bench import (
+    AttentionProblem,
+    HeadShape,
+    Spec,
+    make_attention,
+    measure_empty,
+    num_turns,
+)
 
 PAPER_PAGE_SIZE = 16
 """Default page size of vLLM and of section 7.2."""
@@ -139,14 +151,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 page_size=page_size,
                 dtype="bfloat16" if on_gpu else "float32",
             )
-            turns = timing.num_turns(spec.bytes, target.kind)
-            problem = problems.make_attention(spec, num_turns=turns)
+            turns = num_turns(spec.bytes, target.kind)
+            problem = make_attention(spec, num_turns=turns)
             contiguous = contiguous or _fastest(problem)
             cells.append(_measure(problem, (paged, contiguous), config))
         rows.append((batch, context, *zip(*cells, strict=True)))
     return Result(
         device=target.kind,
-        clock=timing.measure_empty(num_calls=2).clock,
+        clock=measure_empty(num_calls=2).clock,
         paged=paged,
         page_size=np.asarray(config.page_sizes),
         latency=Latency.of(rows),
@@ -164,7 +176,7 @@ def _fastest(problem: AttentionProblem) -> str:
       RuntimeError: no implementation is correct.
     """
     seconds = {
-        name: timing.measure(run.call, num_calls=2).seconds
+        name: bench.measure(run.call, num_calls=2).seconds
         for name in CONTIGUOUS
         if (run := _prepare(problem, name)) and _is_right(problem, run)
     }
@@ -189,7 +201,7 @@ def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) 
     rounds = np.asarray(
         [
             [
-                timing.measure(run.call, num_calls=config.num_calls).seconds
+                bench.measure(run.call, num_calls=config.num_calls).seconds
                 for run in (paged, contiguous)
             ]
             for _ in range(config.repeats)
@@ -202,7 +214,7 @@ def _measure(problem: AttentionProblem, names: tuple[str, str], config: Config) 
 
 def _prepare(problem: AttentionProblem, name: str) -> KernelRun | None:
     """Prepares an implementation; None if it refuses the problem."""
-    implementations = {x.name: x for x in runs.attention_implementations()}
+    implementations = {x.name: x for x in attention_implementations()}
     try:
         return implementations[name].prepare(problem)
     except ValueError:  # unsupported page size, or no GPU
@@ -233,7 +245,7 @@ def metrics(result: Result) -> dict[str, Any]:
         | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
         for row in found.rows()
     ]
-    return table.metrics(result) | {"latency": rows}
+    return framework.metrics(result) | {"latency": rows}
 
 
 @claims_file(__file__).judge
@@ -273,19 +285,19 @@ def plot(axes: Any, result: Result) -> None:
         color, mark = looks[batch]
         look = {"linestyle": DASHES[contexts.index(context) % 4], "marker": mark}
         label = f"{batch} x {context}"
-        style.draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
+        draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
         subset = found.where(batch=batch)
         paged, contiguous = subset.paged_s[:, column], subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
-        style.draw_curve(
+        draw_curve(
             times, subset.context, 1e3 * paged, color, f"{label}, pages", marker=mark
         )
         look = {"linestyle": ":", "marker": mark}
         label = f"{label}, contiguous"
-        style.draw_curve(times, subset.context, 1e3 * contiguous, color, label, **look)
-    style.draw_reference_line(ratios, 1, "contiguous")
-    style.use_powers_of_two(ratios)
+        draw_curve(times, subset.context, 1e3 * contiguous, color, label, **look)
+    draw_reference_line(ratios, 1, "contiguous")
+    use_powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
         at_size = found.ratio[:, column]
@@ -297,9 +309,7 @@ def plot(axes: Any, result: Result) -> None:
         times_title = f"Pages of {size}: at most {most:.3g} ms a step"
         ratios.legend(title="sequences x tokens")
         times.legend()
-    style.set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
-    style.set_labels(
-        times, times_title, "length of each sequence [tokens]", "time [ms]"
-    )
+    set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
+    set_labels(times, times_title, "length of each sequence [tokens]", "time [ms]")
     for ax in axes:
         ax.set_ylim(bottom=0)

@@ -11,14 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from experiments.framework.table import Floats, ResultRecord, ResultTable, Texts, column
-from experiments.plotting import style
+from experiments.framework import (
+    Floats,
+    MeasuredValue,
+    ResultRecord,
+    ResultTable,
+    Texts,
+    claims_file,
+    column,
+    measured,
+)
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import validation
+from jaxkv import scheduling, simulation, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
-from jaxkv.simulation import SimulationMember, driver
+from jaxkv.simulation import SimulationMember
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -91,13 +103,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             SimulationMember(
                 load.at(rate),
                 runs.pool_capacity(places // size, size),
-                fcfs.fcfs(),
+                scheduling.fcfs(),
                 cost,
             )
             for rate, size in cases
         ]
-        served = driver.simulate(
-            driver.stack(members),
+        served = simulation.simulate(
+            simulation.stack(members),
             max_slots=SLOTS[data],
             head=runs.HEAD,
             since_s=seconds / 4,  # until then memory fills
@@ -155,10 +167,10 @@ def plot(axes: Any, result: Result) -> None:
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
             y, label = rows.normalised_s, f"{data}, {LOADED[data]:g} requests/s"
-            style.draw_curve(latency, rows.page_size, y, data, label)
+            draw_curve(latency, rows.page_size, y, data, label)
             bar, look = [0.85 * y.min()] * 2, {"marker": "", "linewidth": 4}
             label = f"{data}, the paper's best"
-            style.draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
+            draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
             times = y.max() / y.min()
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
@@ -166,7 +178,7 @@ def plot(axes: Any, result: Result) -> None:
         reference = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
-        style.draw_curve(
+        draw_curve(
             memory,
             [*map(int, reference)],
             [*reference.values()],
@@ -174,7 +186,7 @@ def plot(axes: Any, result: Result) -> None:
             label,
             **look,
         )
-        style.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
+        draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < least[2]:
             at = int(rows.page_size[rows.tokens.argmin()])
             least = data, at, 100 * float(rows.tokens.min())
@@ -182,14 +194,14 @@ def plot(axes: Any, result: Result) -> None:
     title = "Latency by page size"
     if worst[0]:
         title = f"Pages of {worst[1]}: {worst[2]:.0f} times the latency on {worst[0]}"
-    style.set_labels(latency, title, size, "latency [s/token]", yscale="log")
-    style.label_log_axis(latency.yaxis)
+    set_labels(latency, title, size, "latency [s/token]", yscale="log")
+    label_log_axis(latency.yaxis)
     title = "A full memory by page size"
     if least[0]:
         title = (
             f"Pages of {least[1]}: tokens fill {least[2]:.0f} % of memory on {least[0]}"
         )
-    style.set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
+    set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:
-        style.use_powers_of_two(ax)
+        use_powers_of_two(ax)
         ax.legend()

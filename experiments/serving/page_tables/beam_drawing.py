@@ -4,7 +4,21 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.plotting import Box, boxes
+from experiments import plotting
+from experiments.plotting import (
+    COPY,
+    GHOST,
+    GREY,
+    INK,
+    SMALL,
+    Box,
+    draw_frame,
+    draw_rectangle,
+    draw_reference_count,
+    draw_text,
+    fill_stripes,
+    slot_color,
+)
 from experiments.serving.page_tables.frames import Frames
 from jaxkv.memory import NO_PAGE
 
@@ -39,14 +53,12 @@ def draw_beams(
       width: width in inches.
     """
     for slot, name in enumerate(names):
-        middle, color = y + (slot + 0.5) * _ROW, boxes.slot_color(slot)
+        middle, color = y + (slot + 0.5) * _ROW, slot_color(slot)
         look = {"color": color, "fontweight": "bold"}
-        boxes.draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
+        draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
         following = frames.tokens[i, slot, frames.length[i, slot]]
-        look = {"style": "italic", "color": boxes.GREY}
-        boxes.draw_text(
-            ax, x, middle + 0.06, frames.words[following], boxes.SMALL, **look
-        )
+        look = {"style": "italic", "color": GREY}
+        draw_text(ax, x, middle + 0.06, frames.words[following], SMALL, **look)
     num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
     page_width = (width - _LABEL) / num_columns
     for column in range(num_columns):
@@ -70,19 +82,19 @@ def _draw_page(
     height, size = box.height / len(slots), frames.held.shape[2]
     for k, slot in enumerate(slots):
         band = box._replace(y=box.y + k * height, height=height)
-        boxes.draw_rectangle(
-            ax, band, facecolor=boxes.lighten(boxes.slot_color(slot)), linewidth=0
+        draw_rectangle(
+            ax, band, facecolor=plotting.lighten(slot_color(slot)), linewidth=0
         )
-    boxes.draw_frame(ax, box, slots)
+    draw_frame(ax, box, slots)
     # Places beyond the length hold tokens of the page's last owner.
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
     y = box.y + box.height / 2 - (len(held) - 1) / 2 * _LINE
     for k, word in enumerate(frames.words_of(held)):
         weight = "bold" if k == newest else "normal"
-        boxes.draw_text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
-    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": boxes.GREY}
-    boxes.draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
+        draw_text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
+    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": GREY}
+    draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
 
 
 def _draw_pool(
@@ -93,22 +105,22 @@ def _draw_pool(
     num = sum(used)
     width = (total - _LABEL - (len(used) - num) * _THIN) / num
     for label, line in (("pool", y + 0.1), ("uses", y + 0.32)):
-        boxes.draw_text(ax, x, line, label, boxes.SMALL, color=boxes.GREY)
+        draw_text(ax, x, line, label, SMALL, color=GREY)
     left = x + _LABEL
     for page, is_used in enumerate(used):
         box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
         left += box.width + 0.05
         count, owners = int(frames.ref[i, page]), frames.owners(i, page)
-        boxes.fill_stripes(ax, box, owners)
-        boxes.draw_frame(ax, box, owners)
+        fill_stripes(ax, box, owners)
+        draw_frame(ax, box, owners)
         if not is_used:
             continue
-        middle, color = box.x + box.width / 2, boxes.INK if count else boxes.GHOST
-        boxes.draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
+        middle, color = box.x + box.width / 2, INK if count else GHOST
+        draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
         before = int(frames.ref[i - 1, page]) if i else count
         if count:
-            boxes.draw_reference_count(ax, middle, y + 0.32, before, count)
+            draw_reference_count(ax, middle, y + 0.32, before, count)
         else:
             change = f"{before}→0" if before else "free"
-            color = boxes.COPY if before else boxes.GHOST
-            boxes.draw_text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")
+            color = COPY if before else GHOST
+            draw_text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")

@@ -5,7 +5,23 @@ from typing import Any
 
 import numpy as np
 
-from experiments.plotting import Box, boxes
+from experiments import plotting
+from experiments.plotting import (
+    GHOST,
+    GREY,
+    INK,
+    SMALL,
+    Box,
+    draw_arrow,
+    draw_frame,
+    draw_rectangle,
+    draw_reference_count,
+    draw_tag,
+    draw_text,
+    draw_words,
+    fill_stripes,
+    slot_color,
+)
 from experiments.serving.page_tables import beam_drawing
 from experiments.serving.page_tables.frames import Frames
 
@@ -37,14 +53,12 @@ def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
     ax.set_position((0, 0, 1, 1))
     ax.set_axis_off()
     ax.set(xlim=(-_MARGIN, width - _MARGIN), ylim=(bottom, 0))
-    boxes.draw_text(ax, 0, 0.1, _LEGEND, 5.8, color=boxes.GREY, va="top")
+    draw_text(ax, 0, 0.1, _LEGEND, 5.8, color=GREY, va="top")
     y = 0.36
     for number, (title, frames, names) in enumerate(scenes, 1):
         is_beams = number == len(scenes)
         ax.plot([0, 2 * _COLUMN + _GAP], [y - 0.09] * 2, color="0.8", linewidth=0.5)
-        boxes.draw_text(
-            ax, 0, y, f"{number}  {title}", 8.5, fontweight="bold", va="top"
-        )
+        draw_text(ax, 0, y, f"{number}  {title}", 8.5, fontweight="bold", va="top")
         y += 0.24
         height = beam_drawing.HEIGHT
         if not is_beams:
@@ -55,7 +69,7 @@ def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
             height = 0.46 + max(pool, sequences)
         for i, caption in enumerate(frames.caption):
             x, top = (i % 2) * (_COLUMN + _GAP), y + height * (i // 2)
-            boxes.draw_text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
+            draw_text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
             if is_beams:
                 beam_drawing.draw_beams(
                     ax, x, top + 0.22, frames, i, names, width=_COLUMN
@@ -76,8 +90,8 @@ def _draw_frame(
         (table_x + 0.3, "filled"),
         (pool_x + _PAGE / 2, "physical pages"),
     ):
-        look = {"color": boxes.GREY, "ha": "center", "va": "baseline"}
-        boxes.draw_text(ax, place, y - 0.04, head, boxes.SMALL, **look)
+        look = {"color": GREY, "ha": "center", "va": "baseline"}
+        draw_text(ax, place, y - 0.04, head, SMALL, **look)
     pool, top = {}, y
     for page, used in enumerate(frames.ever_used()):
         box = Box(pool_x, top, _PAGE, (_ROW if used else _THIN) - 0.03)
@@ -101,36 +115,36 @@ def _draw_slot(
 ) -> float:
     """Draws a sequence's logical pages and table rows; returns the lower edge."""
     color, size, table_x = (
-        boxes.slot_color(slot),
+        slot_color(slot),
         frames.held.shape[2],
         x + _PAGE + 0.11,
     )
     length, texts = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
-        boxes.draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
+        draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
         if texts[length]:
-            look = {"style": "italic", "color": boxes.GREY, "ha": "right"}
-            where = (x + _PAGE, y + 0.075, f"next: {texts[length]}", boxes.SMALL)
-            boxes.draw_text(ax, *where, va="center", **look)
+            look = {"style": "italic", "color": GREY, "ha": "right"}
+            where = (x + _PAGE, y + 0.075, f"next: {texts[length]}", SMALL)
+            draw_text(ax, *where, va="center", **look)
     y += 0.15
     before = int(frames.length[i - 1, slot]) if i else 0
     pages = zip(frames.pages(i, slot), frames.filled(i, slot), strict=True)
     for start, (page, filled) in zip(range(0, length, size), pages, strict=True):
         box = Box(x, y, _PAGE, _ROW - 0.03)
-        boxes.draw_rectangle(ax, box, facecolor=boxes.lighten(color), edgecolor=color)
+        draw_rectangle(ax, box, facecolor=plotting.lighten(color), edgecolor=color)
         old = min(max(before - start, 0), size)
         words = texts[start : start + filled]
-        boxes.draw_words(ax, box, words, bold=range(old, filled) if i else ())
+        draw_words(ax, box, words, bold=range(old, filled) if i else ())
         middle = y + box.height / 2
-        boxes.draw_text(ax, table_x + 0.04, middle, str(page), 6.6, ha="center")
+        draw_text(ax, table_x + 0.04, middle, str(page), 6.6, ha="center")
         grew = f"{old} → {filled}" if old and old != filled else str(filled)
-        boxes.draw_text(ax, table_x + 0.3, middle, grew, 6, ha="center")
+        draw_text(ax, table_x + 0.3, middle, grew, 6, ha="center")
         end = pool[page]
         # Lines to a shared page end at different heights.
         offset = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
         end_y = end.y + end.height / 2 + offset
-        boxes.draw_arrow(ax, (table_x + 0.46, middle), (end.x - 0.14, end_y), color)
+        draw_arrow(ax, (table_x + 0.46, middle), (end.x - 0.14, end_y), color)
         y += _ROW
     return y + 0.02
 
@@ -140,17 +154,17 @@ def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     count, copied = int(frames.ref[i, page]), int(frames.copied[i, page])
     owners, held = frames.owners(i, page), frames.held[i, page]
     middle = box.y + box.height / 2
-    color = boxes.INK if count else boxes.GHOST
-    boxes.draw_text(ax, box.x - 0.03, middle, str(page), 6, color=color, ha="right")
-    boxes.fill_stripes(ax, box, owners)
-    boxes.draw_frame(ax, box, owners, copied=copied >= 0)
+    color = INK if count else GHOST
+    draw_text(ax, box.x - 0.03, middle, str(page), 6, color=color, ha="right")
+    fill_stripes(ax, box, owners)
+    draw_frame(ax, box, owners, copied=copied >= 0)
     old = frames.held[max(i - 1, 0), page if copied < 0 else copied]
     bold = np.flatnonzero(held != old).tolist() if owners else ()
-    boxes.draw_words(ax, box, frames.words_of(held), bold=bold, color=color)
+    draw_words(ax, box, frames.words_of(held), bold=bold, color=color)
     if not owners:
         return
     before = int(frames.ref[i - 1, page]) if i else 0
     right = box.x + box.width + (0.12 if before > count else 0.09)
-    boxes.draw_reference_count(ax, right, middle, before, count)
+    draw_reference_count(ax, right, middle, before, count)
     if copied >= 0:
-        boxes.draw_tag(ax, box, f"copy of {copied}")
+        draw_tag(ax, box, f"copy of {copied}")

@@ -16,10 +16,10 @@ from experiments.framework import (
     ResultRecord,
     claims_file,
     column,
+    field_values,
     measured,
 )
-from experiments.framework.table import field_values
-from experiments.harness.sentence_model import SentenceLanguage
+from experiments.harness import SentenceLanguage
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import (
     MAX_LENGTH,

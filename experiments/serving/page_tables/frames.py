@@ -9,11 +9,16 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.framework import ResultRecord, Texts, column
-from experiments.harness import model_shapes, stepper
-from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
+from experiments.harness import (
+    SentenceLanguage,
+    SentenceModel,
+    Stepper,
+    make_benchmark_config,
+    slot_tokens,
+)
 from jaxkv.engine import EngineState
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import NO_PAGE, invariants, kv_layout, kv_pages, page_pool
+from jaxkv.memory import DEFAULT_LAYOUT, NO_PAGE, Pages, make_pool, raise_if_violated
 from jaxkv.sampling import Sampling
 
 MAX_LENGTH = 24
@@ -75,7 +80,7 @@ class FrameRequest(NamedTuple):
     step: int = 0
 
 
-class FrameRecorder(stepper.Stepper):
+class FrameRecorder(Stepper):
     """An engine with few pages in a chosen order, recorded step by step.
 
     One compiled program runs all scenes.
@@ -92,7 +97,7 @@ class FrameRecorder(stepper.Stepper):
     ) -> None:
         """Builds the engine; see `EngineConfig` for the sizes."""
         self.language = language
-        config = model_shapes.make_benchmark_config(
+        config = make_benchmark_config(
             max_slots,
             MAX_LENGTH,
             page_size=page_size,
@@ -103,11 +108,9 @@ class FrameRecorder(stepper.Stepper):
             debug=True,
         )
 
-        def blank_pages() -> kv_pages.Pages:
+        def blank_pages() -> Pages:
             """Returns pages of NaN, which mark places that were never written."""
-            pages = kv_layout.DEFAULT_LAYOUT.make(
-                (1, num_pages, 1, page_size, 1), "float32"
-            )
+            pages = DEFAULT_LAYOUT.make((1, num_pages, 1, page_size, 1), "float32")
             return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pages)
 
         super().__init__(config, SentenceModel(language=language), blank_pages)
@@ -134,7 +137,7 @@ class FrameRecorder(stepper.Stepper):
         num_pages = self.config.num_pages
         rest = [page for page in range(num_pages) if page not in order]
         every = jnp.asarray([*order, *rest], jnp.int32)
-        self.state = self.state._replace(pool=page_pool.make_pool(num_pages, every))
+        self.state = self.state._replace(pool=make_pool(num_pages, every))
         calls = self.calls(
             [self.language.encode(ask.prompt) for ask in asks],
             [ask.sampling for ask in asks],
@@ -144,7 +147,7 @@ class FrameRecorder(stepper.Stepper):
         rows = np.full(len(before), NO_SEQUENCE, np.int32)
         shots = []
         for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
-            invariants.raise_if_violated(call.step_infos.violations, first_step=step)
+            raise_if_violated(call.step_infos.violations, first_step=step)
             shot = _look(call.state, before, rows)
             before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
             if (
@@ -194,7 +197,7 @@ def _look(
         for x in map(np.asarray, state.pages.layout.read(state.pages, 0, every))
     )
     return {
-        "tokens": by_row(stepper.slot_tokens(state), -1),
+        "tokens": by_row(slot_tokens(state), -1),
         "page_ids": page_ids,
         "length": by_row(state.table.length, 0),
         "ref": np.asarray(state.pool.ref),

@@ -11,18 +11,29 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
     ResultRecord,
     claims_file,
     column,
+    field_values,
     measured,
-    table,
 )
-from experiments.harness import model_shapes, prompts
-from experiments.harness.prompts import PromptRequest
-from experiments.plotting import style, systems
+from experiments.harness import (
+    PromptRequest,
+    RaggedConfig,
+    cut_held_out_prompts,
+    load_text_model,
+)
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    system_style,
+    use_powers_of_two,
+)
 from experiments.serving.preemption import restore_times, serving
 from experiments.serving.preemption.restore_times import RestoreTimes
 from experiments.serving.preemption.serving import (
@@ -32,9 +43,9 @@ from experiments.serving.preemption.serving import (
 )
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import victims
+from jaxkv.scheduling import Victim
 
 WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
 """Recomputed share by watermark as a share of the pool, from this project's simulation
@@ -43,7 +54,7 @@ and 128 are kept free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(prompts.RaggedConfig):
+class Config(RaggedConfig):
     """The requests, and the memory that serves them."""
 
     prompt_tokens: tuple[int, int] = (16, 128)
@@ -130,7 +141,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all settings; if stopped, keeps the finished ones."""
     longest = max(config.longest, config.move_tokens + 1)
-    model = model_shapes.load_text_model(config.model, max_length=longest)
+    model = load_text_model(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
     requests, moved = cut_prompts(config, model)
     served = serving.serve_settings(model, requests, _asked(config, requests), progress)
@@ -172,7 +183,7 @@ def _asked(
         PreemptionSetting("recompute", pool),
         PreemptionSetting("swap", pool, "swap", swap_pages=pool),
     )
-    both, rules = (again, swap), get_args(victims.Victim.__value__)
+    both, rules = (again, swap), get_args(Victim.__value__)
     ways = [(PreemptionSetting("room for all", need), wide)]
     for way in both:
         held = way._replace(name=f"{way.name}, hold new", hold_new=True)
@@ -213,14 +224,14 @@ def tight_engine_config(
 
 
 def cut_prompts(
-    config: Config, model: checkpoints.LoadedModel
+    config: Config, model: LoadedModel
 ) -> tuple[list[PromptRequest], PromptRequest]:
     """Cuts the prompts of the served requests and of the restored request."""
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng, ignore_eos=True)
     # Eight attempts: a file may be shorter than the request.
     tries, ask = [config.move_tokens] * 8, requests[0].sampling
-    found = prompts.cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
+    found = cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
     return requests, max(found, key=lambda request: len(request.tokens))
 
 
@@ -228,7 +239,7 @@ def cut_prompts(
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges the parts that were served."""
     ways = result.ways
-    served = [x for x in table.field_values(result).values() if isinstance(x, Servings)]
+    served = [x for x in field_values(result).values() if isinstance(x, Servings)]
     if len(ways) > 1:
         different = sum(x.num_different.sum() for x in served)
         yield measured("alike", different, num=sum(map(len, served)))
@@ -333,14 +344,14 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
     shares = {}
     for i, row in enumerate(ways.rows()):
         fed, again = row["num_fed"] / 1000, row["num_recomputed"] / 1000
-        color = systems.system_style(names[i]).color
+        color = system_style(names[i]).color
         ax.barh(i, fed - again, 0.66, color=color)
         ax.barh(i, again, 0.66, left=fed - again, color=color, **again_look)
         text = f"{row['steps']:,} steps, {row['duration_s']:.1f} s"
         if again:
             shares[names[i]] = 100 * row["recomputed_share"]
             text += f", {shares[names[i]]:.0f} % again"
-        style.annotate(ax, text, (fed, i), (4, 0), va="center_baseline")
+        plotting.annotate(ax, text, (fed, i), (4, 0), va="center_baseline")
     for label, look in (("computed once", {}), ("computed again", again_look)):
         ax.fill_between([], [], label=label, facecolor="0.45", **look)
     ax.set_yticks(range(len(names)), names)
@@ -354,7 +365,7 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
         title = f"Too small a pool: {name} computes {shares[name]:.0f} % of the tokens "
         title += "again"
         ax.legend()
-    style.set_labels(ax, title, "tokens computed [thousands]", "")
+    set_labels(ax, title, "tokens computed [thousands]", "")
 
 
 AGAIN = "computed again [% of tokens]"
@@ -366,13 +377,13 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     reference = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
-    style.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+    draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
-        style.draw_curve(ax, x, y, "recompute", "latest is preempted")
+        draw_curve(ax, x, y, "recompute", "latest is preempted")
         for at in zip(x, y, watermarks.steps.tolist(), strict=True):
-            style.annotate(ax, f"{at[2]:,} steps", at[:2], (6, 3))
+            plotting.annotate(ax, f"{at[2]:,} steps", at[:2], (6, 3))
         ax.set_xlim(-3, 1.22 * max(x.max(), 1))
         title = (
             f"Keeping {x[-1]:.0f} % of the pool free cuts tokens computed again from "
@@ -383,9 +394,9 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
         y = 100 * again.recomputed_share
         name = again.victim[int(y.argmin())].replace("_", " ")
         look = {"linestyle": "", "markersize": 7}
-        style.draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
+        draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
     ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], 1))
-    style.set_labels(ax, title, "kept free [% of the pool]", AGAIN)
+    set_labels(ax, title, "kept free [% of the pool]", AGAIN)
     ax.legend()
 
 
@@ -399,13 +410,13 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         x, y = 100 * found.swap_share, 100 * found.recomputed_share
         pages = " or ".join(f"{num:,}" for num in found.host_pages.tolist())
         if len(found):
-            style.draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
+            draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
     rows = zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
     for i, at in enumerate(rows):
         label = f"{spaces.num_fallbacks[i]} of {spaces.num_preempted[i]}"
         label += " found no room" if i == 0 else ""
         look = {"ha": "right"} if at[0] >= 99 else {}
-        style.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
+        plotting.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
     top, title = (
         100 * spaces.recomputed_share.max(initial=0.0),
         "Room of the swap buffer",
@@ -413,7 +424,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
     enough = 100 * spaces.swap_share[spaces.recomputed_share <= 0]
     if len(enough):
         title = f"A buffer of {enough.min():.0f} % of the pool avoids recomputation"
-    style.set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
+    set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
     ax.set(xlim=(-4, 106), ylim=(0, max(1.15 * top, 1)), xticks=range(0, 101, 25))
     if len(spaces):
         ax.legend()
@@ -423,7 +434,7 @@ def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
     """Draws the time to restore one request by page size."""
     x, y = "page size [tokens]", "time [ms]"
     if not len(moves):
-        style.set_labels(ax, "Restoring one request: not measured in this run", x, y)
+        set_labels(ax, "Restoring one request: not measured in this run", x, y)
         return
     sizes, medians = moves.page_size.tolist(), {}
     for label, values, system in (
@@ -432,14 +443,14 @@ def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
         ("swap from a device buffer", moves.swap_s, "swap"),
     ):
         medians[label] = 1000 * np.median(values, axis=1)
-        style.draw_curve(ax, sizes, medians[label], system, label)
+        draw_curve(ax, sizes, medians[label], system, label)
     last = [x[-1] for x in medians.values()]
     title = f"Swapping restores {moves.num_tokens[0]:,} tokens "
     title += f"{last[0] / last[-1]:,.0f} times sooner than recomputation"
     if sizes[0] == 1:
         title += " (pages of 1: XLA copies the pool)"
-    style.use_powers_of_two(ax)
-    style.set_labels(ax, title, x, y, yscale="log", xticks=sizes)
-    style.label_log_axis(ax.yaxis)
+    use_powers_of_two(ax)
+    set_labels(ax, title, x, y, yscale="log", xticks=sizes)
+    label_log_axis(ax.yaxis)
     ax.minorticks_off()
     ax.legend()

@@ -15,21 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Ints, ResultTable, column
-from experiments.framework.table import computed_column
-from experiments.harness import model_shapes
-from experiments.harness.prompts import PromptRequest
-from experiments.harness.timing import time_call
+from experiments.framework import Ints, ResultTable, column, computed_column
+from experiments.harness import PromptRequest, make_benchmark_config, time_call
+from jaxkv import engine, memory, scheduling
 from jaxkv.clock import from_seconds
-from jaxkv.engine import EngineConfig, requests
-from jaxkv.engine.state import init
+from jaxkv.engine import EngineConfig, init
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import kv_pages, page_pool, page_table, swap_buffer
-from jaxkv.models import checkpoints, paged
+from jaxkv.memory import (
+    NO_PAGE,
+    Pages,
+    Staging,
+    Table,
+    advance_lengths,
+    copy_in,
+    copy_out,
+    drop_slots,
+    make_pool,
+    make_staging,
+    make_table,
+)
+from jaxkv.models import LoadedModel, PagedForward, make_model_pages
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
-from jaxkv.serving import host_swap, programs, request_batch
+from jaxkv.serving import LOCAL, HostSpace, make_requests
 
 POOL_TOKENS = 4096
 """Token places in the pool; a request's pages are scattered over it."""
@@ -68,7 +76,7 @@ class RestoreTimes(ResultTable):
 
 
 def time_restores(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     request: PromptRequest,
     page_sizes: Sequence[int],
     *,
@@ -84,7 +92,7 @@ def time_restores(
     num_tokens = len(request.tokens)
     for page_size in progress.track(page_sizes, "one request", "page sizes"):
         num_pages = -(-num_tokens // page_size)
-        config = model_shapes.make_benchmark_config(
+        config = make_benchmark_config(
             1,
             num_tokens + 1,
             page_size=page_size,
@@ -96,7 +104,7 @@ def time_restores(
             max_swap_pages=num_pages + 1,
             numerics=numerics,
         )
-        pages = paged.make_model_pages(model.config, config)
+        pages = make_model_pages(model.config, config)
         num_bytes = num_tokens * sum(
             leaf[:, 0].nbytes // page_size for leaf in jax.tree.leaves(pages)
         )
@@ -108,19 +116,19 @@ def time_restores(
 
 
 def _time_reading(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     request: PromptRequest,
     config: EngineConfig,
     repeats: int,
 ) -> list[float]:
     """Times the step that prefills all tokens of the request, after which it ends."""
-    state = init(config, paged.make_model_pages(model.config, config))
-    forward, policy = paged.PagedForward(model.config, config.numerics), fcfs.fcfs()
+    state = init(config, make_model_pages(model.config, config))
+    forward, policy = PagedForward(model.config, config.numerics), scheduling.fcfs()
     ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
-    drain = jax.jit(requests.drain, donate_argnames="state")
+    drain = jax.jit(engine.drain, donate_argnames="state")
     found = []
     for _ in range(repeats + 1):
-        batch = request_batch.make_requests(
+        batch = make_requests(
             [request.tokens],
             [ask],
             config=config,
@@ -128,9 +136,9 @@ def _time_reading(
             eos_ids=model.eos_ids,
             width=config.submit_width,
         )
-        state, _ = programs.LOCAL.submit(state, batch, config=config)
+        state, _ = LOCAL.submit(state, batch, config=config)
         read = functools.partial(
-            programs.LOCAL.run_steps, config=config, forward=forward, policy=policy
+            LOCAL.run_steps, config=config, forward=forward, policy=policy
         )
         took_s, (state, info) = time_call(read, model.params, state, clock)
         if info.num_rows.sum() != len(request.tokens):
@@ -141,7 +149,7 @@ def _time_reading(
 
 
 def _time_moves(
-    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
+    pages: Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Times swapping out and in of pages that are scattered over the pool."""
     rng = np.random.default_rng(0)
@@ -149,10 +157,10 @@ def _time_moves(
         lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), pages
     )
     order = jnp.asarray(rng.permutation(config.num_pages), jnp.int32)
-    pool = page_pool.make_pool(config.num_pages, order)
-    table = page_table.make_table(1, config.max_pages_per_slot)
+    pool = make_pool(config.num_pages, order)
+    table = make_table(1, config.max_pages_per_slot)
     places = jnp.asarray([num_tokens], jnp.int32)
-    pool, table, _, enough = page_table.reserve(
+    pool, table, _, enough = memory.reserve(
         pool,
         table,
         places,
@@ -162,14 +170,14 @@ def _time_moves(
     )
     if not enough:
         raise RuntimeError("the request does not fit the pool")
-    table = page_table.advance_lengths(table, places)
+    table = advance_lengths(table, places)
     staging = _staging(pages, config)
 
     @functools.partial(jax.jit, donate_argnames=("staging", "pool", "table"))
     def leave(pages, staging, pool, table):
         """Swaps the request of the first slot out, as a step does."""
         row = jnp.zeros((1,), jnp.int32)
-        staging, left = swap_buffer.copy_out(
+        staging, left = copy_out(
             staging,
             pages,
             table,
@@ -178,13 +186,13 @@ def _time_moves(
             row,
             page_size=pages.page_size,
         )
-        return staging, *page_table.drop_slots(pool, table, left)
+        return staging, *drop_slots(pool, table, left)
 
     @functools.partial(jax.jit, donate_argnames=("pages", "staging", "pool", "table"))
     def back(pages, staging, pool, table):
         """Swaps the request in."""
         group = jnp.arange(2, dtype=jnp.int32)
-        pages, pool, table, staging = swap_buffer.copy_in(
+        pages, pool, table, staging = copy_in(
             staging, pages, pool, table, group, group == 0, jnp.asarray([0, -1])
         )
         return pages, staging, pool, table
@@ -203,7 +211,7 @@ def _time_moves(
 
 
 def _time_host(
-    pages: kv_pages.Pages, num_tokens: int, config: EngineConfig, repeats: int
+    pages: Pages, num_tokens: int, config: EngineConfig, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Times the copies from the buffer to host memory and back.
 
@@ -213,7 +221,7 @@ def _time_host(
     num_pages = config.max_swap_pages - 1
     staging = _staging(pages, config)
     owner = np.array([0] + [1] * num_pages, np.int32)
-    ids = np.full(staging.page_ids.shape, page_pool.NO_PAGE, np.int32)
+    ids = np.full(staging.page_ids.shape, NO_PAGE, np.int32)
     ids[0, 0], ids[1, :num_pages] = 0, np.arange(1, num_pages + 1)
     state = init(config, pages)
     staging = staging._replace(
@@ -223,7 +231,7 @@ def _time_host(
     )
     sequences = state.sequences._replace(group=jnp.arange(2, dtype=jnp.int32))
     state = state._replace(sequences=sequences, staging=staging)
-    space = host_swap.HostSpace(num_pages, programs.LOCAL.move)
+    space = HostSpace(num_pages, LOCAL.move)
     times_s = []
     for _ in range(repeats + 1):
         for waiting, num_away in (((0, 1), num_pages), ((1,), 0)):
@@ -238,8 +246,8 @@ def _time_host(
     return times_s[2::2], times_s[3::2]
 
 
-def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging:
-    return swap_buffer.make_staging(
+def _staging(pages: Pages, config: EngineConfig) -> Staging:
+    return make_staging(
         pages,
         num_places=config.max_swap_pages,
         num_sequences=config.max_sequences,
@@ -247,6 +255,6 @@ def _staging(pages: kv_pages.Pages, config: EngineConfig) -> swap_buffer.Staging
     )
 
 
-def _first_layer(pages: kv_pages.Pages, table: page_table.Table) -> np.ndarray:
+def _first_layer(pages: Pages, table: Table) -> np.ndarray:
     found = pages.layout.read(pages, 0, table.page_ids)
     return np.stack([np.asarray(x) for x in found])

@@ -11,16 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from experiments.framework import Floats, Ints, ResultTable, Texts, column
-from experiments.framework.table import computed_column
-from experiments.harness import model_shapes
-from experiments.harness.prompts import PromptRequest
-from experiments.harness.serving import Server
+from experiments.framework import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
+from experiments.harness import PromptRequest, Server, make_engine
+from jaxkv import scheduling
 from jaxkv.engine import EngineConfig
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface, victims
+from jaxkv.scheduling import FCFS, Counts, Plan, Victim
 
 
 class PreemptionSetting(NamedTuple):
@@ -30,7 +35,7 @@ class PreemptionSetting(NamedTuple):
     pool_pages: int
     preemption: Literal["recompute", "swap"] = "recompute"
     hold_new: bool = False
-    victim: victims.Victim = "latest"
+    victim: Victim = "latest"
     watermark: int = 0
     swap_pages: int = 0
     host_pages: int = 0
@@ -109,13 +114,13 @@ class LimitedMemoryPolicy(NamedTuple):
     Hidden pages are never used, so that one compiled program serves every size.
     """
 
-    policy: fcfs.FCFS
+    policy: FCFS
     hidden_pages: Int32[Array, ""]
     hidden_swap_pages: Int32[Array, ""]
 
     holds_finished = False
 
-    def plan(self, counts: interface.Counts) -> interface.Plan:
+    def plan(self, counts: Counts) -> Plan:
         """Plans with the visible pages."""
         return self.policy.plan(
             counts._replace(
@@ -133,7 +138,7 @@ type PreemptionSettings = list[tuple[PreemptionSetting, EngineConfig]]
 
 
 def serve_settings(
-    model: checkpoints.LoadedModel,
+    model: LoadedModel,
     requests: list[PromptRequest],
     cases: Iterable[tuple[str, str, int, PreemptionSettings]],
     progress: Progress,
@@ -190,13 +195,11 @@ def serve_settings(
     return tables
 
 
-def _server(
-    model: checkpoints.LoadedModel, way: PreemptionSetting, config: EngineConfig
-) -> Server:
+def _server(model: LoadedModel, way: PreemptionSetting, config: EngineConfig) -> Server:
     """Builds an engine for a setting; equal configs share a compiled program."""
     # The program contains every rule, so that settings with the same memory share it
     # and none compiles while it is timed.
-    policy = fcfs.fcfs(
+    policy = scheduling.fcfs(
         watermark=way.watermark,
         victim=way.victim,
         preemption=way.preemption,
@@ -207,9 +210,7 @@ def _server(
     if min(hidden) < 0:
         raise ValueError(f"{way.name}: needs more pages than {config=} has")
     policy = LimitedMemoryPolicy(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
-    engine = model_shapes.make_engine(
-        model, config, policy=policy, host_pages=way.host_pages
-    )
+    engine = make_engine(model, config, policy=policy, host_pages=way.host_pages)
     return Server(engine)
 
 

@@ -13,28 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import (
+    Floats,
+    Ints,
     MeasuredValue,
     ReportPart,
     ResultRecord,
-    claims_file,
-    measured,
-)
-from experiments.framework.table import (
-    Floats,
-    Ints,
     ResultTable,
     Texts,
+    claims_file,
     column,
     computed_column,
+    measured,
 )
-from experiments.plotting import style
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    use_powers_of_two,
+)
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import validation
+from jaxkv import scheduling, simulation, validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs, victims
-from jaxkv.simulation import SimulationMember, driver
-from jaxkv.workloads import arrivals
-from scaling.costs import serving
+from jaxkv.scheduling import Victim
+from jaxkv.simulation import SimulationMember
+from jaxkv.workloads import Workload, open_loop
+from scaling.costs import kv_bytes_per_token
 
 RATE = 1.9
 """Requests/s, close to the rate that the memory sustains."""
@@ -50,7 +53,7 @@ PREEMPTIONS = ("recompute", "swap", "swap, hold new")
 """Ways to preempt. "hold new" admits no new request until all preempted ones are done,
 as in the paper."""
 PAGE_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
-RULES: tuple[victims.Victim, ...] = get_args(victims.Victim.__value__)
+RULES: tuple[Victim, ...] = get_args(Victim.__value__)
 BUS = 25e9
 """Bandwidth between GPU and host in bytes/s: PCIe 4 x16 reaches 25e9 of 32e9."""
 LAUNCH_S = 4e-6
@@ -124,7 +127,7 @@ class Result(ResultRecord):
 def page_bytes(page_size: int) -> int:
     """Returns bytes of K and V of a page in all layers; 16 tokens: 13,107,200."""
     model = settings.SERVERS["13B"].description
-    return int(serving.kv_bytes_per_token(model)) * page_size
+    return int(kv_bytes_per_token(model)) * page_size
 
 
 def swap_s(page_size: int) -> float:
@@ -150,7 +153,7 @@ class SimulatedSetting(NamedTuple):
     """A simulated preemption policy and load; fields as in `SimulatedServings`."""
 
     study: str
-    victim: victims.Victim
+    victim: Victim
     watermark: int
     preemption: str
     page_size: int
@@ -180,11 +183,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     law, num = settings.DATA["ShareGPT"], config.simulated_requests
     cases = list_settings(config.seed)
     loads = [
-        arrivals.open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
+        open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
         for way in cases
     ]
-    served = driver.simulate(
-        driver.stack([*map(_member, loads, cases)]),
+    served = simulation.simulate(
+        simulation.stack([*map(_member, loads, cases)]),
         max_slots=MAX_SLOTS,
         head=runs.HEAD,
         progress=progress,
@@ -200,11 +203,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(SimulatedServings.of(rows))
 
 
-def _member(load: arrivals.Workload, way: SimulatedSetting) -> SimulationMember:
+def _member(load: Workload, way: SimulatedSetting) -> SimulationMember:
     server = settings.SERVERS["13B"]
     pages = server.num_places // way.page_size
     swaps = way.preemption != "recompute"
-    policy = fcfs.fcfs(
+    policy = scheduling.fcfs(
         watermark=way.watermark,
         victim=way.victim,
         preemption="swap" if swaps else "recompute",
@@ -282,26 +285,26 @@ def plot(axes: Any, result: Result) -> None:
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
     ax, size = axes[1, 0], "page size [tokens]"
     again, swap = 1000 * single.recompute_s, 1000 * single.swap_s
-    style.draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
-    style.draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
+    draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
+    draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
     title = f"Swapping restores {NUM_TOKENS} tokens sooner "
     title += f"from pages of {less[0]} on" if less else "with no page size"
-    style.set_labels(ax, title, size, "time [ms]")
+    set_labels(ax, title, size, "time [ms]")
     ax, worst = axes[1, 1], ("", 0.0)
     for name in PREEMPTIONS:
         rows = found.where(study="pages", preemption=name)
-        style.draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
+        draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
         if len(rows) and (most := 1000 * float(rows.normalised_s.max())) > worst[1]:
             worst = name, most
     title = (
         f"{PAGES_RATE} requests/s: {worst[0]} is worst, up to {worst[1]:,.0f} ms/token"
     )
-    style.set_labels(ax, title, size, "latency [ms/token]")
+    set_labels(ax, title, size, "latency [ms/token]")
     for ax in axes[1]:
-        style.use_powers_of_two(ax)
+        use_powers_of_two(ax)
         ax.set(yscale="log")
-        style.label_log_axis(ax.yaxis)
+        label_log_axis(ax.yaxis)
         ax.legend()
 
 
@@ -311,21 +314,19 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     look = {"linestyle": ":", "linewidth": 1}
     # The published shares are percentages.
     values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
-    style.draw_curve(
-        ax, [*reference], values, "published", "earlier simulation", **look
-    )
+    draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in RULES:
         rows, text = (
             _first(found.where(study="victims", victim=rule)),
             rule.replace("_", " "),
         )
-        style.draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
+        draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
     latest, first = found.where(study="victims", victim="latest"), True
     for seed in latest.distinct("seed"):
         rows = latest.where(seed=seed)
         look = {"marker": "", "linewidth": 0.8, "alpha": 0.6}
         label = "latest, other draws" if first else ""
-        style.draw_curve(
+        draw_curve(
             ax, rows.watermark, scale * getattr(rows, name), "latest", label, **look
         )
         first = False
@@ -341,6 +342,6 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
         if len(rows):
             title = f"Latency is least, {values.min():.0f} ms/token, with "
             title += f"{rows.watermark[int(values.argmin())]:.0f} pages kept free"
-    style.set_labels(ax, title, "pages kept free [of 983]", y)
+    set_labels(ax, title, "pages kept free [of 983]", y)
     ax.set_ylim(bottom=0)
     ax.legend()

@@ -3,7 +3,7 @@
 Waiting requests are served one at a time by the engine's scheduler, page pool and
 prefix cache, with a model that does no work. The order is the order of arrival; or the
 request with the most cached tokens among the first in the queue
-(`fcfs.fcfs(cached_first=True)`); or a depth-first walk of the tree of all prompts,
+(`fcfs(cached_first=True)`); or a depth-first walk of the tree of all prompts,
 which needs all prompts in advance and computes every page once, the optimum.
 
 A hit rate is pages found / pages of all prompts. Pool sizes are relative to the number
@@ -18,25 +18,23 @@ from typing import Any
 import numpy as np
 
 from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    claims_file,
-    column,
-    measured,
-    units,
-)
-from experiments.framework.table import (
     Bools,
     Floats,
     Ints,
+    MeasuredValue,
+    ReportPart,
+    ResultRecord,
     ResultTable,
+    Sheet,
     Texts,
+    claims_file,
+    column,
     computed_column,
     field_values,
+    format_percent,
+    measured,
 )
-from experiments.plotting import style
+from experiments.plotting import draw_curve, draw_reference_line, set_labels
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
 from jaxkv import validation
@@ -245,9 +243,9 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
-        cells = [units.format_percent(rate[0] if rate else None) for rate in rates]
+        cells = [format_percent(rate[0] if rate else None) for rate in rates]
         rows.append(
-            [f"{pool:,}", units.format_percent(pool / load["distinct_pages"]), *cells]
+            [f"{pool:,}", format_percent(pool / load["distinct_pages"]), *cells]
         )
     note = (
         f"{load['requests']:,} prompts of {load['pages']:,} pages, "
@@ -320,14 +318,14 @@ def plot(axes: Any, result: Result) -> None:
 def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     """Draws the servings of a workload."""
     distinct, ends = load["distinct_pages"], {}
-    style.draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
+    draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
     for order, eviction, label, system in KINDS:
         runs = rated.curve(load["name"], order, eviction)
         if not len(runs):
             continue
         look = {"linestyle": LINES[eviction]} | ({"marker": ""} if eviction else {})
         share = 100 * runs.pool / distinct
-        style.draw_curve(ax, share, 100 * runs.rate, system, label, **look)
+        draw_curve(ax, share, 100 * runs.rate, system, label, **look)
         ends[label] = 100 * float(runs.rate[0])
     ax.set_xscale("log")
     low, high = ax.get_xlim()
@@ -339,5 +337,5 @@ def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
         best = max(ends, key=lambda x: ends[x])
         title += f": {best} finds {ends[best]:.0f} % with the smallest pool"
     x = f"pool [% of {distinct:,} distinct pages of {load['page_size']} tokens]"
-    style.set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
+    set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
     ax.legend()

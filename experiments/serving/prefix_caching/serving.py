@@ -16,20 +16,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
-from experiments.harness.stepper import Stepper
-from jaxkv.engine import EngineConfig, EngineState, StepInfo, step
-from jaxkv.memory import (
-    PrefixCache,
-    Uses,
-    kv_layout,
-    kv_pages,
-    page_pool,
-    prefix_eviction,
-)
+from experiments.harness import Stepper
+from jaxkv import engine, memory, scheduling
+from jaxkv.engine import EngineConfig, EngineState, StepInfo
+from jaxkv.memory import PrefixCache, Rows, Uses
 from jaxkv.models import ForwardResult
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import NO_LIMIT
 
 PAGE_SIZE = 2
 """Tokens of a page: the smallest size at which the engine updates pages in place."""
@@ -77,7 +71,7 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
         prefix_cache=True,
     )
     make_pages = functools.partial(
-        kv_layout.make_pages,
+        memory.make_pages,
         num_layers=1,
         num_pages=num_pages,
         num_kv_heads=2,  # with 1 head or place, the layout changes every step
@@ -86,7 +80,7 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
         dtype="float32",
     )
 
-    def no_model(params: None, pages: Any, rows: kv_pages.Rows) -> ForwardResult:
+    def no_model(params: None, pages: Any, rows: Rows) -> ForwardResult:
         """Leaves the pages as they are; the next token is 0."""
         logits = jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32)
         return ForwardResult(logits, pages)
@@ -130,11 +124,11 @@ def serve_prompts(
     if surplus := most - num_pages:
         # Surplus pages are allocated, so that one program serves any pool size.
         want = jnp.asarray([surplus], jnp.int32)
-        pool, _, _ = page_pool.allocate(server.state.pool, want, max_pages=surplus)
+        pool, _, _ = memory.allocate(server.state.pool, want, max_pages=surplus)
         server.state = server.state._replace(pool=pool)
     # With this watermark a second request is never admitted. The program contains both
     # orders, so that one program serves both.
-    policy = fcfs.fcfs(watermark=interface.NO_LIMIT, cached_first=True)
+    policy = scheduling.fcfs(watermark=NO_LIMIT, cached_first=True)
     served = server.serve(
         # The last token is always computed. It follows the pages, on an unfilled page
         # of its own, so that all pages can be found.
@@ -164,12 +158,12 @@ def _step(
     params: None, state: EngineState, *, eviction: _EvictionRule, **rest: Any
 ) -> tuple[EngineState, StepInfo]:
     """Runs a step, after which "random" redraws all eviction ranks."""
-    state, info = step.step(params, state, eviction=eviction, **rest)
+    state, info = engine.step(params, state, eviction=eviction, **rest)
 
     def draw(_: Array, cache: PrefixCache) -> PrefixCache:
         key = jax.random.fold_in(jax.random.key(0), cache.tick)
         rank = jax.random.randint(key, cache.pinned.shape, 0, 2**20, jnp.int32)
-        return prefix_eviction.rerank(cache, rank)
+        return memory.rerank(cache, rank)
 
     draws = (eviction.index == 2).astype(jnp.int32)
     return state._replace(prefixes=lax.fori_loop(0, draws, draw, state.prefixes)), info

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.workloads import recordings
+from jaxkv.workloads import CHUNK_TOKENS, read_recording
 
 DATA = "JAXKV_DATA"
 """Environment variable with the folder of recordings."""
@@ -79,12 +79,10 @@ def read_prompt_pages(name: str) -> PromptPages:
         raise ValueError(
             f"{name}: no such file{where}; --trace takes any file of Mooncake's format"
         )
-    chunk_ids = recordings.read_recording(path).chunk_ids
+    chunk_ids = read_recording(path).chunk_ids
     if chunk_ids is None:
         raise ValueError(f"{path}: has no prefixes that prompts have in common")
-    return PromptPages(
-        path.stem, [x.tolist() for x in chunk_ids], recordings.CHUNK_TOKENS
-    )
+    return PromptPages(path.stem, [x.tolist() for x in chunk_ids], CHUNK_TOKENS)
 
 
 def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:

@@ -15,17 +15,22 @@ from typing import Any, Literal
 
 import numpy as np
 
+from experiments import framework, plotting
 from experiments.framework import (
     MeasuredValue,
     ResultRecord,
     claims_file,
     column,
     measured,
-    table,
 )
-from experiments.harness import length_distributions, model_shapes, stepper
-from experiments.harness.prompts import draw_ragged_lengths
-from experiments.plotting import style, systems
+from experiments.harness import (
+    draw_lengths,
+    draw_ragged_lengths,
+    load_text_model,
+    make_benchmark_config,
+    make_stepper,
+)
+from experiments.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PageTableScenes
 from experiments.serving.sharing.requests import (
@@ -38,8 +43,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.workloads import lengths
-from jaxkv.workloads.lengths import Lengths
+from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
 CLAIMS = claims_file(__file__)
 PANELS, PANEL_SIZE_INCHES = (5, 2), (3.4, 2.8)
@@ -156,22 +160,20 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Serves all parts with one program; if stopped, keeps the finished ones."""
-    model = model_shapes.load_text_model(config.model, max_length=config.max_length)
+    model = load_text_model(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
-    engine = stepper.make_stepper(
-        model, ample_engine_config(config), requests.step_with_tables
-    )
+    engine = make_stepper(model, ample_engine_config(config), requests.step_with_tables)
     client = requests.Client(engine, model, ask, progress)
     rng = np.random.default_rng(config.seed)
     draw = functools.partial(
-        length_distributions.draw_lengths,
+        draw_lengths,
         max_length=config.max_length,
         rng=rng,
         scale=config.length_scale,
     )
     kinds = {
-        "short": draw(lengths.ALPACA, config.num_short),
-        "long": draw(lengths.SHAREGPT, config.num_long),
+        "short": draw(ALPACA, config.num_short),
+        "long": draw(SHAREGPT, config.num_long),
     }
     own = [
         np.array(draw_ragged_lengths(rng, config.own_tokens, 0.5, config.num_prefixed))
@@ -195,7 +197,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def ample_engine_config(config: Config) -> EngineConfig:
     """Returns the config of an engine that never runs out of pages in this study."""
     pages_per_slot = -(-config.max_length // config.page_size)
-    return model_shapes.make_benchmark_config(
+    return make_benchmark_config(
         4 * config.max_slots,
         config.max_length,
         page_size=config.page_size,
@@ -211,14 +213,14 @@ def ample_engine_config(config: Config) -> EngineConfig:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
-    found = table.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    found = framework.metrics(result) | {"prefixes": result.prefixes.metrics()}
     for row in found["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
     # Every run of the experiment has the keys of both studies.
     return found | {"simulated": [], "translations": []}
 
 
-summary = table.sheets
+summary = framework.sheets
 
 
 def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
@@ -289,7 +291,7 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         reference = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        style.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+        draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
         selected, system = savings.where(lengths=name), LENGTHS[name]
         if not len(selected):
             continue
@@ -298,15 +300,15 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
         tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        style.draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
+        draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            style.draw_curve(ax, selected.num_sequences, expected, system, **look)
+            draw_curve(ax, selected.num_sequences, expected, system, **look)
         most = max(most, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {most:.0f} % of the pages"
     x = f"{kind} of a request [sequences]"
-    style.set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
+    set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
     ax.legend()
@@ -319,9 +321,9 @@ LENGTHS = {"long": "ShareGPT", "short": "Alpaca"}
 def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
     """Draws pages, prompt tokens and steps with the cache relative to without."""
     kinds = {
-        "pages": (systems.BLUE, ""),
-        "prompt tokens computed": (systems.GREEN, "//"),
-        "steps": (systems.ORANGE, ".."),
+        "pages": (BLUE, ""),
+        "prompt tokens computed": (GREEN, "//"),
+        "steps": (ORANGE, ".."),
     }
     rows, names = list(prefixes.metrics()), []
     for i, row in enumerate(rows):
@@ -333,7 +335,7 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         )
         items = enumerate(zip(kinds.items(), shares, strict=True))
         for k, ((label, (color, hatch)), share) in items:
-            look: dict[str, Any] = {"color": style.colors()[color], "hatch": hatch}
+            look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
             look |= {"edgecolor": "white", "label": None if i else label}
             bar = ax.barh(i + 0.27 * (k - 1), 100 * share, 0.25, **look)
             ax.bar_label(bar, [f"{100 * share:.0f}"], padding=3)
@@ -347,4 +349,4 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         title += f"{best['prefix_tokens']} tokens in common"
         ax.legend()
     x = "with the prefix cache [% of without]"
-    style.set_labels(ax, title, x, "", xlim=(0, 108))
+    set_labels(ax, title, x, "", xlim=(0, 108))

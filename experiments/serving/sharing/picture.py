@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import ResultTable, Texts, column
-from experiments.framework.table import computed_column
-from experiments.harness import stepper
-from experiments.plotting import Box, boxes
+from experiments.framework import ResultTable, Texts, column, computed_column
+from experiments.harness import Stepper, slot_tokens
+from experiments.plotting import Box, draw_rectangle, draw_text
 from experiments.serving.sharing.requests import Client
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
@@ -79,7 +78,7 @@ def serve_scenes(client: Client) -> PageTableScenes:
 
 
 def _look(
-    state: EngineState, server: stepper.Stepper, tokenizer: Any
+    state: EngineState, server: Stepper, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns pages, filled places and texts of every sequence."""
     slots = np.flatnonzero(np.asarray(state.slots.sequence) >= 0)
@@ -92,7 +91,7 @@ def _look(
             tokenizer.decode(held[start : start + num].tolist())
             for start, num in zip(starts, nums, strict=True)
         ]
-        for held, nums in zip(stepper.slot_tokens(state)[slots], filled, strict=True)
+        for held, nums in zip(slot_tokens(state)[slots], filled, strict=True)
     ]
     return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
@@ -136,9 +135,9 @@ def _draw_page(
     """Draws a page with its filled part, as high as its number of readers."""
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
-    boxes.draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
+    draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
-    boxes.draw_rectangle(ax, box, facecolor="none", **look)
+    draw_rectangle(ax, box, facecolor="none", **look)
     middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
     shown = "".join(
@@ -148,7 +147,7 @@ def _draw_page(
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
     look["linespacing"] = 1.0
-    boxes.draw_text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
+    draw_text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
-    boxes.draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)
+    draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)

@@ -13,17 +13,29 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import Floats, Ints, ResultTable, Texts, column, units
-from experiments.framework.table import computed_column
-from experiments.harness import length_distributions, prompts, stepper
-from experiments.harness.prompts import PromptRequest
-from jaxkv.engine import EngineState, StepInfo, step
+from experiments.framework import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+    format_percent,
+)
+from experiments.harness import (
+    PromptRequest,
+    Stepper,
+    cut_held_out_prompts,
+    measured_page_saving,
+)
+from jaxkv import engine, scheduling
+from jaxkv.engine import EngineState, StepInfo, plan_step
 from jaxkv.memory import Table as PageTable
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface
-from jaxkv.workloads.lengths import Lengths
+from jaxkv.scheduling import Policy
+from jaxkv.workloads import Lengths
 
 PUBLISHED = {
     "answers": {
@@ -126,7 +138,7 @@ class PrefixSavings(ResultTable):
     )
 
     @property
-    @computed_column(heading="pages saved", form=units.format_percent)
+    @computed_column(heading="pages saved", form=format_percent)
     def saved_share(self) -> np.ndarray:
         """Saved pages / pages without sharing, as in `Savings`."""
         return saved_share(self)
@@ -204,8 +216,8 @@ class Client(NamedTuple):
       progress: receives progress; may stop.
     """
 
-    engine: stepper.Stepper
-    model: checkpoints.LoadedModel
+    engine: Stepper
+    model: LoadedModel
     ask: Sampling
     progress: Progress
 
@@ -214,7 +226,7 @@ class Client(NamedTuple):
     ) -> list[PromptRequest]:
         """Returns requests of held-out text, the same at every call."""
         rng = np.random.default_rng(self.engine.config.seed)
-        return prompts.cut_held_out_prompts(self.model.tokenizer, sizes, samplings, rng)
+        return cut_held_out_prompts(self.model.tokenizer, sizes, samplings, rng)
 
     def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
         """Returns sampling for answers of fixed lengths; end tokens are ignored."""
@@ -226,7 +238,7 @@ class Client(NamedTuple):
         ]
 
     def serve(
-        self, requests: Sequence[PromptRequest], policy: interface.Policy | None = None
+        self, requests: Sequence[PromptRequest], policy: Policy | None = None
     ) -> ServedPages | None:
         """Serves requests that all arrive at once.
 
@@ -274,8 +286,8 @@ def step_with_tables(
 ) -> tuple[EngineState, tuple[StepInfo, PageTable]]:
     """Runs a step; also returns the page table in its middle."""
     # The step plans again; the compiler removes the duplicate.
-    middle, *_ = step.plan_step(state, **rules)
-    state, info = step.step(params, state, forward=forward, **rules)
+    middle, *_ = plan_step(state, **rules)
+    state, info = engine.step(params, state, forward=forward, **rules)
     return state, (info, middle.table)
 
 
@@ -309,9 +321,7 @@ def serve_groups(
         # Actual lengths: a file may be shorter than the drawn prompt.
         prompt = np.array([len(request.tokens) for request in requests])
         answer = np.array([len(served.tokens[i, 0]) for i in range(len(requests))])
-        expected = length_distributions.measured_page_saving(
-            Lengths(prompt, answer), size, page_size
-        )
+        expected = measured_page_saving(Lengths(prompt, answer), size, page_size)
         rows.append(
             served.totals()
             | {
@@ -343,7 +353,7 @@ def count_prompt_rows(
     num_tokens = sum(len(request.tokens) for request in requests)
     rows = []
     for size in client.progress.track(chunk_sizes, "prompts in chunks", "chunk sizes"):
-        policy = fcfs.fcfs(chunk_size=size)
+        policy = scheduling.fcfs(chunk_size=size)
         served = client.serve(requests, policy=policy)
         if served is None:
             break

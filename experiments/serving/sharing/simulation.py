@@ -20,17 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import MeasuredValue, ResultRecord, measured, table
-from experiments.framework.table import (
+from experiments import framework
+from experiments.framework import (
     Floats,
     Ints,
+    MeasuredValue,
+    ResultRecord,
     ResultTable,
     Texts,
     column,
     computed_column,
+    measured,
 )
-from experiments.harness import length_distributions
-from experiments.plotting import style, systems
+from experiments.harness import draw_lengths, measured_page_saving
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+    system_style,
+)
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.measurement import (
     CLAIMS,
@@ -39,11 +47,10 @@ from experiments.serving.sharing.measurement import (
     lengths_claims,
 )
 from experiments.serving.sharing.requests import published_share
-from jaxkv import validation, workloads
+from jaxkv import scheduling, simulation, validation, workloads
 from jaxkv.progress import QUIET, Progress
-from jaxkv.scheduling import fcfs
-from jaxkv.simulation import Capacity, Cost, SimulationMember, Work, contiguous, driver
-from jaxkv.workloads import arrivals, lengths
+from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
+from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
 
 PANELS = (2, 2)
 SWITCH = ("num_simulated", True)
@@ -51,7 +58,7 @@ SERVER = settings.SERVERS["13B"]
 MAX_ROWS = 2560
 """Token budget of a step: the longest prompt and all decoding sequences."""
 
-LAWS = {"short": lengths.ALPACA, "long": lengths.SHAREGPT}
+LAWS = {"short": ALPACA, "long": SHAREGPT}
 TIMES = {"short": 4, "long": 1}
 """Factor of the number of requests, for equal precision of short and long ones."""
 SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
@@ -59,9 +66,9 @@ SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
 saving does not depend on it as long as no request waits."""
 ANSWERS = (2, 4, 6)
 
-SENTENCES = lengths.Pair(
-    prompt=lengths.LogNormal(mean=28.0, sigma=0.5),
-    output=lengths.LogNormal(mean=37.0, sigma=0.5),
+SENTENCES = Pair(
+    prompt=LogNormal(mean=28.0, sigma=0.5),
+    output=LogNormal(mean=37.0, sigma=0.5),
     max_prompt=256,
     max_length=512,
 )
@@ -213,24 +220,26 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
     for name, law in LAWS.items():
         size = TIMES[name] * config.num_simulated
         rng = np.random.default_rng(config.seed)
-        tokens = length_distributions.draw_lengths(law, size, settings.MAX_LENGTH, rng)
+        tokens = draw_lengths(law, size, settings.MAX_LENGTH, rng)
         members = []
         for n in ANSWERS:
             # The same requests in the same random order for every number of samples.
             rng = np.random.default_rng(config.seed)
             order, rate = rng.permutation(size), SEQUENCES_PER_S[name] / n
-            load = arrivals.make_workload(
-                arrivals.poisson(rng, rate=rate, num=size),
+            load = make_workload(
+                workloads.poisson(rng, rate=rate, num=size),
                 tokens.prompt[order],
                 tokens.output[order],
                 samples=n,
             )
             pool = _capacity(SERVER.num_places)
             members.append(
-                SimulationMember(load, pool, fcfs.fcfs(), settings.step_time(SERVER))
+                SimulationMember(
+                    load, pool, scheduling.fcfs(), settings.step_time(SERVER)
+                )
             )
-        served = driver.simulate(
-            driver.stack(members),
+        served = simulation.simulate(
+            simulation.stack(members),
             max_slots=128,
             max_samples=max(ANSWERS),
             head=runs.HEAD,
@@ -239,13 +248,9 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
         if progress.stopped:
             break
         means, preempted = served.means, served.totals.preempted
-        saved = workloads.metrics.shared_page_saving(
-            means.saved_pages, means.used_pages
-        )
+        saved = workloads.shared_page_saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
-            expected = length_distributions.measured_page_saving(
-                tokens, n, settings.PAGE_SIZE
-            )
+            expected = measured_page_saving(tokens, n, settings.PAGE_SIZE)
             setting = name, n, SEQUENCES_PER_S[name] / n, size
             rows.append((*setting, means.batch[i], saved[i], expected, preempted[i]))
     return SimulatedSavings.of(rows)
@@ -256,24 +261,24 @@ def simulate_translations(config: Config, progress: Progress) -> TranslationRate
     shape = (len(config.prefixes), len(RATES))
     latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
     for k, system in enumerate(SYSTEMS):
-        members = driver.stack(
+        members = simulation.stack(
             [
                 _translations(system, prefix, rate, SECONDS, config.seed)
                 for prefix in config.prefixes
                 for rate in RATES.tolist()
             ]
         )
-        served = driver.simulate(
+        served = simulation.simulate(
             members, max_slots=runs.MAX_SLOTS, head=runs.HEAD, progress=progress
         )
         if progress.stopped:
             return TranslationRates.of([])
-        took_s = workloads.metrics.normalised_latency_s(
+        took_s = workloads.normalised_latency_s(
             served.arrival_s, served.finish_s, np.asarray(members.workload.output)
         )
         latency_s[:, k] = took_s.reshape(shape)
         batch[:, k] = served.means.batch.reshape(shape)
-    capacity = functools.partial(workloads.metrics.capacity, at_most_s=AT_MOST_S)
+    capacity = functools.partial(workloads.capacity, at_most_s=AT_MOST_S)
     at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
     prefixes, rates = np.array(config.prefixes), np.broadcast_to(RATES, shape)
     return TranslationRates(prefixes, rates, latency_s, batch, np.array(at_most))
@@ -285,8 +290,8 @@ def _translations(
     page, places = settings.PAGE_SIZE, SERVER.num_places
     shared = prefix // page * page if system == "paged" else 0
     rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
-    load = arrivals.open_loop(rng, SENTENCES, rate=rate, num=num)
-    reservation = contiguous.reservation(
+    load = open_loop(rng, SENTENCES, rate=rate, num=num)
+    reservation = simulation.reservation(
         "oracle",
         num_leaves=places // page,
         leaves_per_region=settings.MAX_LENGTH // page,
@@ -294,7 +299,7 @@ def _translations(
     return SimulationMember(
         load._replace(prompt=load.prompt + prefix - shared),
         _capacity(places - shared),
-        fcfs.fcfs(),
+        scheduling.fcfs(),
         SharedPrefixCost(settings.step_time(SERVER), jnp.asarray(shared, jnp.int32)),
         reservation=None if system == "paged" else reservation,
     )
@@ -304,10 +309,10 @@ def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
     # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")
-    return {**{name: [] for name in served}, **table.metrics(result)}
+    return {**{name: [] for name in served}, **framework.metrics(result)}
 
 
-summary = table.sheets
+summary = framework.sheets
 
 
 @CLAIMS.judge
@@ -345,18 +350,18 @@ def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
         (-0.2, counted.published_share, "published", "the paper's"),
         (0.2, counted.saved_share, data, "ours"),
     ):
-        look = systems.system_style(system).bar | {"label": label}
+        look = system_style(system).bar | {"label": label}
         drawn = ax.bar(place + shift, 100 * share, 0.38, **look)
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
         ax.bar_label(drawn, texts, padding=2)
     expected = 100 * counted.expected_share
     look = {"marker": "_", "markersize": 18, "linestyle": "", "markeredgewidth": 2}
-    style.draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
+    draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
     ax.set_xticks(place, [str(n) for n in counted.num_sequences])
     ax.margins(y=0.18)
     most = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
     title = f"{data}: sharing saves up to {most:.0f} % of the pages"
-    style.set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
+    set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
     ax.legend()
 
 
@@ -365,13 +370,9 @@ def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]
         look = {"marker": ""}
-        style.draw_curve(
-            ax, translated.rate[i], translated.latency_s[i, k], name, **look
-        )
-        style.draw_curve(
-            ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7
-        )
-    style.draw_reference_line(ax, AT_MOST_S)
+        draw_curve(ax, translated.rate[i], translated.latency_s[i, k], name, **look)
+        draw_curve(ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7)
+    draw_reference_line(ax, AT_MOST_S)
     row = translated.rows()[i]
     title = (
         f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times the load"
@@ -379,5 +380,5 @@ def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
     x, y = "load [requests/s]", "latency [s/token]"
-    style.set_labels(ax, title, x, y, ylim=(0, 1))
+    set_labels(ax, title, x, y, ylim=(0, 1))
     ax.legend()

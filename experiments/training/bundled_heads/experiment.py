@@ -21,16 +21,28 @@ from experiments.framework import (
     Texts,
     column,
 )
-from experiments.harness import bundled, model_shapes
-from experiments.plotting import style
+from experiments.harness import find_bundled_folder, make_benchmark_config, make_engine
+from experiments.plotting import draw_curve, set_labels
 from experiments.training.bundled_model import experiment as bundled_model
 from jaxkv import validation
-from jaxkv.models import Params, checkpoints
+from jaxkv.models import LoadedModel, Params, load_model
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import eagle, head_folders, medusa
-from scaling.corpora import corpora
-from scaling.training import TrainConfig, drafting_heads, objectives
+from jaxkv.speculation import EagleConfig, HeadsConfig, MedusaConfig, save_heads
+from scaling.corpora import (
+    CorpusConfig,
+    describe_source,
+    encode_documents,
+    load_documents,
+    open_corpus,
+)
+from scaling.training import (
+    HeadRecipe,
+    TrainConfig,
+    acceptance_rates,
+    stream_windows,
+    train_heads,
+)
 
 Kind = Literal["medusa", "eagle"]
 
@@ -45,8 +57,8 @@ class Config:
     """Target model: a folder or a bundled model, of the shape that the recipes name."""
     kinds: tuple[Kind, ...] = ("medusa", "eagle")
     """Kinds of heads, trained in this order."""
-    medusa: drafting_heads.HeadRecipe
-    eagle: drafting_heads.HeadRecipe
+    medusa: HeadRecipe
+    eagle: HeadRecipe
     num_blocks: int = 2
     """Residual blocks of each Medusa head."""
     taps: tuple[int, ...] = (2, 3, 4)
@@ -66,21 +78,19 @@ class Config:
         validation.among(self, "kinds", known=("medusa", "eagle"))
         validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
         for recipe in (self.medusa, self.eagle):
-            if not isinstance(recipe.run.corpus, corpora.CorpusConfig):
+            if not isinstance(recipe.run.corpus, CorpusConfig):
                 raise ValueError(f"{recipe.run.corpus=} must be text")
 
-    def recipe(self, kind: Kind) -> drafting_heads.HeadRecipe:
+    def recipe(self, kind: Kind) -> HeadRecipe:
         """Returns the training recipe of a kind."""
         return self.medusa if kind == "medusa" else self.eagle
 
-    def shape(self, kind: Kind, model: Any) -> head_folders.HeadsConfig:
+    def shape(self, kind: Kind, model: Any) -> HeadsConfig:
         """Returns the shape of the heads of a kind for a target model."""
         if kind == "eagle":
-            return eagle.EagleConfig(target=model, taps=self.taps)
+            return EagleConfig(target=model, taps=self.taps)
         depth = self.medusa.depth
-        return medusa.MedusaConfig(
-            target=model, num_heads=depth, num_blocks=self.num_blocks
-        )
+        return MedusaConfig(target=model, num_heads=depth, num_blocks=self.num_blocks)
 
 
 _RUN = TrainConfig(
@@ -93,10 +103,10 @@ _RUN = TrainConfig(
     learning_rate=2e-2,
     report_every=25,
 )
-_SMOKE = drafting_heads.HeadRecipe(
+_SMOKE = HeadRecipe(
     run=dataclasses.replace(
         _RUN,
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         batch_size=2,
         seq_len=32,
         num_steps=20,
@@ -110,8 +120,8 @@ _SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
 CONFIGS = {
     "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_answers=8),
     "shipped": Config(
-        medusa=drafting_heads.HeadRecipe(run=_RUN),
-        eagle=drafting_heads.HeadRecipe(run=_SHORTER),
+        medusa=HeadRecipe(run=_RUN),
+        eagle=HeadRecipe(run=_SHORTER),
         export="experiments/models/stdlib-bytes",
     ),
 }
@@ -152,14 +162,12 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains heads, scores held-out text and exports."""
-    target = checkpoints.load_model(bundled.find_bundled_folder(config.model))
+    target = load_model(find_bundled_folder(config.model))
     heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
-        corpus = corpora.open_corpus(recipe.run.corpus)
-        found = drafting_heads.train_heads(
-            recipe, shape, target.params, corpus, progress=progress
-        )
+        corpus = open_corpus(recipe.run.corpus)
+        found = train_heads(recipe, shape, target.params, corpus, progress=progress)
         params = jax.tree.map(
             lambda x: x.astype("bfloat16").astype(jnp.float32), found.params
         )
@@ -179,7 +187,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         shares = score_heads(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
         if config.export:
-            head_folders.save_heads(
+            save_heads(
                 f"{config.export}-{kind}",
                 shape,
                 params,
@@ -194,24 +202,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def score_heads(
     config: Config,
     kind: Kind,
-    shape: head_folders.HeadsConfig,
+    shape: HeadsConfig,
     params: Params,
-    target: checkpoints.LoadedModel,
+    target: LoadedModel,
 ) -> np.ndarray:
     """Returns the share of correct drafts by depth and rank, in greedy answers."""
     recipe = config.recipe(kind)
-    held_out = corpora.open_corpus(recipe.run.corpus).held_out
+    held_out = open_corpus(recipe.run.corpus).held_out
     half, num = recipe.run.seq_len // 2, config.num_answers
-    pieces = objectives.stream_windows(held_out, seq_len=half - 1, num_windows=num)
-    bounds = model_shapes.make_benchmark_config(
-        16, 2 * half, max_sequences=64, queue_capacity=64
-    )
-    engine = model_shapes.make_engine(target, bounds, has_text=False)
+    pieces = stream_windows(held_out, seq_len=half - 1, num_windows=num)
+    bounds = make_benchmark_config(16, 2 * half, max_sequences=64, queue_capacity=64)
+    engine = make_engine(target, bounds, has_text=False)
     done = engine.generate(
         pieces.tolist(), Sampling.greedy(max_tokens=half, ignore_eos=True)
     )
     answers = np.array([x.answers[0].tokens for x in done], np.int32)
-    return drafting_heads.acceptance_rates(
+    return acceptance_rates(
         params,
         target.params,
         np.concatenate([pieces, answers], axis=1),
@@ -228,12 +234,12 @@ def plot(ax: Any, result: Result) -> None:
     for kind in result.acceptance.distinct("kind"):
         best = result.acceptance.where(kind=kind, rank=0)
         name = names.get(kind, kind)
-        style.draw_curve(ax, best.depth, 100 * best.right_share, name, name)
+        draw_curve(ax, best.depth, 100 * best.right_share, name, name)
         ends.append(f"{name} {100 * best.right_share[0]:.0f} %")
     depths = result.acceptance.distinct("depth")
     title = f"First drafts that are correct: {', '.join(ends)}"
     x = "distance from the model's own token [tokens]"
-    style.set_labels(ax, title, x, "best guess right [%]")
+    set_labels(ax, title, x, "best guess right [%]")
     ax.set(xticks=depths or [1], ylim=(0, 100))
     if ends:
         ax.legend()
@@ -261,9 +267,9 @@ def heads_card(
     """Returns the model card of heads in Markdown; all numbers are the run's."""
     recipe = config.recipe(kind)
     run, text = recipe.run, recipe.run.corpus
-    assert isinstance(text, corpora.CorpusConfig)
-    split = corpora.load_documents(text)
-    epochs = row["num_tokens"] / len(corpora.encode_documents(split.train))
+    assert isinstance(text, CorpusConfig)
+    split = load_documents(text)
+    epochs = row["num_tokens"] / len(encode_documents(split.train))
     about = _ABOUT[kind].format(
         num=recipe.depth,
         blocks=config.num_blocks,
@@ -279,7 +285,7 @@ def heads_card(
             for depth, found in enumerate(shares, 1)
         ),
     ]
-    name = bundled.find_bundled_folder(config.model).name
+    name = find_bundled_folder(config.model).name
     parts = [
         "---\nlicense: psf-2.0\ntags: [speculative-decoding, byte-level, code]\n---",
         f"# {name}-{kind}",
@@ -290,7 +296,7 @@ def heads_card(
         f"""{about} {row["num_params"]:,} weights in bfloat16, trained for this model
         only.""",
         "## Data",
-        f"""The {len(split.train)} files of {corpora.describe_source(text)} that the
+        f"""The {len(split.train)} files of {describe_source(text)} that the
         model was trained on; the {len(split.held_out)} held-out files are those of the
         model.""",
         "## Result",

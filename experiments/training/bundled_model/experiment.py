@@ -16,14 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import ResultRecord, column, environment, table
-from experiments.plotting import style
+from experiments.framework import (
+    ResultRecord,
+    column,
+    computed_column,
+    describe_machine,
+)
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+)
 from jaxkv import files, validation
-from jaxkv.models import ModelConfig, checkpoints
+from jaxkv.models import ModelConfig, save_model
 from jaxkv.progress import QUIET, Progress
-from jaxkv.text import tokenizer
-from scaling.corpora import corpora
-from scaling.training import TrainConfig, architectures, objectives, train
+from jaxkv.text import ByteTokenizer
+from scaling import training
+from scaling.corpora import (
+    END,
+    VOCAB_SIZE,
+    CorpusConfig,
+    TextSplit,
+    count_bytes,
+    describe_source,
+    encode_documents,
+    load_documents,
+)
+from scaling.training import TrainConfig, score_documents, serving_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,13 +70,13 @@ class Config:
             raise ValueError(
                 f"trunk.cooldown_steps={self.trunk.cooldown_steps!r} must be 0"
             )
-        if not isinstance(self.trunk.corpus, corpora.CorpusConfig):
+        if not isinstance(self.trunk.corpus, CorpusConfig):
             raise ValueError(f"trunk.corpus={self.trunk.corpus!r} must be text")
 
     @property
-    def text(self) -> corpora.CorpusConfig:
+    def text(self) -> CorpusConfig:
         """Training text."""
-        assert isinstance(self.trunk.corpus, corpora.CorpusConfig)
+        assert isinstance(self.trunk.corpus, CorpusConfig)
         return self.trunk.corpus
 
     @property
@@ -75,7 +95,7 @@ class Config:
 _SHIPPED = Config(
     trunk=TrainConfig(
         model=ModelConfig(
-            vocab_size=corpora.VOCAB_SIZE,
+            vocab_size=VOCAB_SIZE,
             hidden_size=160,
             num_layers=4,
             num_q_heads=4,
@@ -105,7 +125,7 @@ CONFIGS = {
     "smoke": Config(
         trunk=TrainConfig(
             model=ModelConfig(
-                vocab_size=corpora.VOCAB_SIZE,
+                vocab_size=VOCAB_SIZE,
                 hidden_size=16,
                 num_layers=1,
                 num_q_heads=2,
@@ -115,7 +135,7 @@ CONFIGS = {
                 max_positions=64,
             ),
             # Little text is held out, so that scoring is quick.
-            corpus=corpora.CorpusConfig(held_out=0.02),
+            corpus=CorpusConfig(held_out=0.02),
             batch_size=8,
             seq_len=32,
             num_steps=40,
@@ -159,7 +179,7 @@ class Result(ResultRecord):
     duration_s: float = column("wall-clock time of training", key="train_duration_s")
 
     @property
-    @table.computed_column()
+    @computed_column()
     def num_tokens(self) -> int:
         """Trained tokens."""
         return int(self.tokens[-1]) if len(self.tokens) else 0
@@ -167,13 +187,13 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
-    split = corpora.load_documents(config.text)
+    split = load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
-        runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
+        runs = [training.train(config.trunk, folder / "trunk", progress=progress)]
         if runs[0].status == "done":
             at, start = folder / "cooldown", runs[0].checkpoint
             runs.append(
-                train.train(config.cooldown, at, start=start, progress=progress)
+                training.train(config.cooldown, at, start=start, progress=progress)
             )
     params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
     tokens, loss, before = [], [], 0
@@ -185,7 +205,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     def scored(dtype: str) -> float:
         if not done:
             return float("nan")
-        found = objectives.score_documents(
+        found = score_documents(
             jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params),
             split.held_out,
             model=config.trunk.model,
@@ -200,16 +220,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         num_params=sum(x.size for x in jax.tree.leaves(params)),
         bits_per_byte=scored("bfloat16"),
         bits_per_byte_float32=scored("float32"),
-        num_held_out_bytes=corpora.count_bytes(split.held_out),
+        num_held_out_bytes=count_bytes(split.held_out),
         duration_s=sum(part.curve[-1]["duration_s"] for part in runs if part.curve),
     )
     if done and config.export:
-        model = architectures.serving_config(config.trunk.model)
-        checkpoints.save_model(
+        model = serving_config(config.trunk.model)
+        save_model(
             config.export,
             model,
             params,
-            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
+            tokenizer=ByteTokenizer(model.vocab_size),
             model_card=model_card(config, split, result),
             dtype="bfloat16",
             overwrite=True,
@@ -220,26 +240,24 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(ax: Any, result: Result) -> None:
     """Draws the training loss by tokens, and the final held-out loss."""
     loss = result.loss / np.log(2)
-    style.draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
+    draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
     title = "Loss of training"
     if np.isfinite(result.bits_per_byte):
         title = (
             f"Training ends at {result.bits_per_byte:.3f} bits/byte on held-out files"
         )
-        style.draw_reference_line(
-            ax, result.bits_per_byte, "held-out files, at the end"
-        )
+        draw_reference_line(ax, result.bits_per_byte, "held-out files, at the end")
     x, y = "tokens trained on [millions]", "loss [bits/byte]"
-    style.set_labels(ax, title, x, y, yscale="log")
-    style.label_log_axis(ax.yaxis)
+    set_labels(ax, title, x, y, yscale="log")
+    label_log_axis(ax.yaxis)
     ax.legend()
 
 
-def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
+def model_card(config: Config, split: TextSplit, result: Result) -> str:
     """Returns the model card in Markdown; all numbers are the run's."""
-    model, trunk = architectures.serving_config(config.trunk.model), config.trunk
-    epochs = result.num_tokens / len(corpora.encode_documents(split.train))
-    data = corpora.describe_source(config.text)
+    model, trunk = serving_config(config.trunk.model), config.trunk
+    epochs = result.num_tokens / len(encode_documents(split.train))
+    data = describe_source(config.text)
     window = config.cooldown_seq_len
     rows = [
         ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),
@@ -255,7 +273,7 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         serving engine, not for writing programs.""",
         "## Use",
         f"    jaxkv generate {Path(config.export).name} --prompt 'def '",
-        f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {corpora.END} ends a
+        f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {END} ends a
         document and also precedes one. Contexts of up to {window} tokens were
         trained.""",
         "## Shape",
@@ -266,7 +284,7 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         Weights in bfloat16.""",
         "## Data",
         f"""{data[0].upper()}{data[1:]}, without tests, code tables, generated texts and
-        copies: {len(split.train)} files of {corpora.count_bytes(split.train):,} bytes
+        copies: {len(split.train)} files of {count_bytes(split.train):,} bytes
         to train on, {len(split.held_out)} files of {result.num_held_out_bytes:,} bytes
         held out. Files are held out whole, by a hash of their names;
         `scaling.corpora.held_out_files()` lists them.""",
@@ -288,7 +306,7 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
 
 def training_note(duration_s: float) -> str:
     """Returns a sentence on training time, processor and versions."""
-    env = environment.describe_machine()
+    env = describe_machine()
     versions = env["versions"]
     return (
         f"It took {duration_s:,.0f} seconds on the clock of {env['num_cpus']} cores "

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from experiments import framework
 from experiments.framework import (
     Floats,
     Ints,
@@ -33,28 +34,32 @@ from experiments.framework import (
     Texts,
     claims_file,
     column,
+    format_percent,
+    format_seconds,
     measured,
-    table,
-    units,
 )
-from experiments.harness import sharded_steps, timing
-from experiments.plotting import style
-from jaxkv import validation
-from jaxkv.models import Experts, ModelConfig, Params, moe, transformer
-from jaxkv.parallel import experts
+from experiments.harness import collective_bytes, median_seconds, predicted_traffic
+from experiments.plotting import draw_curve, label_log_axis, set_labels
+from jaxkv import models, validation
+from jaxkv.models import Experts, ModelConfig, Params, Routing, run_sequences
+from jaxkv.parallel import dropped_fraction
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora
-from scaling.costs import parallelism
+from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig, open_corpus
+from scaling.costs import parse_layout
 from scaling.training import (
     OptimizerConfig,
     StepConfig,
     TrainConfig,
-    architectures,
-    meshes,
-    objectives,
-    parallel,
+    check_trainable,
+    count_model_parameters,
+    divided_gradient,
+    gather_tree,
+    make_training_mesh,
+    place_training_tree,
+    stream_windows,
+    train_in_memory,
 )
-from scaling.training import train as training_train
+from scaling.training import transformer as make_transformer_config
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 BALANCING = {"with": 0.01, "without": 0.0}
@@ -76,7 +81,7 @@ class Config:
     seq_len: int = 128
     num_steps: int = 600
     learning_rate: float = 1e-2
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     devices: tuple[int, ...] = (2, 4, 8)
     """Degrees of tensor and of expert parallelism."""
     capacities: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
@@ -101,9 +106,9 @@ class Config:
                     f"{name}={getattr(self, name)} must be a multiple of {most} devices"
                 )
         for words in self.layouts:
-            meshes.check_trainable(
+            check_trainable(
                 self.model("with"),
-                parallelism.parse_layout(words),
+                parse_layout(words),
                 sequence_length=self.seq_len,
             )
 
@@ -126,12 +131,12 @@ class Config:
             size=self.size,
             balance_weight=BALANCING[balancing],
         )
-        dense = architectures.transformer(
+        dense = make_transformer_config(
             self.width,
             num_heads=max(8, self.mesh_devices),
             num_layers=self.num_layers,
             mlp_size=self.size * self.top_k,
-            vocab_size=corpora.VOCAB_SIZE,
+            vocab_size=VOCAB_SIZE,
             seq_len=self.seq_len,
         )
         return dataclasses.replace(dense, experts=mixed)
@@ -176,7 +181,7 @@ class LayoutTable(ResultTable):
         form="{:.1e}",
     )
     step_s: Floats = column(
-        "median time of a gradient", heading="time", form=units.format_seconds
+        "median time of a gradient", heading="time", form=format_seconds
     )
 
 
@@ -185,9 +190,7 @@ class CapacityDrops(ResultTable):
 
     balancing: Texts = column("with or without the loss", heading="balancing loss")
     capacity: Floats = column("capacity factor", form="{:g}")
-    dropped: Floats = column(
-        "share of choices, mean over layers", form=units.format_percent
-    )
+    dropped: Floats = column("share of choices, mean over layers", form=format_percent)
     loss: Floats = column("nats per token with drops", form="{:.3f}")
     sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
 
@@ -201,7 +204,7 @@ class ExpertLoads(ResultTable):
     busiest: Floats = column("largest load of a device / mean", form="{:.2f}")
     busiest_expert: Floats = column("largest load of an expert / mean", form="{:.2f}")
     variation: Floats = column("standard deviation of expert loads", form="{:.2f}")
-    idle: Floats = column("share of experts without tokens", form=units.format_percent)
+    idle: Floats = column("share of experts without tokens", form=format_percent)
 
 
 class Result(ResultRecord):
@@ -218,22 +221,22 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains two mixtures and divides them; if stopped, keeps finished parts."""
-    corpus = corpora.open_corpus(config.corpus)
-    windows = objectives.stream_windows(
+    corpus = open_corpus(config.corpus)
+    windows = stream_windows(
         corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
     drops, loads, losses = [], [], []
     trained: Params | None = None
     for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
         training = config.training(balancing)
-        found = training_train.train_in_memory(training, corpus, progress=progress)
+        found = train_in_memory(training, corpus, progress=progress)
         trained, model = found.params, config.model(balancing)
-        outputs = jax.jit(functools.partial(transformer.outputs, config=model))
+        outputs = jax.jit(functools.partial(models.outputs, config=model))
         of_experts = outputs(trained, jnp.asarray(windows[:, :-1])).loads
-        one = moe.imbalance(of_experts)
+        one = models.imbalance(of_experts)
         for p in config.devices:
             parts = of_experts.reshape(len(of_experts), p, -1).sum(axis=2)
-            layers = zip(moe.imbalance(parts).busiest, *one, strict=True)
+            layers = zip(models.imbalance(parts).busiest, *one, strict=True)
             loads += [
                 (balancing, layer, p, *map(float, values))
                 for layer, values in enumerate(layers, 1)
@@ -246,7 +249,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         ways=LayoutTable.of(ways),
         drops=CapacityDrops.of(drops),
         loads=ExpertLoads.of(loads),
-        params=architectures.count_model_parameters(config.model("with")).total,
+        params=count_model_parameters(config.model("with")).total,
         losses=np.array(losses),
     )
 
@@ -257,19 +260,17 @@ def _dropped(
     """Returns the loss without drops, and drops and loss of each capacity factor."""
     model, p = config.model(balancing), max(config.devices)
     held_out = jnp.asarray(windows)
-    whole = parallelism.parse_layout(f"ep={p},gather")
+    whole = parse_layout(f"ep={p},gather")
     rows, base = [], _loss(model, whole, params, held_out)
 
     @jax.jit
-    def read(params: Params, tokens: Array) -> list[moe.Routing]:
-        return transformer.run_sequences(
-            transformer.merge(model, params), tokens
-        ).routings
+    def read(params: Params, tokens: Array) -> list[Routing]:
+        return run_sequences(models.merge(model, params), tokens).routings
 
     # Routing of all tokens in each layer without drops.
     routings = read(params, held_out[:, :-1])
     for capacity in config.capacities:
-        layout = parallelism.parse_layout(f"ep={p},capacity={capacity:g}")
+        layout = parse_layout(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
         chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
         limit, lost = layout.places(own, **chosen), []
@@ -277,8 +278,8 @@ def _dropped(
             for begin in range(0, p * own, own):
                 part = operator.itemgetter(slice(begin, begin + own))
                 local_routing = jax.tree.map(part, routing)
-                lost.append(experts.dropped_fraction(local_routing, capacity=limit))
-        sent = sharded_steps.predicted_traffic(
+                lost.append(dropped_fraction(local_routing, capacity=limit))
+        sent = predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         to_experts = sum(x.forward for x in sent if x.scheme == "expert")
@@ -289,9 +290,9 @@ def _dropped(
 
 def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
     """Returns mean nats per token of windows under a layout."""
-    gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
+    gradient = divided_gradient(model, StepConfig(layout=layout))
     nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
-    return float(nats(meshes.place_training_tree(model, layout, params), windows))
+    return float(nats(place_training_tree(model, layout, params), windows))
 
 
 def _divide(
@@ -300,23 +301,23 @@ def _divide(
     """Compiles every layout; compares its traffic and gradient, and times it."""
     model = config.model("with")
     held_out = jnp.asarray(windows[: config.batch_size])
-    one = jax.jit(parallel.divided_gradient(model, StepConfig()))
+    one = jax.jit(divided_gradient(model, StepConfig()))
     wanted = one(params, held_out)[1]
     rows, steps = [], []
     for words in progress.track(config.layouts, "layouts", "compiling"):
-        layout = parallelism.parse_layout(words)
-        mesh = meshes.make_training_mesh(layout)
+        layout = parse_layout(words)
+        mesh = make_training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
         placed = jax.device_put(held_out, everywhere)
-        given = meshes.place_training_tree(model, layout, params), placed
-        gradient = parallel.divided_gradient(model, StepConfig(layout=layout))
+        given = place_training_tree(model, layout, params), placed
+        gradient = divided_gradient(model, StepConfig(layout=layout))
         program: Any = jax.jit(gradient).lower(*given).compile()
-        formula = sharded_steps.predicted_traffic(
+        formula = predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
         steps.append(functools.partial(program, *given))
-        grads = meshes.gather_tree(model, layout, steps[-1]()[1])
+        grads = gather_tree(model, layout, steps[-1]()[1])
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
         errors = (
             float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(b).max())
@@ -328,17 +329,17 @@ def _divide(
                 layout.num_devices,
                 sum(size for size, scheme in both if scheme != "data"),
                 sum(size for size, _ in both),
-                sharded_steps.collective_bytes(program),
+                collective_bytes(program),
                 max(errors),
             )
         )
-    times = timing.median_seconds(steps, config.rounds)
+    times = median_seconds(steps, config.rounds)
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns rows of all layouts, capacities and loads, and the losses."""
-    return table.metrics(result) | {"losses": result.losses.tolist()}
+    return framework.metrics(result) | {"losses": result.losses.tolist()}
 
 
 def summary(result: Result) -> list[ReportPart]:
@@ -393,7 +394,7 @@ def plot(axes: Any, result: Result) -> None:
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[selected] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
-        style.draw_curve(left, ways.devices[selected], sent, system, label)
+        draw_curve(left, ways.devices[selected], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -401,16 +402,14 @@ def plot(axes: Any, result: Result) -> None:
         title = f"{max(ways.devices)} devices: {least} sends "
         title += f"1/{last[most] / last[least]:.0f} of {most}"
     y = "sent in a step [MB]"
-    style.set_labels(left, title, "expert group [devices]", y, yscale="log")
+    set_labels(left, title, "expert group [devices]", y, yscale="log")
     left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))
-    style.label_log_axis(left.yaxis)
+    label_log_axis(left.yaxis)
     left.legend()
     dropped = {}
     for name in BALANCING:
         subset, label = result.drops.where(balancing=name), f"{name} balancing"
-        style.draw_curve(
-            right, subset.capacity, 100 * subset.dropped, label, f"{label} loss"
-        )
+        draw_curve(right, subset.capacity, 100 * subset.dropped, label, f"{label} loss")
         pairs = zip(subset.capacity, subset.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
@@ -420,6 +419,6 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "
         title += f"balancing loss, {shares[1]:.0f} % without"
     x, y = "capacity / even share [ratio]", "choices dropped [%]"
-    style.set_labels(right, title, x, y)
+    set_labels(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()

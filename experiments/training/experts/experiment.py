@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments import framework
 from experiments.framework import (
+    Bools,
     Floats,
     Ints,
     MeasuredValue,
@@ -29,19 +31,36 @@ from experiments.framework import (
     Texts,
     claims_file,
     column,
+    computed_column,
+    format_flops,
+    format_percent,
+    format_seconds,
     measured,
-    table,
-    units,
 )
-from experiments.harness import sweep_tables
-from experiments.plotting import style, systems
+from experiments.harness import (
+    RATE_HEADS,
+    direction_verdict,
+    format_interval,
+    format_rates,
+    judge_direction,
+)
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    label_wide_log_axis,
+    set_labels,
+    shade_band,
+    system_style,
+)
 from experiments.training.experts import runs
 from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
-from jaxkv.models import moe
+from jaxkv import models
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import fit
-from scaling.laws import published
-from scaling.sweeps import Workers, executors
+from scaling.fits import compare, predict
+from scaling.fits import fit as fit_law
+from scaling.laws import find_law
+from scaling.sweeps import Workers, open_on_device
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
 
@@ -81,12 +100,12 @@ class PairRuns(ResultTable):
     flops: Floats = column(
         "active FLOPs, causal attention",
         heading="compute",
-        form=units.format_flops,
+        form=format_flops,
     )
     loss: Floats = column("nats per token of held-out text", form="{:.3f}")
     loss_se: Floats = column("of the loss", heading="standard error", form="{:.3f}")
-    seconds: Floats = column("of training", heading="time", form=units.format_seconds)
-    is_fitted: table.Bools = column(
+    seconds: Floats = column("of training", heading="time", form=format_seconds)
+    is_fitted: Bools = column(
         "True at the chosen rate, unless without the balancing loss", heading="fitted"
     )
 
@@ -108,9 +127,7 @@ class LoadImbalance(ResultTable):
     layer: Ints = column("layer, from 1")
     busiest: Floats = column("largest load of an expert", form="{:.2f}")
     variation: Floats = column("standard deviation of loads", form="{:.2f}")
-    idle: Floats = column(
-        "without tokens", heading="idle experts", form=units.format_percent
-    )
+    idle: Floats = column("without tokens", heading="idle experts", form=format_percent)
 
 
 class Result(ResultRecord):
@@ -135,21 +152,21 @@ class Result(ResultRecord):
     )
 
     @property
-    @table.computed_column()
+    @computed_column()
     def laws(self) -> Laws:
         """Fitted law of each kind."""
         counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
         return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
 
     @property
-    @table.computed_column()
+    @computed_column()
     def imbalance(self) -> LoadImbalance:
         """Load imbalance by layer; empty if stopped before."""
         rows = []
         for name, loads in zip(BALANCING, self.loads, strict=True):
             if not loads.size:
                 continue
-            one = moe.imbalance(jnp.asarray(loads, jnp.float32))
+            one = models.imbalance(jnp.asarray(loads, jnp.float32))
             for layer, values in enumerate(zip(*one, strict=True), 1):
                 rows.append((name, layer, *map(float, values)))
         return LoadImbalance.of(rows)
@@ -158,7 +175,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all pairs, then fits; if stopped, keeps the finished runs."""
     found: list[TrainingRun] = []
-    corpus = executors.open_on_device(config.corpus)
+    corpus = open_on_device(config.corpus)
     jobs = (*runs.tuning_jobs(config), *runs.remaining_jobs(config, ()))
     workers = Workers(
         corpus,
@@ -205,19 +222,19 @@ def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
     grid, ratio = np.zeros(0), np.full(3, np.nan)
     if num_resamples:
         used = fitted.where(is_fitted=True)
-        law = published.find_law("power").over("flops")
+        law = find_law("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
         curves, fits = np.full((2, 50, 3), np.nan), []
         for i, subset in enumerate(used.where(kind=kind) for kind in PAIR):
             data = {"flops": subset.flops, "loss": subset.loss}
-            one = fit.fit(law, data, loss="mse", bootstrap=num_resamples)
-            curves[i] = np.stack(fit.predict(one, {"flops": grid}, "confidence"), 1)
+            one = fit_law(law, data, loss="mse", bootstrap=num_resamples)
+            curves[i] = np.stack(predict(one, {"flops": grid}, "confidence"), 1)
             low, high = one.intervals["b"]
             slopes[i] = (-one.coefficients["b"], -high, -low)
             fits.append(one)
         dense, mixture = fits
         with contextlib.suppress(ValueError):  # no loss that both reached
-            both = fit.compare(mixture, dense)
+            both = compare(mixture, dense)
             ratio = np.stack(both[1:])[:, len(both.loss) // 2]
     found = {"curve_flops": grid, "curve_loss": curves}
     return found | {"slope": slopes, "ratio": ratio}
@@ -236,7 +253,7 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     """
     x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
     scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
-    routing = moe.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
+    routing = models.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
     p = np.exp(scores.astype("f8"))
     p /= p.sum(axis=1, keepdims=True)
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]
@@ -252,12 +269,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares routing, gain and balance with expected and published values."""
     yield measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
-    words: dict[str, Any] = {"interval": sweep_tables.format_interval(*ends)}
-    shown = sweep_tables.judge_direction(*ends)
+    words: dict[str, Any] = {"interval": format_interval(*ends)}
+    shown = judge_direction(*ends)
     words["shown"] = shown
-    yield measured(
-        "gain", ratio, direction=sweep_tables.direction_verdict(shown), **words
-    )
+    yield measured("gain", ratio, direction=direction_verdict(shown), **words)
     if result.loads.size:
         balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
         yield measured("balance", balanced, published=free)
@@ -267,13 +282,13 @@ def metrics(result: Result) -> dict[str, Any]:
     """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))
-    return table.metrics(result) | ratios
+    return framework.metrics(result) | ratios
 
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of laws, gain, imbalance and runs."""
     ratio, *ends = result.ratio
-    gain = (sweep_tables.format_interval(*ends), sweep_tables.judge_direction(*ends))
+    gain = (format_interval(*ends), judge_direction(*ends))
     rates = _rates(result.runs)
     return [
         result.laws.sheet(
@@ -310,13 +325,11 @@ def _rates(found: PairRuns) -> Sheet:
             subset = found.where(kind=kind, width=width, seed=0)
             if len(subset) > 1:
                 taken = subset.where(is_fitted=True).learning_rate[0]
-                cells = sweep_tables.format_rates(
-                    subset.learning_rate, subset.loss, taken
-                )
+                cells = format_rates(subset.learning_rate, subset.loss, taken)
                 rows.append((kind, str(width), *cells))
     return Sheet(
         "learning rates tried",
-        ("kind", "width", *sweep_tables.RATE_HEADS),
+        ("kind", "width", *RATE_HEADS),
         rows,
         "The chosen rate is the best on average over the tuned widths; other widths "
         "use it in inverse proportion to their size.",
@@ -332,14 +345,14 @@ def plot(axes: Any, result: Result) -> None:
         subset = result.runs.where(kind=kind)
         look: dict[str, Any] = {"linestyle": ""}
         fitted, other_rates = (subset.where(is_fitted=x) for x in (True, False))
-        style.draw_curve(left, fitted.flops, fitted.loss, kind, kind, **look)
+        draw_curve(left, fitted.flops, fitted.loss, kind, kind, **look)
         look |= {"marker": "x", "alpha": 0.5}
-        style.draw_curve(left, other_rates.flops, other_rates.loss, kind, **look)
+        draw_curve(left, other_rates.flops, other_rates.loss, kind, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
-            style.draw_curve(left, result.curve_flops, at, kind, marker="")
-            color = systems.system_style(kind).color
-            style.shade_band(left, result.curve_flops, low, high, color, 0.15)
+            draw_curve(left, result.curve_flops, at, kind, marker="")
+            color = system_style(kind).color
+            shade_band(left, result.curve_flops, low, high, color, 0.15)
     left.plot([], [], "x", color="0.5", label="other rates")
     title = "Loss by compute, laws with 90 % intervals"
     if result.curve_flops.size:
@@ -347,9 +360,9 @@ def plot(axes: Any, result: Result) -> None:
         ends = [f"{kind} {loss:.2f}" for kind, loss in zip(PAIR, losses, strict=True)]
         title = f"With most compute: {', '.join(ends)} nats/byte (bands: 90 %)"
     x, y = "training compute [FLOP]", "held-out loss [nats/byte]"
-    style.set_labels(left, title, x, y, xscale="log", yscale="log")
-    style.label_wide_log_axis(left.xaxis)
-    style.label_log_axis(left.yaxis)
+    set_labels(left, title, x, y, xscale="log", yscale="log")
+    label_wide_log_axis(left.xaxis)
+    label_log_axis(left.yaxis)
     left.legend()
     most = []
     for name, loads in zip(BALANCING, result.loads, strict=True):
@@ -358,12 +371,12 @@ def plot(axes: Any, result: Result) -> None:
         for layer, load in enumerate(loads, 1):
             place, label = range(1, len(load) + 1), f"{system}, layer {layer}"
             look = {"linestyle": ("-", "--", ":", "-.")[(layer - 1) % 4]}
-            style.draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
-    style.draw_reference_line(right, 1, "mean")
+            draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
+    draw_reference_line(right, 1, "mean")
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     title = f"The busiest expert has {most[0]:.1f} times the mean load with balancing, "
     title += f"{most[1]:.1f} without"
-    style.set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
+    set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
     right.set_ylim(bottom=0)
     if result.loads.size:
         right.legend()

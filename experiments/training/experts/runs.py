@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv import validation
-from jaxkv.models import Experts, ModelConfig, transformer
-from scaling.corpora import corpora, streams
+from jaxkv import models, validation
+from jaxkv.models import Experts, ModelConfig, Params
+from scaling import training
+from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.sweeps import FinishedRun, Workers
-from scaling.training import OptimizerConfig, TrainConfig, architectures, objectives
+from scaling.training import (
+    OptimizerConfig,
+    TrainConfig,
+    count_model_parameters,
+    score_stream,
+    stream_windows,
+)
 
 Kind = Literal["dense", "mixture", "unbalanced"]
 """`unbalanced` is a mixture trained without the load-balancing loss."""
@@ -60,7 +67,7 @@ class Config:
     num_repeated: int = 5
     """Number of smallest widths with a second seed."""
     shapes: Shapes = Shapes()
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     num_threads: int = 2
     """Models trained concurrently, so that compilation overlaps with training. Results
     do not depend on it."""
@@ -179,12 +186,12 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
     )
     if kind == "unbalanced":
         experts = dataclasses.replace(experts, balance_weight=0.0)
-    dense = architectures.transformer(
+    dense = training.transformer(
         width,
         num_heads=width // _HEAD_DIM,
         num_layers=shapes.num_layers,
         mlp_size=size,
-        vocab_size=corpora.VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         seq_len=shapes.seq_len,
     )
     return dense if kind == "dense" else dataclasses.replace(dense, experts=experts)
@@ -192,21 +199,19 @@ def make_model(kind: Kind, width: int, shapes: Shapes) -> ModelConfig:
 
 def steps_for_width(width: int, shapes: Shapes) -> int:
     """Returns the steps of a run, equal for all kinds of a width."""
-    weights = architectures.count_model_parameters(
-        make_model("dense", width, shapes)
-    ).matmul
+    weights = count_model_parameters(make_model("dense", width, shapes)).matmul
     tokens = shapes.tokens_per_param * weights
     return max(4, round(tokens / (shapes.batch_size * shapes.seq_len)))
 
 
 def score_mixture(
-    corpus: streams.Corpus,
+    corpus: Corpus,
     num_windows: int,
     run: TrainConfig,
-    params: transformer.Params,
+    params: Params,
 ) -> MixtureScore:
     """Scores a run and measures its expert loads."""
-    found = objectives.score_stream(
+    found = score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -215,7 +220,7 @@ def score_mixture(
     )
     loads = router = np.zeros((0, 0))
     if isinstance(run.model, ModelConfig) and run.model.experts is not None:
-        windows = objectives.stream_windows(
+        windows = stream_windows(
             corpus.held_out, seq_len=run.seq_len, num_windows=min(num_windows, 64)
         )
         output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
@@ -226,7 +231,7 @@ def score_mixture(
 
 @functools.cache
 def _outputs(model: ModelConfig):
-    return jax.jit(functools.partial(transformer.outputs, config=model))
+    return jax.jit(functools.partial(models.outputs, config=model))
 
 
 def train_expert_model(job: Job, *, config: Config, workers: Workers) -> TrainingRun:
@@ -257,7 +262,7 @@ def train_expert_model(job: Job, *, config: Config, workers: Workers) -> Trainin
     [done] = workers.train([run], shown)
     if done.score is None:
         raise ValueError(f"{kind} of width {width} diverged at {learning_rate=}")
-    counted = architectures.count_model_parameters(run.model)
+    counted = count_model_parameters(run.model)
     row = {
         "kind": kind,
         "width": width,

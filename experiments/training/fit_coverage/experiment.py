@@ -13,19 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     MeasuredValue,
     ReportPart,
     Sheet,
     claims_file,
+    format_percent,
     measured,
-    units,
 )
-from experiments.plotting import style, systems
+from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+)
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import fit
-from scaling.laws import published, synthetic
-from scaling.laws.synthetic import SOUND
+from scaling import fits
+from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 
 QUANTITIES = ("a", "E", "loss at 10 C")
 _ENOUGH = 200
@@ -75,8 +83,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         for noise in ("student", "normal")
     ]
     kinds += [
-        (kind, config.sizes[0], "both", config.num_ill_posed)
-        for kind in synthetic.ILL_POSED
+        (kind, config.sizes[0], "both", config.num_ill_posed) for kind in ILL_POSED
     ]
     total = sum(count for *_, count in kinds)
     update, done, rows = progress.bar("surfaces", total, "surfaces"), 0, []
@@ -105,21 +112,17 @@ def _fit(
     kind: str, size: int, noise: Any, seed: int, config: Config
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Returns coverage and width by quantity, and True if the fit has warnings."""
-    data, truth = synthetic.simulate_runs(kind, size, seed=seed, noise=noise)
-    result = fit.fit(
-        published.CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed
-    )
+    data, truth = simulate_runs(kind, size, seed=seed, noise=noise)
+    result = fits.fit(CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed)
     flops = 10 * 6 * np.max(data["num_params"] * data["num_tokens"])
     params = 0.1 * flops**0.5
     tokens = flops / (6 * params)
     target = {"num_params": [params], "num_tokens": [tokens]}
-    found = fit.predict(result, target, "confidence")
+    found = fits.predict(result, target, "confidence")
     a, floor = result.exponent_intervals["a"], result.intervals["E"]
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
-    true = np.array(
-        [exponent, truth["E"], synthetic.surface_loss(params, tokens, truth)]
-    )
+    true = np.array([exponent, truth["E"], surface_loss(params, tokens, truth)])
     return (low <= true) & (true <= high), high - low, bool(result.warnings)
 
 
@@ -136,15 +139,15 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     sound, ill = _kinds(result)
     left, right = axes
     left.axhspan(86, 98, color="0.92")
-    style.draw_reference_line(left, 90, "nominal")
-    marks = ((systems.BLUE, "o"), (systems.ORANGE, "s"), (systems.GREEN, "^"))
+    draw_reference_line(left, 90, "nominal")
+    marks = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
     covered = []
     for i, (name, (color, mark)) in enumerate(zip(QUANTITIES, marks, strict=False)):
         values = [100 * row[f"covers {name}"] for row in sound]
         covered += values
         places = np.arange(len(sound)) + 0.16 * (i - 1)
         look = {"marker": mark, "linestyle": "", "markersize": 7}
-        style.draw_curve(left, places, values, color, name, **look)
+        draw_curve(left, places, values, color, name, **look)
     names = [f"{row['runs']} runs,\n{row['noise']} noise" for row in sound]
     left.set_xticks(range(len(sound)), names)
     title = "Sound surfaces: coverage of 90 % intervals"
@@ -152,19 +155,17 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         title = "Sound surfaces: 90 % intervals hold the truth in "
         title += f"{min(covered):.0f} to {max(covered):.0f} %"
         left.legend()
-    style.set_labels(
-        left, title, "", "intervals that hold the truth [%]", ylim=(80, 100)
-    )
+    set_labels(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
     names = [row["kind"] for row in ill]
     doubted = 100 * np.array([row["doubted"] for row in ill])
     neither = 100 * np.array([row["neither"] for row in ill])
     covered_only, start = 100 - doubted - neither, np.zeros(len(ill))
     for values, label, color, hatch in (
-        (doubted, "warning", systems.BLUE, ""),
-        (covered_only, "covered", systems.GREEN, "//"),
-        (neither, "neither", systems.RED, "\\\\"),
+        (doubted, "warning", BLUE, ""),
+        (covered_only, "covered", GREEN, "//"),
+        (neither, "neither", RED, "\\\\"),
     ):
-        look = {"color": style.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
         right.barh(names, values, 0.7, left=start, label=label, **look)
         start = start + values
     right.invert_yaxis()
@@ -175,7 +176,7 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         share = np.average(neither, weights=weights)
         title = f"Ill-posed surfaces: {share:.1f} % have no warning and no coverage"
         right.legend()
-    style.set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
+    set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
 
 
 @claims_file(__file__).judge
@@ -206,19 +207,17 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             str(row["runs"]),
             row["noise"],
             *(
-                f"{units.format_percent(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
+                f"{format_percent(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
                 for x in QUANTITIES
             ),
-            units.format_percent(row["doubted"]),
+            format_percent(row["doubted"]),
         ]
         for row in sound
     ]
     parts: list[ReportPart] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
     if ill:
         keys = ("covers all", "doubted", "neither")
-        rows = [
-            [row["kind"], *(units.format_percent(row[x]) for x in keys)] for row in ill
-        ]
+        rows = [[row["kind"], *(format_percent(row[x]) for x in keys)] for row in ill]
         sizes = f"{ill[0]['runs']} runs, {ill[0]['surfaces']} each"
         title = f"ill-posed surfaces of {sizes}"
         parts.append(Sheet(title, ["kind", *keys], rows))

@@ -7,19 +7,24 @@ import numpy as np
 
 from experiments.fitting import drawing
 from experiments.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    SKY,
     colors,
+    draw_curve,
     label_log_axis,
     sequential_colors,
-    style,
-    systems,
+    set_labels,
 )
 from experiments.training.isoflop.outcomes import ComputePowers, Result
 
 _GREY = "0.6"
 METHODS = {
-    "parabola": (systems.ORANGE, "v"),
-    "akima": (systems.SKY, "o"),
-    "projection": (systems.GREEN, "s"),
+    "parabola": (ORANGE, "v"),
+    "akima": (SKY, "o"),
+    "projection": (GREEN, "s"),
 }
 """Colour and marker of each method's minima."""
 
@@ -34,7 +39,7 @@ def plot(axes: Any, result: Result) -> None:
     ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(fit.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
-    style.set_labels(ax, title, "parameters [1]", "held-out loss [nats/token]")
+    set_labels(ax, title, "parameters [1]", "held-out loss [nats/token]")
     ax.legend()
     for ax, name in ((axes[1, 0], "num_params"), (axes[1, 1], "num_tokens")):
         _draw_optima(ax, result, name)
@@ -60,7 +65,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     if result.held_out_flops.size:
         look = {"marker": "", "linewidth": 0.8}
         x, y = result.held_out_flops, result.held_out_loss
-        style.draw_curve(ax, x, y, systems.RED, "held-out run", **look)
+        draw_curve(ax, x, y, RED, "held-out run", **look)
     there = np.isfinite(result.envelope.loss)
     if there.any():
         x, y = result.envelope.flops[there], result.envelope.loss[there]
@@ -69,7 +74,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     low = float(curves.flops.min())
     title = f"Training under cosines: {num} runs and their envelope"
     y = "training loss [nats/token]"
-    style.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
     ax.legend()
     label_log_axis(ax.yaxis)
@@ -103,12 +108,12 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     if known:
         title += f" grow as C^{min(known):.2f} to C^{max(known):.2f}"
     y = f"optimal number [{what}]"
-    style.set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
+    set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
     ax.legend()
 
 
 def _star(ax: Any, x: float, y: float) -> None:
-    look = {"color": colors()[systems.RED], "markersize": 10}
+    look = {"color": colors()[RED], "markersize": 10}
     ax.plot(x, y, "*", label="held-out run", **look)
 
 
@@ -132,7 +137,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     y = predicted["loss_law"][0] * x ** predicted["loss_law"][1]
     ax.plot(x, y, ":", color=_GREY, linewidth=1.2, label="log-linear")
     value, at = predicted["predicted"], predicted["flops"]
-    color, level = colors()[systems.BLUE], predicted["level"]
+    color, level = colors()[BLUE], predicted["level"]
     ax.vlines(
         at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
     )
@@ -143,7 +148,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
         _star(ax, truth["flops"], truth["loss"])
         title += f", trained {truth['loss']:.3f}"
     y = "held-out loss [nats/token]"
-    style.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()
 
@@ -165,6 +170,6 @@ def _draw_rates(ax: Any, result: Result) -> None:
         title = f"Best rate, median: {ends[0]:.2g} at width {widths[0]:.0f}, "
         title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
     x, y = "trained on [tokens]", "best learning rate [1]"
-    style.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    set_labels(ax, title, x, y, xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()

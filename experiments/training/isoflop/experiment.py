@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments import framework
 from experiments.fitting import Config as FitConfig
 from experiments.fitting import fitting, grids
 from experiments.fitting import report as fit_report
-from experiments.framework import config_json
-from experiments.harness import sweep_tables
+from experiments.harness import run_sweep_with_progress
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import (
     BestRates,
@@ -33,11 +33,12 @@ from experiments.training.isoflop.outcomes import (
 from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora
-from scaling.fits import result as fits_result
-from scaling.frontiers import frontier_set
-from scaling.logs.log import Log, read_log
-from scaling.sweeps import SweepConfig, family, learning_rates
+from scaling import sweeps
+from scaling.corpora import CorpusConfig
+from scaling.fits import from_json
+from scaling.frontiers import ENVELOPE, find_frontiers
+from scaling.logs import Log, read_log
+from scaling.sweeps import BASE_WIDTH, ISOFLOP, FamilySweep, SweepConfig, optimal_rates
 
 COSINE = "cosine"
 """Subfolder of the sweep with the runs under a cosine schedule."""
@@ -50,7 +51,7 @@ claims, metrics, summary = report.claims, report.metrics, report.summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(family.FamilySweep):
+class Config(FamilySweep):
     """Sizes and budgets to fit, and the size of the held-out run."""
 
     held_out_factor: float = 10.0
@@ -81,7 +82,7 @@ CONFIGS = {
         widths=(4, 8, 16),
         budgets=(1e9, 1.6e9, 2.5e9),
         num_layers=1,
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         learning_rates=(1e-2,),
         seeds=(0, 1),
         num_repeated=1,
@@ -95,7 +96,7 @@ CONFIGS = {
     ),
     **{
         name: Config(**vars(sweep), folder=f"runs/isoflop-{name}", keep_models=True)
-        for name, sweep in family.ISOFLOP.items()
+        for name, sweep in ISOFLOP.items()
     },
 }
 
@@ -128,9 +129,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     )
 
     how: Any = {"tolerance": 0.1, "smoothing": SMOOTHING, "level": config.level}
-    found = frontier_set.find_frontiers(
-        cosine, resamples=config.bootstrap, progress=progress, **how
-    )
+    found = find_frontiers(cosine, resamples=config.bootstrap, progress=progress, **how)
     by_cosine = found.frontiers
     predicted = _predict(config, log, rows, fit.document, errors)
     progress.show(
@@ -138,23 +137,23 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         f"{predicted['predicted']:.4f} predicted"
     )
     truth = held_out.train_held_out(config, folder, predicted, progress)
-    decayed = frontier_set.find_frontiers(log, resamples=0, **how).frontiers
+    decayed = find_frontiers(log, resamples=0, **how).frontiers
     curves = cosine.curves.columns
-    rates = learning_rates.optimal_rates(rows)
+    rates = optimal_rates(rows)
     # From the smallest run to the predicted one.
     least = log.columns["flops"].min() / 2
     budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
-    law = fits_result.from_json(fit.document)
+    law = from_json(fit.document)
     surface = grids.optimum_at(law, log.columns, budgets)
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
-        prediction=config_json.dumps(predicted),
-        held_out="" if truth.record is None else config_json.dumps(truth.record),
+        prediction=framework.dumps(predicted),
+        held_out="" if truth.record is None else framework.dumps(truth.record),
         held_out_flops=np.array([x for x, _ in truth.curve]),
         held_out_loss=np.array([y for _, y in truth.curve]),
         fit=fit,
-        cosine=config_json.dumps(
+        cosine=framework.dumps(
             {
                 "frontiers": [fit_report.frontier_json(each) for each in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
@@ -164,11 +163,9 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
             cosine.curves.labels(),
             *(curves[x] for x in ("num_params", "num_tokens", "flops", "loss")),
         ),
-        optima=stack_frontiers(
-            [x for x in decayed if x.method != frontier_set.ENVELOPE]
-        ),
+        optima=stack_frontiers([x for x in decayed if x.method != ENVELOPE]),
         envelope=stack_frontiers(
-            [x for x in by_cosine if x.method == frontier_set.ENVELOPE], is_one=True
+            [x for x in by_cosine if x.method == ENVELOPE], is_one=True
         ),
         surface=LawOptima(budgets, *(np.asarray(x, float) for x in surface)),
         rates=BestRates(*np.array(rates, float).reshape(-1, 3).T),
@@ -179,7 +176,7 @@ def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
     """Runs or resumes a sweep; returns the records of finished runs."""
-    outcome = sweep_tables.run_sweep_with_progress(sweep, folder, progress)
+    outcome = run_sweep_with_progress(sweep, folder, progress)
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
@@ -201,9 +198,7 @@ def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
       rows: runs of its sweep; the learning rate is that of their middle length.
     """
     middle = math.exp(np.mean(np.log([row["num_tokens"] for row in rows])))
-    rate, (of_width, _) = learning_rates.extrapolate(
-        rows, family.BASE_WIDTH, round(middle)
-    )
+    rate, (of_width, _) = sweeps.extrapolate(rows, BASE_WIDTH, round(middle))
     return dataclasses.replace(
         config.sweep,
         schedule="cosine",
@@ -253,7 +248,7 @@ def _predict(
     )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(config_json.dumps({**prediction_document, "made_at": ""}))
+        undated = json.loads(framework.dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.FILE).exists():
@@ -261,7 +256,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"
             )
-    write_atomically(path, config_json.dumps(prediction_document))
+    write_atomically(path, framework.dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 

@@ -9,16 +9,26 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.framework import config_json, environment
+from experiments import framework
+from experiments.framework import describe_machine
 from jaxkv import files
-from jaxkv.models import checkpoints
+from jaxkv.models import save_model
 from jaxkv.progress import Progress
-from jaxkv.text import tokenizer
-from scaling.sweeps import branching, executors, family, grid
-from scaling.sweeps.sweep import run_model_folder
-from scaling.training import TrainConfig
-from scaling.training import train as training_train
-from scaling.training.train import TrainResult
+from jaxkv.text import ByteTokenizer
+from scaling import training
+from scaling.sweeps import (
+    Cell,
+    FinishedRun,
+    Lane,
+    count_cost,
+    family_shape,
+    make_record,
+    open_on_device,
+    run_model_folder,
+    score_run,
+    train_config,
+)
+from scaling.training import TrainConfig, TrainResult
 
 FILE = "held_out.json"
 """Record of the best run, and the losses of all rates."""
@@ -48,44 +58,44 @@ def train_held_out(
       progress: receives progress; may stop.
     """
     sweep, path = config.sweep, folder / FILE
-    model = family.family_shape(prediction["width"], config.num_layers, config.seq_len)
-    cell = grid.Cell(model, prediction["num_steps"])
+    model = family_shape(prediction["width"], config.num_layers, config.seq_len)
+    cell = Cell(model, prediction["num_steps"])
     tried: dict[float, tuple[TrainConfig, TrainResult]] = {}
     for i, rate in enumerate(prediction["learning_rates"]):
-        run = grid.train_config(sweep, cell, grid.Lane(rate, config.seeds[0]))
+        run = train_config(sweep, cell, Lane(rate, config.seeds[0]))
         every = max(10, run.num_steps // 300)
         run = dataclasses.replace(run, report_every=every, checkpoint_every=20 * every)
         at = folder / "held_out" / str(i)
-        tried[rate] = run, training_train.train(run, at, progress=progress)
+        tried[rate] = run, training.train(run, at, progress=progress)
         if tried[rate][1].status == "stopped":
             return HeldOutRun(None, [])
     if not path.exists():
-        corpus = executors.open_on_device(sweep.corpus)
+        corpus = open_on_device(sweep.corpus)
         records = []
         for run, result in tried.values():
             is_done = result.status == "done"
             score = None
             if is_done:
-                score = executors.score_run(sweep, corpus, run, result.params)
+                score = score_run(sweep, corpus, run, result.params)
             seconds = result.curve[-1]["duration_s"] if result.curve else 0.0
             status = "done" if is_done else "diverged"
-            ended = branching.FinishedRun(run, status, score, [], seconds, None)
-            commit = {"commit": environment.describe_machine()["commit"]}
-            records.append(executors.make_record(sweep, corpus, ended).record | commit)
+            ended = FinishedRun(run, status, score, [], seconds, None)
+            commit = {"commit": describe_machine()["commit"]}
+            records.append(make_record(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        files.write_atomically(path, config_json.dumps(best | {"tried": losses}))
+        files.write_atomically(path, framework.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":
-        checkpoints.save_model(
+        save_model(
             run_model_folder(folder, "held_out"),
             model,
             result.params,
-            tokenizer=tokenizer.ByteTokenizer(model.vocab_size),
+            tokenizer=ByteTokenizer(model.vocab_size),
             overwrite=True,
         )
-    per_token = grid.count_cost(model, config.seq_len).flops_per_token
+    per_token = count_cost(model, config.seq_len).flops_per_token
     curve = [
         (x["tokens"] * per_token, x["loss"])
         for x in result.curve

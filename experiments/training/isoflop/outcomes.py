@@ -9,8 +9,7 @@ import numpy as np
 
 from experiments.fitting import Result as Fit
 from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
-from scaling.frontiers import Frontier
-from scaling.frontiers.frontier import PowerLaw
+from scaling.frontiers import Frontier, PowerLaw
 
 _UNKNOWN = PowerLaw(np.nan, np.nan)
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from scaling.fits import fit as fits_fit
-from scaling.fits import intervals, result
-from scaling.frontiers import frontier, isoflop
-from scaling.frontiers.groups import find_run_groups
-from scaling.laws import published
-from scaling.logs.log import Log
-from scaling.sweeps import family, learning_rates
-from scaling.sweeps.grid import count_cost
+from scaling import fits, sweeps
+from scaling.fits import from_json, student_t
+from scaling.frontiers import bootstrap_frontier, by_parabola, find_run_groups
+from scaling.laws import find_law
+from scaling.logs import Log
+from scaling.sweeps import count_cost, nearest_shape
 
 LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
 """Laws whose predictions are averaged, weighted by their errors on the larger fitted
@@ -56,8 +54,8 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
             with contextlib.suppress(ValueError):  # too few runs remain
-                law = published.find_law(name)
-                fit = fits_fit.fit(law, log.columns, held_out=larger)
+                law = find_law(name)
+                fit = fits.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
         found[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(found.items(), key=lambda item: item[1]))
@@ -89,40 +87,36 @@ def predict_held_out(
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
     groups = find_run_groups(n, d, c, loss, tolerance=0.1)
-    found = frontier.bootstrap_frontier(
-        "parabola", isoflop.by_parabola(groups), groups.flops, groups.strata
+    found = bootstrap_frontier(
+        "parabola", by_parabola(groups), groups.flops, groups.strata
     )
     if found.num_params is None or found.loss is None or found.num_tokens is None:
         raise ValueError(f"{log.source}: {'; '.join(found.warnings)}")
     flops = config.held_out_factor * max(config.budgets)
     size = float(found.num_params(np.array([flops]))[0])
-    model = family.nearest_shape(
-        size, num_layers=config.num_layers, seq_len=config.seq_len
-    )
+    model = nearest_shape(size, num_layers=config.num_layers, seq_len=config.seq_len)
     params, per_token = count_cost(model, config.seq_len)
     batch_tokens = config.batch_size * config.seq_len
     num_steps = round(flops / per_token / batch_tokens)
     num_tokens = num_steps * batch_tokens
     width = model.hidden_size
-    rate, powers = learning_rates.extrapolate(rows, width, num_tokens)
-    fit = result.from_json(document)
+    rate, powers = sweeps.extrapolate(rows, width, num_tokens)
+    fit = from_json(document)
     at = {
         "num_params": np.array([float(params.total)]),
         "num_tokens": np.array([float(num_tokens)]),
         "flops": np.array([per_token * num_tokens]),
     }
-    interval = fits_fit.predict(fit, at, "prediction", config.level)
+    interval = fits.predict(fit, at, "prediction", config.level)
     best, low, high = (float(x[0]) for x in interval)
     by_law = {fit.law: best}
     for name in errors:
         if name != fit.law:
-            other = fits_fit.fit(
-                published.find_law(name), log.columns, cluster=log.labels()
-            )
-            by_law[name] = float(fits_fit.predict(other, at).loss[0])
+            other = fits.fit(find_law(name), log.columns, cluster=log.labels())
+            by_law[name] = float(fits.predict(other, at).loss[0])
     value, between = average_predictions(by_law, errors)
     spread = seed_spread([row.cells for row in log.raw])
-    half = intervals.student_t(config.level, 10**6) * math.hypot(spread, between)
+    half = student_t(config.level, 10**6) * math.hypot(spread, between)
     half = math.hypot(half, errors[fit.law])
     low = value * math.exp(-math.hypot(math.log(best / low), half))
     high = value * math.exp(math.hypot(math.log(high / best), half))

@@ -11,8 +11,8 @@ from experiments.framework import (
     ReportPart,
     Sheet,
     claims_file,
+    format_number,
     measured,
-    units,
 )
 from experiments.training.isoflop.outcomes import Result
 
@@ -142,7 +142,7 @@ def _budgets(result: Result) -> Sheet:
         subset = result.fit.group == i
         cells = ["none", "", "", ""]
         if np.isfinite(n):
-            cells = [units.format_number(float(n)), units.format_number(float(d))]
+            cells = [format_number(float(n)), format_number(float(d))]
             cells += [f"{d / n:.3g}", f"{loss:.4f}"]
         num_sizes = len(np.unique(result.fit.num_params[subset]))
         lowest = result.fit.loss[subset].min()

@@ -13,20 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from experiments import framework
 from experiments.framework import (
     MeasuredValue,
     ResultRecord,
     claims_file,
     column,
     measured,
-    table,
 )
-from experiments.plotting import style
+from experiments.plotting import draw_curve, sequential_colors, set_labels
 from experiments.training.known_entropy.runs import Config, LanguageRuns, train_language
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora.languages import LanguageConfig, language, markov
-from scaling.fits import fit
-from scaling.laws import published
+from scaling import corpora
+from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
+from scaling.fits import fit as fit_law
+from scaling.laws import find_law
 
 PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.6)
 
@@ -114,7 +115,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
-    known = language.optimal_loss(config.language)
+    known = optimal_loss(config.language)
     counts = score_counting(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
     smallest = train_language(
@@ -146,8 +147,8 @@ def score_counting(
     at one half, the optimum in first order for any source (Krichevsky and Trofimov
     1981).
     """
-    probs = language.zipf_probabilities(source.vocab_size, source.exponent)
-    entropy = markov.entropy(probs)
+    probs = zipf_probabilities(source.vocab_size, source.exponent)
+    entropy = corpora.entropy(probs)
     random = np.random.default_rng([source.seed, 4])
     means, errors = [], []
     for length in lengths:
@@ -157,8 +158,8 @@ def score_counting(
         means.append(excess.mean())
         errors.append(excess.std(ddof=1) / repeats**0.5)
     tokens, excess = np.array(lengths, float), np.array(means)
-    law, data = published.find_law("power"), {"num_tokens": tokens, "loss": excess}
-    power = fit.fit(law.over("num_tokens"), data, loss="mse")
+    law, data = find_law("power"), {"num_tokens": tokens, "loss": excess}
+    power = fit_law(law.over("num_tokens"), data, loss="mse")
     low, high = power.intervals["b"]
     return CountingExcess(
         num_tokens=tokens,
@@ -183,7 +184,7 @@ def fit_runs(
         )
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
-    found = fit.fit(published.find_law("chinchilla"), data, bootstrap=num_resamples)
+    found = fit_law(find_law("chinchilla"), data, bootstrap=num_resamples)
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
         ends += [found.coefficients[name], *found.intervals[name]]
@@ -210,7 +211,7 @@ def plot(axes: Any, result: Result) -> None:
         label = "entropy" if last else f"context of {names[seen]}"
         left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
     widths = runs.distinct("width")
-    marks = zip(widths, style.sequential_colors(np.arange(len(widths))), strict=True)
+    marks = zip(widths, sequential_colors(np.arange(len(widths))), strict=True)
     for i, (width, color) in enumerate(marks):
         subset = runs.where(width=width)
         look = {"color": color, "marker": "os^dvP"[i % 6]}
@@ -221,19 +222,15 @@ def plot(axes: Any, result: Result) -> None:
         title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
         title += f"{np.nanmin(runs.loss) - result.optima[-1]:.3f} above the entropy"
     x, y = "tokens trained on [tokens]", "loss [nats/token]"
-    style.set_labels(left, title, x, y, xscale="log")
+    set_labels(left, title, x, y, xscale="log")
     left.legend()
     counts = result.counts
     exact = counts.num_free / 2 / counts.num_tokens
-    style.draw_curve(
-        right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1
-    )
-    style.draw_curve(
-        right, counts.num_tokens, counts.excess, 5, "counted", linestyle=""
-    )
+    draw_curve(right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1)
+    draw_curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
     title = f"Counting approaches the entropy with slope {counts.slope:.3f}"
     x, y = "tokens counted [tokens]", "loss - entropy [nats/token]"
-    style.set_labels(right, title, x, y, xscale="log", yscale="log")
+    set_labels(right, title, x, y, xscale="log", yscale="log")
     right.legend()
 
 
@@ -269,8 +266,8 @@ def metrics(result: Result) -> dict[str, Any]:
         "floor": float(result.optima[-1]),
         "optima": {f"who sees {seen}": loss for seen, loss in enumerate(result.optima)},
         **best,
-        "fit": table.metrics(result.fit),
-        "fit_all": table.metrics(result.fit_all),
+        "fit": framework.metrics(result.fit),
+        "fit_all": framework.metrics(result.fit_all),
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }

@@ -14,16 +14,18 @@ import numpy as np
 
 from experiments.framework import Floats, Ints, ResultTable, column
 from jaxkv import validation
-from jaxkv.models import transformer
+from jaxkv.models import Params
 from jaxkv.progress import Progress
-from scaling.corpora.languages.language import LanguageConfig, code_lengths
-from scaling.sweeps import FinishedRun, Workers, executors
+from scaling import training
+from scaling.corpora import LanguageConfig, code_lengths
+from scaling.sweeps import FinishedRun, Workers, open_on_device
 from scaling.training import (
     OptimizerConfig,
     TrainConfig,
-    architectures,
-    objectives,
+    count_model_parameters,
+    score_stream,
     steps_taken,
+    stream_windows,
 )
 
 COOLDOWN = 0.2
@@ -134,10 +136,10 @@ def train_language(
     Returns:
       The finished runs.
     """
-    corpus = executors.open_on_device(language)
+    corpus = open_on_device(language)
     # Mean code length of each scored window under the language.
     nats, num = code_lengths(language, corpus.held_out), len(corpus.held_out)
-    place = objectives.stream_windows(
+    place = stream_windows(
         np.arange(num, dtype=np.uint32),
         seq_len=config.seq_len,
         num_windows=config.num_windows,
@@ -147,7 +149,7 @@ def train_language(
     ends = sorted({max(2, round(length / per_step)) for length in lengths})
 
     def chain(width: int) -> list[TrainConfig]:
-        model = architectures.transformer(
+        model = training.transformer(
             width,
             num_heads=2,
             num_layers=config.num_layers,
@@ -185,7 +187,7 @@ def train_language(
     def work(runs: Sequence[TrainConfig]) -> None:
         for end in workers.train(runs, describe_run):
             model, tokens = end.run.model, end.run.num_tokens
-            num_params = architectures.count_model_parameters(model).total
+            num_params = count_model_parameters(model).total
             numbers = end.score or [np.nan] * 4
             rows.append((model.hidden_size, num_params, tokens, *numbers))
 
@@ -205,10 +207,10 @@ def score_language(
     nats: np.ndarray,
     config: Config,
     run: TrainConfig,
-    params: transformer.Params,
+    params: Params,
 ) -> LanguageScore:
     """Scores a run against the code length of the language on the same windows."""
-    found = objectives.score_stream(
+    found = score_stream(
         params,
         held_out,
         model=run.model,

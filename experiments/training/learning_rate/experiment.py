@@ -23,17 +23,28 @@ from experiments.framework import (
     Sheet,
     claims_file,
     column,
+    computed_column,
+    format_named,
     measured,
-    table,
-    units,
 )
-from experiments.harness import sweep_tables
-from experiments.plotting import style
+from experiments.harness import run_sweep_with_progress
+from experiments.plotting import (
+    draw_curve,
+    label_log_axis,
+    sequential_colors,
+    set_labels,
+)
 from jaxkv import files, validation
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora
-from scaling.sweeps import SweepConfig, family
-from scaling.sweeps.learning_rates import RatePowers, fit_powers, optimal_rates
+from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
+from scaling.sweeps import (
+    BASE_WIDTH,
+    RatePowers,
+    SweepConfig,
+    fit_powers,
+    make_sweep,
+    optimal_rates,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +55,7 @@ class Config:
     num_tokens: tuple[int, ...]
     """Trained tokens; each width is trained on each."""
     num_layers: int = 2
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     learning_rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
     """Learning rates of width 32; other widths scale them by 32 / width, and add rates
     beyond the best one if it is at the end of the grid."""
@@ -76,7 +87,7 @@ class Config:
     @property
     def sweep(self) -> SweepConfig:
         """Sweep of the runs."""
-        return family.make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
+        return make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
 PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
@@ -86,7 +97,7 @@ CONFIGS = {
         widths=(4, 8),
         num_tokens=(4096, 8192),
         num_layers=1,
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         learning_rates=(8e-3, 1.6e-2),
         max_extensions=1,
         seq_len=32,
@@ -126,10 +137,10 @@ class OptimalRates(ResultTable):
     rate: Floats = column("best rate", heading="best rate", form="{:.3g}")
 
     @property
-    @table.computed_column(heading="times width / 32", form="{:.3g}")
+    @computed_column(heading="times width / 32", form="{:.3g}")
     def relative(self) -> np.ndarray:
         """Equivalent learning rate of the base width."""
-        return self.rate * self.width / family.BASE_WIDTH
+        return self.rate * self.width / BASE_WIDTH
 
 
 class Result(ResultRecord):
@@ -144,9 +155,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains or resumes the sweep, then fits; if stopped, uses the finished runs."""
     with files.folder_or_temporary(config.folder) as folder:
-        records = sweep_tables.run_sweep_with_progress(
-            config.sweep, folder, progress
-        ).records
+        records = run_sweep_with_progress(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
     best = OptimalRates.of(optimal_rates(rows) if rows else [])
@@ -163,7 +172,7 @@ def plot(axes: Any, result: Result) -> None:
     left, right = axes
     runs, powers = result.runs, result.powers
     tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
-    shades = style.sequential_colors(np.log(widths))
+    shades = sequential_colors(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             subset = runs.where(width=width, num_tokens=number)
@@ -184,26 +193,26 @@ def plot(axes: Any, result: Result) -> None:
             label = f"{number:,.0f} tokens"
             left.plot([], [], color="0.45", linestyle=line, label=label)
     x, y = "learning rate [1]", "held-out loss [nats/token]"
-    style.set_labels(left, title, x, y, xscale="log")
+    set_labels(left, title, x, y, xscale="log")
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
     for number, (color, mark) in looks:
         subset = result.best.where(num_tokens=number)
         look = {"marker": mark, "linestyle": "", "markersize": 6}
-        style.draw_curve(
+        draw_curve(
             right, subset.width, subset.rate, color, f"{number:,.0f} tokens", **look
         )
         if is_known:
             x = np.geomspace(*widths[[0, -1]])
             law = powers.coefficient * x**powers.of_width * number**powers.of_tokens
-            style.draw_curve(right, x, law, color, marker="")
+            draw_curve(right, x, law, color, marker="")
     title = (
         f"Best rate falls as width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     )
     title = title if is_known else "Best learning rate: too few optima"
     x, y = "width [features]", "best learning rate [1]"
-    style.set_labels(right, title, x, y, xscale="log", yscale="log")
-    style.label_log_axis(right.yaxis)
+    set_labels(right, title, x, y, xscale="log", yscale="log")
+    label_log_axis(right.yaxis)
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
     for ax in axes:
@@ -235,6 +244,6 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of the power law and the optima."""
-    numbers = [units.format_named(*item) for item in metrics(result).items()]
+    numbers = [format_named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]

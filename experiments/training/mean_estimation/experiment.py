@@ -18,11 +18,11 @@ from experiments.framework import (
     column,
     measured,
 )
-from experiments.plotting import style
+from experiments.plotting import draw_curve, set_labels
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from scaling.fits import fit
-from scaling.laws import published
+from scaling import fits
+from scaling.laws import find_law
 
 SIGMA = 2.0
 
@@ -82,9 +82,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     if len(errors) < 3:
         return Result(sizes, error, *[np.nan] * 4)
     data = {"num_samples": sizes, "loss": error}
-    law = published.find_law("power").over("num_samples")
-    power = fit.fit(law, data, loss="mse", bootstrap=config.num_resamples)
-    law = fit.fit(published.find_law("mean-estimation"), data, loss="mse")
+    law = find_law("power").over("num_samples")
+    power = fits.fit(law, data, loss="mse", bootstrap=config.num_resamples)
+    law = fits.fit(find_law("mean-estimation"), data, loss="mse")
     low, high = power.intervals["b"]
     slope = -power.coefficients["b"]
     return Result(sizes, error, slope, -high, -low, law.coefficients["sigma_squared"])
@@ -93,12 +93,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(ax: Any, result: Result) -> None:
     """Draws the errors and the law."""
     x, law = result.num_samples, SIGMA**2 / result.num_samples
-    style.draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
-    style.draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
+    draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
+    draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "
     title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
     y = "mean squared error [squared units]"
-    style.set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
+    set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
     ax.legend()
 
 

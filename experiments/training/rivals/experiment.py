@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import plotting
 from experiments.framework import (
     Floats,
     MeasuredValue,
@@ -21,15 +22,28 @@ from experiments.framework import (
     Texts,
     claims_file,
     column,
+    computed_column,
     measured,
-    table,
 )
-from experiments.harness import sweep_tables
-from experiments.plotting import style, systems
+from experiments.harness import (
+    RATE_HEADS,
+    direction_verdict,
+    format_interval,
+    format_rates,
+    judge_direction,
+)
+from experiments.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    label_wide_log_axis,
+    set_labels,
+    system_style,
+)
 from experiments.training.rivals import runs, settings
 from experiments.training.rivals.runs import COMPUTE, Differences, Result
 from experiments.training.rivals.settings import PAIRS, RECURRENT, REFERENCE, Published
-from scaling.frontiers import best_runs
+from scaling.frontiers import find_best_runs
 
 CONFIGS = settings.CONFIGS
 PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
@@ -39,7 +53,7 @@ run = runs.run
 def published_direction(low: float, high: float, published: Published) -> str:
     """Returns the verdict on a published direction, which needs the whole interval."""
     if published.claim == "more":
-        return sweep_tables.judge_direction(low, high)
+        return judge_direction(low, high)
     if low > 1 or high < 1:
         return f"does not show: {'more' if low > 1 else 'less'} is needed"
     # Without an interval there is no verdict.
@@ -69,14 +83,14 @@ class ComputeRatios(ResultTable):
     reason: Texts = column("reason for a missing ratio", is_reported=False)
 
     @property
-    @table.computed_column(heading="90 %", is_reported=False)
+    @computed_column(heading="90 %", is_reported=False)
     def interval(self) -> np.ndarray:
         """Interval as text."""
         ends = zip(self.low, self.high, strict=True)
-        return np.array([sweep_tables.format_interval(low, high) for low, high in ends])
+        return np.array([format_interval(low, high) for low, high in ends])
 
     @property
-    @table.computed_column(heading="the published direction", is_reported=False)
+    @computed_column(heading="the published direction", is_reported=False)
     def direction(self) -> np.ndarray:
         """Verdict on the published direction, or the reason why there is none."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
@@ -127,19 +141,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in ratios.at(np.isfinite(ratios.ratio)).rows(*names):
         name, shown = row.pop("side"), row.pop("direction")
-        published, row["direction"] = PAIRS[name], sweep_tables.direction_verdict(shown)
+        published, row["direction"] = PAIRS[name], direction_verdict(shown)
         words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
         yield measured(published.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name, lead, se = row["side"], row["lead"], row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
-            shown = sweep_tables.judge_direction(lead - 2 * se, lead + 2 * se, above=0)
+            shown = judge_direction(lead - 2 * se, lead + 2 * se, above=0)
             words = {"name": name, "source": PAIRS[name].source}
             words |= {
                 "se": se,
                 "shown": shown,
-                "direction": sweep_tables.direction_verdict(shown),
+                "direction": direction_verdict(shown),
             }
             yield measured("late_context", lead, **words)
 
@@ -188,14 +202,14 @@ def summary(result: Result) -> list[ReportPart]:
     curves, rates = [], []
     for i, name in enumerate(result.sides):
         subset, residual = result.runs.where(side=i), result.curves.residual[i]
-        best = best_runs.find_best_runs(subset.flops, subset.loss)
+        best = find_best_runs(subset.flops, subset.loss)
         shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
         curves.append((str(name), str(len(subset)), str(len(best)), shown))
     trials = result.trials
     for side, size in dict.fromkeys(zip(trials.side, trials.size, strict=True)):
         subset = trials.where(side=side, size=size)
         best = subset.learning_rate[np.argmin(np.nan_to_num(subset.loss, nan=np.inf))]
-        cells = sweep_tables.format_rates(subset.learning_rate, subset.loss, best)
+        cells = format_rates(subset.learning_rate, subset.loss, best)
         rates.append((str(result.sides[side]), f"{size:,}", *cells))
     return [
         read_ratios(result).sheet(
@@ -223,7 +237,7 @@ def summary(result: Result) -> list[ReportPart]:
         ),
         Sheet(
             "learning rates tried, short runs",
-            ("side", "parameters", *sweep_tables.RATE_HEADS),
+            ("side", "parameters", *RATE_HEADS),
             rates,
         ),
     ]
@@ -245,27 +259,27 @@ def _draw_curves(ax: Any, result: Result) -> None:
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
         subset = result.runs.where(side=i)
-        best = subset.at(best_runs.find_best_runs(subset.flops, subset.loss))
-        style.draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
+        best = subset.at(find_best_runs(subset.flops, subset.loss))
+        draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
-        style.draw_curve(ax, *curve, name, marker="")
-        ax.plot([], [], label=name, **systems.system_style(name).line)
+        draw_curve(ax, *curve, name, marker="")
+        ax.plot([], [], label=name, **system_style(name).line)
         if len(best):
             lowest[name] = float(np.nanmin(best.loss))
     title = "Held-out loss by training compute"
     if lowest:
         name = min(lowest, key=lambda name: lowest[name])
         title = f"{name} reaches the lowest loss, {lowest[name]:.2f} nats/byte"
-    style.set_labels(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
-    style.label_wide_log_axis(ax.xaxis)
+    set_labels(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
+    label_wide_log_axis(ax.xaxis)
     ax.legend()
 
 
 def _draw_places(ax: Any, result: Result) -> None:
     places, losses = result.places.place, result.places.loss
     for i, name in enumerate(result.sides.tolist()):
-        mark = systems.system_style(name).marker
-        style.draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
+        mark = system_style(name).marker
+        draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
     title = "Largest models: loss by position"
     ends = losses[:, -1] if losses.size else np.array([np.nan])
     if np.isfinite(ends).any():
@@ -274,7 +288,7 @@ def _draw_places(ax: Any, result: Result) -> None:
         title = f"Largest models: {best} gains most from context, "
         title += f"{np.nanmax(gains):.2f} nats/byte"
     seen = "position in the window [bytes]"
-    style.set_labels(ax, title, seen, LOSS, xscale="log")
+    set_labels(ax, title, seen, LOSS, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
     ax.legend()
 
@@ -286,22 +300,22 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     names = ratios.side.tolist()
     rows = zip(names, ratios.ratio, ratios.low, ratios.high, strict=True)
     for i, (name, ratio, low, high) in enumerate(rows):
-        color = systems.system_style(name).color
+        color = system_style(name).color
         ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
-        style.draw_curve(ax, [ratio], [i], name, markersize=7)
-        style.annotate(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
-    style.draw_reference_line(ax, 1, "as much as the transformer", along="y")
+        draw_curve(ax, [ratio], [i], name, markersize=7)
+        plotting.annotate(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
+    draw_reference_line(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
         most = int(np.nanargmax(ratios.ratio))
         title = f"For equal loss {names[most]} needs {ratios.ratio[most]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
-    style.set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
+    set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.7)
     ax.set_xlim(*np.clip(ax.get_xlim(), 0.05, 50))
-    style.label_log_axis(ax.xaxis)
+    label_log_axis(ax.xaxis)
 
 
 def _draw_differences(ax: Any, result: Result) -> None:
@@ -313,18 +327,18 @@ def _draw_differences(ax: Any, result: Result) -> None:
         if len(subset):
             # Points of equal size are shifted, so that they do not overlap.
             sizes = subset.size * 1.04 ** (i - len(names) / 2)
-            style.draw_curve(ax, sizes, subset.difference, name, name)
+            draw_curve(ax, sizes, subset.difference, name, name)
             ends = subset.by_seed.min(1), subset.by_seed.max(1)
-            ax.vlines(sizes, *ends, color=systems.system_style(name).color, linewidth=1)
+            ax.vlines(sizes, *ends, color=system_style(name).color, linewidth=1)
             last = float(subset.difference[-1])
             worst = (name, last) if last > worst[1] else worst
-    style.draw_reference_line(ax, 0, "the transformer")
+    draw_reference_line(ax, 0, "the transformer")
     title = "Loss at equal parameters and tokens"
     if worst[0]:
         title = f"At equal size {worst[0]} is worst, by {worst[1]:.2f} nats "
         title += "(lines: seeds)"
     less, size = "loss - transformer's [nats/byte]", "parameters outside embeddings [1]"
-    style.set_labels(ax, title, size, less, xscale="log")
+    set_labels(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()

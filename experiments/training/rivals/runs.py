@@ -15,13 +15,26 @@ from jaxtyping import Float
 
 from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from experiments.training.rivals.settings import REFERENCE, Config, Side, side
-from jaxkv.models import transformer
+from jaxkv.models import Params
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import streams
-from scaling.frontiers import best_runs
-from scaling.frontiers.best_runs import ComputeRatio, FrontierCurve
-from scaling.sweeps import FinishedRun, Workers, executors, learning_rates
-from scaling.training import TrainConfig, architectures, objectives, steps_taken
+from scaling.corpora import Corpus
+from scaling.frontiers import (
+    ComputeRatio,
+    FrontierCurve,
+    compare_best_runs,
+    evaluate_fit,
+    fit_best_runs,
+    resample_fits,
+)
+from scaling.sweeps import FinishedRun, Workers, next_rate, open_on_device
+from scaling.training import (
+    TrainConfig,
+    count_model_parameters,
+    resize_model,
+    score_stream,
+    steps_taken,
+    stream_windows,
+)
 
 NUM_TRIALS = 5
 """Learning rates that every side tries at every size: 3, then 2 more.
@@ -142,10 +155,10 @@ class TokenLosses(NamedTuple):
 
 
 def score_tokens(
-    corpus: streams.Corpus, config: Config, run: TrainConfig, params: transformer.Params
+    corpus: Corpus, config: Config, run: TrainConfig, params: Params
 ) -> TokenLosses:
     """Scores a run in small batches, which fit a processor's cache."""
-    found = objectives.score_stream(
+    found = score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -171,7 +184,7 @@ def train_side(
       branching.Stopped: training was stopped before its end.
     """
     base: Any = side.base
-    model = architectures.resize_model(base, num_params)
+    model = resize_model(base, num_params)
     name = f"{side.name}, {num_params:,}"
 
     def train_config(num_steps: int, rate: float, seed: int) -> TrainConfig:
@@ -196,12 +209,12 @@ def train_side(
     rates = list(side.rates)
     for count in range(NUM_TRIALS):
         if count == len(rates):
-            rates.append(learning_rates.next_rate(trials))
+            rates.append(next_rate(trials))
         trial = train_config(config.trial_steps, rates[count], config.seeds[0])
         [end] = workers.train([trial], shown)
         trials.append((rates[count], end.loss))
     rate = min(trials, key=lambda trial: np.nan_to_num(trial[1], nan=np.inf))[0]
-    windows = objectives.stream_windows(
+    windows = stream_windows(
         workers.corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
     diverged = np.full((len(windows), config.seq_len), np.nan)
@@ -223,7 +236,7 @@ def _cooldown(num_steps: int) -> int:
 
 def _row(end: FinishedRun, losses: np.ndarray) -> dict[str, Any]:
     run = end.run
-    counts = architectures.count_model_parameters(run.model)
+    counts = count_model_parameters(run.model)
     means = losses.mean(1)
     return {
         "seed": run.seed,
@@ -256,10 +269,8 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
             subset = runs.where(side=i)
             points = getattr(subset, compute), subset.loss
             trunks = np.stack([subset.size, subset.seed], 1)
-            drawn = best_runs.resample_fits(
-                *points, trunks, count=config.num_resamples, seed=i
-            )
-            found.append((best_runs.fit_best_runs(*points), drawn))
+            drawn = resample_fits(*points, trunks, count=config.num_resamples, seed=i)
+            found.append((fit_best_runs(*points), drawn))
     difference_rows = []
     for (i, size), each in trained.items():
         if i and (0, size) in trained:
@@ -268,9 +279,7 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
-            best_runs.compare_best_runs(
-                each[0][0], fit, (each[0][1], drawn), names=versus
-            )
+            compare_best_runs(each[0][0], fit, (each[0][1], drawn), names=versus)
             for fit, drawn in each
         )
         for each in fits.values()
@@ -282,7 +291,7 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
         trials=Trials.of(trials),
         differences=Differences.of(difference_rows),
         places=_places(trained, len(names), config.seq_len),
-        curves=_stacked(best_runs.evaluate_fit(fit) for fit, _ in exact),
+        curves=_stacked(evaluate_fit(fit) for fit, _ in exact),
         ratios=_stacked(ratios),
     )
 
@@ -323,7 +332,7 @@ def _mean(windows: np.ndarray) -> tuple[float, float]:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all sides; if stopped, keeps the finished pairs of side and size."""
     names = (REFERENCE, *config.sides)
-    corpus = executors.open_on_device(config.corpus)
+    corpus = open_on_device(config.corpus)
     shape = {"vocab_size": corpus.vocab_size, "seq_len": config.seq_len}
     sides = [side(name, **shape, head_dim=config.head_dim) for name in names]
     plan = [(i, size) for i in range(len(sides)) for size in config.sizes]

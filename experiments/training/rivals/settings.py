@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
 from jaxkv.models import ModelConfig
-from scaling.corpora import corpora
-from scaling.training import OptimizerConfig, RecurrentConfig, architectures
+from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
+from scaling.training import Architecture, OptimizerConfig, RecurrentConfig
 
 
 class Side(NamedTuple):
@@ -21,7 +21,7 @@ class Side(NamedTuple):
     """
 
     name: str
-    base: architectures.Architecture
+    base: Architecture
     optimizer: OptimizerConfig
     rates: tuple[float, ...]
 
@@ -110,7 +110,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
 class Config:
     """Sides, sizes and training lengths."""
 
-    corpus: corpora.CorpusConfig = corpora.STANDARD_LIBRARY
+    corpus: CorpusConfig = STANDARD_LIBRARY
     """Training text."""
     sides: tuple[str, ...] = (
         "lstm",
@@ -165,7 +165,7 @@ class Config:
 
 CONFIGS = {
     "smoke": Config(
-        corpus=corpora.CorpusConfig(held_out=0.02),
+        corpus=CorpusConfig(held_out=0.02),
         sides=("lstm",),
         sizes=(1_136,),
         head_dim=4,

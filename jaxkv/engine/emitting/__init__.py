@@ -1,6 +1,11 @@
 """Samples the tokens of a step from its logits, and verifies drafts."""
 
-from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
-from jaxkv.engine.emitting.sampling_step import SamplerOutput, emit
+from typing import TYPE_CHECKING
 
-__all__ = ["Answer", "LogitsFn", "SamplerOutput", "emit"]
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+    from jaxkv.engine.emitting.sampling_step import SamplerOutput, emit
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, sampling
 from jaxkv.engine import beam_search as engine_beam_search
 from jaxkv.engine import groups, model_runner
 from jaxkv.engine.drafting import Drafts, Speculation, VerifyOutput
@@ -35,8 +35,7 @@ from jaxkv.engine.state import (
     Sequences,
 )
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.sampling import beam_search as sampling_beam_search
-from jaxkv.sampling import sampler, top_k
+from jaxkv.sampling import Draw, is_finite, is_plain, token_logprobs, top_logprobs
 
 
 class SamplerOutput(NamedTuple):
@@ -134,9 +133,9 @@ def emit(
 
     def choices(logits: Array) -> tuple[Array, Array]:
         sizes = {"max_beams": config.max_beams, "max_stops": config.max_stop_tokens}
-        ids, logprobs = sampling_beam_search.choices(logits, **sizes)
+        ids, logprobs = sampling.choices(logits, **sizes)
         # A beam with logits that are not finite has no continuation.
-        finite = top_k.is_finite(logits)[:, None]
+        finite = is_finite(logits)[:, None]
         return ids, jnp.where(finite, logprobs, jnp.nan)
 
     def choose(logits: Array) -> tuple[Array, Array]:
@@ -165,10 +164,10 @@ def _from_verification(
         state.sequences.keep_logprobs[jnp.maximum(state.slots.sequence, 0)] & emits
     )
     keep_logprobs = repeat_places(keep_logprobs, config.emit_width)
-    zeros = jnp.zeros(tokens.shape, top_k.wide(result.logits[:, 0]).dtype)
+    zeros = jnp.zeros(tokens.shape, sampling.wide(result.logits[:, 0]).dtype)
     found = lax.cond(
         jnp.any(keep_logprobs),
-        lambda: sampler.token_logprobs(logits(), tokens),
+        lambda: token_logprobs(logits(), tokens),
         lambda: zeros,
     )
     logprobs = jnp.where(keep_logprobs, found, zeros)
@@ -181,28 +180,28 @@ def _sample(
     emits: Bool[Array, " slots"],
     logits_fn: LogitsFn | None,
     config: EngineConfig,
-) -> sampler.Draw:
+) -> Draw:
     """Samples a token for each row; skipped if no slot emits."""
-    asks = emits & ~sampler.is_plain(rows.params, rows.keep_logprobs)
+    asks = emits & ~is_plain(rows.params, rows.keep_logprobs)
     any_emits, any_asks = arrays.any_of(emits, asks)
 
-    def of_rows(*leaves: Any) -> sampler.Draw:
+    def of_rows(*leaves: Any) -> Draw:
         answer, raw, params, keep_logprobs = leaves
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 
-        def asked() -> sampler.Draw:
+        def asked() -> Draw:
             known = answer.num_tokens
-            changed = sampler.penalise(
+            changed = sampling.penalise(
                 logits, answer.tokens, answer.prompt_length, known, params
             )
-            return sampler.sample(
+            return sampling.sample(
                 changed, params, known, raw=raw, keep_logprobs=keep_logprobs
             )
 
         with jax.named_scope("asked"):
-            return lax.cond(any_asks, asked, lambda: sampler.greedy(logits, raw=raw))
+            return lax.cond(any_asks, asked, lambda: sampling.greedy(logits, raw=raw))
 
-    def of_all() -> sampler.Draw:
+    def of_all() -> Draw:
         return logit_rows.map_rows(of_rows, rows, config)
 
     with jax.named_scope("draw"):
@@ -265,8 +264,8 @@ def _score_prompts(
     token = arrays.take(s.tokens, at, fill=0)
 
     def of_all() -> Array:
-        found = sampler.token_logprobs(logits, token)
-        found = jnp.where(top_k.is_finite(logits), found, jnp.nan)
+        found = token_logprobs(logits, token)
+        found = jnp.where(is_finite(logits), found, jnp.nan)
         return found.astype(jnp.float32)
 
     values = lax.cond(
@@ -290,7 +289,7 @@ def _store_alternatives(
 
     def top(asked: Array, logits: Callable[[], Array]) -> tuple[Array, Array]:
         def of_all() -> tuple[Array, Array]:
-            return sampler.top_logprobs(logits(), config.max_logprobs)
+            return top_logprobs(logits(), config.max_logprobs)
 
         shapes = jax.eval_shape(of_all)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

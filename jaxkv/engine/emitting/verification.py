@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, sampling
 from jaxkv.engine import drafting, model_runner
 from jaxkv.engine.drafting import AcceptResult, Drafts, Speculation, Tree, VerifyOutput
 from jaxkv.engine.emitting import logit_rows
 from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.sampling import Params, random_keys, sampler
+from jaxkv.sampling import ACCEPT, Params, draw_key
 
 
 class Continuation(NamedTuple):
@@ -120,7 +120,7 @@ def _judge(
     ) -> tuple[AcceptResult, Array]:
         known = answer.num_tokens
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
-        logits = sampler.penalise(
+        logits = sampling.penalise(
             logits, answer.tokens, answer.prompt_length, known, params
         )
         ruling = speculation.verifier(logits, children, draft_probs, params, known, raw)
@@ -129,9 +129,9 @@ def _judge(
         def flip() -> Array:
             """Accepts each child with its probability."""
             keys = params.key, params.sample, known
-            key = random_keys.draw_key(*keys, random_keys.ACCEPT)
+            key = draw_key(*keys, ACCEPT)
             rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
-            return random_keys.uniform(key, rank, accept.dtype) < accept
+            return sampling.uniform(key, rank, accept.dtype) < accept
 
         unsure = jnp.any((accept > 0) & (accept < 1))
         return ruling, lax.cond(unsure, flip, lambda: accept > 0)

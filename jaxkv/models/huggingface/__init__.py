@@ -1,8 +1,19 @@
 """Hugging Face folders: configurations, tensors and weights."""
 
-__all__ = [
-    "configs",
-    "families",
-    "values",
-    "weights",
-]
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.models.huggingface.configs import from_hf, to_hf
+    from jaxkv.models.huggingface.weights import (
+        Place,
+        checked_dtype,
+        checked_params,
+        load_params,
+        read_tree,
+        save_params,
+        write_tree,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

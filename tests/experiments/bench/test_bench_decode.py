@@ -14,10 +14,10 @@ import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, jaxkv_engine
-from experiments.framework import registry
-from experiments.harness import model_shapes, timing
+from experiments.framework import load_experiment
+from experiments.harness import host_share, load_benchmark_model
 from experiments.harness.timing import CallTimes
-from jaxkv.memory import invariants
+from jaxkv import memory
 from jaxkv.progress import Quiet
 from jaxkv.sampling import Sampling
 from tests.support import smoke
@@ -109,7 +109,7 @@ def test_a_stopped_run_has_complete_cases() -> None:
                     return
                 yield case, turn
 
-    (study,) = registry.load_experiment("bench_decode").studies
+    (study,) = load_experiment("bench_decode").studies
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
@@ -155,8 +155,8 @@ def test_host_share_equals_hand_computed_value() -> None:
         # A call without rows.
         CallTimes(dispatched_s=49.0, ready_s=50.0, drained_s=50.0, has_rows=False),
     ]
-    assert timing.host_share(calls) == pytest.approx(3 / 30)
-    assert timing.host_share(calls[:1]) is None
+    assert host_share(calls) == pytest.approx(3 / 30)
+    assert host_share(calls[:1]) is None
 
 
 def info(num_emitted: list[list[int]]) -> Any:
@@ -188,7 +188,7 @@ def test_only_calls_with_full_decode_batches_are_counted() -> None:
 def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
     """Checks lengths after skipped prefill, and that pages are unchanged."""
     config = dataclasses.replace(experiment.CONFIGS["smoke"], prompt_tokens=8)
-    model = model_shapes.load_benchmark_model(config.model, config.dtype)
+    model = load_benchmark_model(config.model, config.dtype)
     bounds = experiment._bounds(config, 2, 8)
     one = jaxkv_engine.JaxkvEngine(model, bounds, "float32")
     engine = one._engine
@@ -205,7 +205,7 @@ def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
         assert float(jnp.std(leaf)) == pytest.approx(1, abs=0.1)
     live = state.slots.sequence >= 0
     size = bounds.page_size
-    found = invariants.violations(state.pool, state.table, live, page_size=size)
+    found = memory.violations(state.pool, state.table, live, page_size=size)
     assert not any(map(int, jax.tree.leaves(found)))
     num_told = sum(len(event.tokens) for event in engine.stream())
     assert num_told == 2 * 4

@@ -15,6 +15,7 @@ from experiments.bench.kernels import checks
 from experiments.harness.kernels import runs
 from jaxkv.progress import Quiet
 from tests.support.commands import Command
+from tests.support.mutation import replace
 
 
 class Part(NamedTuple):
@@ -49,7 +50,7 @@ def call(
 
     def make(left_s: float, *fakes: Part) -> Any:
         clock = Clock(left_s)
-        monkeypatch.setattr(experiment, "now_s", lambda: clock.now_s)
+        replace(monkeypatch, experiment, "now_s", lambda: clock.now_s)
         monkeypatch.setattr(
             experiment.time, "sleep", lambda s: setattr(clock, "now_s", clock.end_s)
         )
@@ -69,8 +70,8 @@ def call(
         names_of = {x.name: x.names for x in fakes}
         parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
         monkeypatch.setattr(experiment, "PARTS", parts)
-        monkeypatch.setattr(experiment, "pieces_by_part", lambda size: names_of)
-        monkeypatch.setattr(experiment, "answer_pieces", answer)
+        replace(monkeypatch, experiment, "pieces_by_part", lambda size: names_of)
+        replace(monkeypatch, experiment, "answer_pieces", answer)
         rows = experiment.run(Config(folder=str(tmp_path)), clock)
         return rows, log
 
@@ -174,13 +175,13 @@ def test_timeline_equals_hand_computed_values() -> None:
 def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checks.check_kernel("tiny", "softcap-decode")
     assert right["implementations"][0]["right"]
-    found = runs.api.paged_attention
+    found = runs.paged_attention
 
     def wrong(*args: Any, **options: Any) -> Any:
         state = found(*args, **options)
         return state._replace(out=state.out * 1.1)
 
-    monkeypatch.setattr(runs.api, "paged_attention", wrong)
+    replace(monkeypatch, runs, "paged_attention", wrong)
     result = checks.check_kernel("tiny", "softcap-decode")
     row = {"part": "correctness", "name": "softcap-decode", "found": result}
     metrics = experiment.metrics([row])
@@ -197,12 +198,11 @@ def test_formula_checks_detect_seeded_errors(
     assert reference["error"] < 1e-5
     assert "not a GPU" in kernel["note"]  # the reason for the missing result on a CPU
     called = "write_rotated_kv" if name == "rotary-write" else "flash_attention"
-    place = checks.rotary_write if name == "rotary-write" else checks
-    right = getattr(place, called)
+    right = getattr(checks, called)
 
     def output(change: Callable[[Any], Any]) -> bool:
         wrong = lambda *args, **options: change(right(*args, **options))  # noqa: E731
-        monkeypatch.setattr(place, called, wrong)
+        monkeypatch.setattr(checks, called, wrong)
         return checks.check_kernel("tiny", name)["implementations"][0]["right"]
 
     assert output(lambda found: found)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.bench.fit import experiment
-from scaling.laws import synthetic
+from scaling.laws import simulate_isoflop_runs
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
 
@@ -37,7 +37,7 @@ def test_a_stopped_run_has_complete_pieces() -> None:
 
 
 def test_analytic_gradient_equals_finite_differences() -> None:
-    data = synthetic.simulate_isoflop_runs(32)
+    data = simulate_isoflop_runs(32)
     columns = (data[x] for x in ("num_params", "num_tokens", "loss"))
     runs = experiment.LossRuns(*map(np.log, columns))
     x = np.array([6.0073404, 6.0179186, 0.5267228, 0.33917084, 0.2849083])

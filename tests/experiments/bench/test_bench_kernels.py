@@ -16,19 +16,26 @@ from jax.experimental.mosaic.gpu import profiler
 from experiments.bench import peer_process
 from experiments.bench.kernels import experiment, peer_frameworks, report
 from experiments.bench.kernels.experiment import Config
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from experiments.framework.report import Sheet
 from experiments.harness.kernels import Implementation, KernelRun, calls, runs
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
-from pallas_kernels.bench import deviceless, problems, sets, specs
+from pallas_kernels.bench import (
+    SETS,
+    compile_function,
+    problems,
+    specs,
+    unavailable_reason,
+)
 from pallas_kernels.bench import timing as bench_timing
 from pallas_kernels.bench.specs import Spec
 from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
 from pallas_kernels.devices import Target
-from pallas_kernels.paged_attention import decode_plan, dispatch, merging, stream_k
+from pallas_kernels.paged_attention import KernelTilings, decode_plan, merging, stream_k
 from tests.support import smoke
 from tests.support.commands import Command, document
+from tests.support.mutation import replace
 
 KEYS = {
     *("spec", "implementation", "seconds", "error"),
@@ -46,13 +53,13 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Any:
             Implementation(name, name != "ours", call, 0.1 if name == "shared" else 1.0)
             for name, call in calls.items()
         ]
-        monkeypatch.setattr(runs, "attention_implementations", lambda: systems)
+        replace(monkeypatch, runs, "attention_implementations", lambda: systems)
 
     return install
 
 
 def tiny(kind: str) -> Spec:
-    spec = next(spec for spec in sets.SETS["tiny"] if spec.kind == kind)
+    spec = next(spec for spec in SETS["tiny"] if spec.kind == kind)
     assert isinstance(spec, Spec)
     return spec
 
@@ -72,7 +79,7 @@ def test_bench_kernels_document(
     assert found["ceilings"].keys() == set(Ceilings._fields)
     rows, absent = found["rows"], found["absent"]
     assert all(row.keys() >= KEYS for row in rows)
-    known = [spec.name for spec in sets.SETS["tiny"]]
+    known = [spec.name for spec in SETS["tiny"]]
     *attention, copy, products = known
     assert list(dict.fromkeys(row["spec"] for row in rows)) == known
     for row in rows:
@@ -123,7 +130,7 @@ def test_a_stopped_run_has_complete_shapes(few: Any) -> None:
         def track(self, items: Any, label: str, unit: str) -> Any:
             yield next(iter(items))
 
-    (study,) = registry.load_experiment("bench_kernels").studies
+    (study,) = load_experiment("bench_kernels").studies
     few(ours=right, theirs=right)
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
@@ -188,7 +195,7 @@ def test_peers_answer_from_separate_processes(
     head, *rows = experiment.run(config)
     assert head["peers"] == {"torch SDPA": "7"}
     output = {row["spec"]: row for row in rows if row["implementation"] == "torch SDPA"}
-    assert len(output) == len(sets.SETS["tiny"]) - 2  # not of copies, nor of products
+    assert len(output) == len(SETS["tiny"]) - 2  # not of copies, nor of products
     for name, row in output.items():
         if name.startswith("tree"):
             assert (row["seconds"], row["note"]) == (None, "no trees")
@@ -230,22 +237,20 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(args)
         return KernelRun(lambda index: None, lambda: 0.0)
 
-    monkeypatch.setattr(calls, "make_run", prepare)
+    replace(monkeypatch, calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: h200)
+    replace(monkeypatch, devices, "current_target", lambda: h200)
     return asked
 
 
 def compiled(prepared: list[Any]) -> list[Any]:
     # Code of the peers raises warnings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return [
-            deviceless.compile_function(run, *turns[0]) for _, run, turns in prepared
-        ]
+        return [compile_function(run, *turns[0]) for _, run, turns in prepared]
 
 
 without_a_compiler = pytest.mark.skipif(
-    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
+    unavailable_reason() is not None, reason="no compiler for GPUs"
 )
 
 
@@ -280,10 +285,10 @@ def test_the_plan_time_is_shared_by_the_layers(
         return Timing(seconds[call], None, 5, None, "cupti")
 
     ceilings = Ceilings(1.0, 1.0, 1.0, 0.125, "cupti")
-    monkeypatch.setattr(bench_timing, "measure", measure)
-    monkeypatch.setattr(bench_timing, "measure_ceilings", lambda **sizes: ceilings)
+    replace(monkeypatch, bench_timing, "measure", measure)
+    replace(monkeypatch, bench_timing, "measure_ceilings", lambda **sizes: ceilings)
     empty = lambda num_kernels: Timing(num_kernels * 0.1, None, None, None, "cupti")  # noqa: E731
-    monkeypatch.setattr(bench_timing, "measure_empty", empty)
+    replace(monkeypatch, bench_timing, "measure_empty", empty)
     few(
         ours=lambda problem: KernelRun(one, lambda: 0.0, plan=two, merge=three),
         theirs=lambda problem: KernelRun(one, lambda: 0.0, plan_s=32.0),
@@ -295,7 +300,7 @@ def test_the_plan_time_is_shared_by_the_layers(
         assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
         assert row["t0_s"] == 0.5
     assert ours["ratio"] == 0.5
-    spec = sets.SETS["tiny"][0]
+    spec = SETS["tiny"][0]
     floor_s = ceilings.floor_s(spec.bytes, spec.flops)
     assert ours["excess_s"] == 2.0 - floor_s
     assert ours["target_s"] == pytest.approx(floor_s / 0.9 + 0.5)
@@ -317,10 +322,10 @@ def test_the_merge_call_gets_the_kernel_output_shapes(
     )
     plan = jax.jit(make_plan)(problem.positions, problem.slots)
     seen: list[Any] = []
-    monkeypatch.setattr(
-        merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
+    replace(
+        monkeypatch, merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
     )
-    tilings = dispatch.KernelTilings(decode=tiling, prefill=tiling)
+    tilings = KernelTilings(decode=tiling, prefill=tiling)
     runs.make_merge_call(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
     states, ends = seen[:2]
@@ -338,7 +343,7 @@ def test_no_measurement_starts_after_the_time_limit(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(peer_frameworks, "now_s", lambda: clock[0])
+    replace(monkeypatch, peer_frameworks, "now_s", lambda: clock[0])
 
     def taking(seconds: float) -> Any:
         def prepare(problem: problems.AttentionProblem) -> KernelRun:
@@ -372,7 +377,7 @@ def test_no_measurement_starts_after_the_time_limit(
 
 def test_informative_shapes_come_first() -> None:
     chosen = experiment._choose(Config(), "gpu")
-    quick, real = (sets.SETS[name] for name in ("quick", "real"))
+    quick, real = (SETS[name] for name in ("quick", "real"))
     assert {*chosen[: len(quick)]} == {*quick}
     assert sorted(map(str, chosen)) == sorted(map(str, real))
 

@@ -13,10 +13,11 @@ import pytest
 from experiments.bench.launches import experiment
 from experiments.bench.launches.experiment import CONFIGS, Launches
 from experiments.cli import run
-from experiments.framework import registry, run_folder, study
+from experiments.framework import Experiment, load_experiment, run_folder
 from pallas_kernels.bench import deviceless
 from pallas_kernels.bench.launches import Route, Thunk
 from tests.support import folders, smoke
+from tests.support.mutation import replace
 
 WHY_NOT = deviceless.unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -135,7 +136,7 @@ def test_copies_of_weights_are_found() -> None:
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviceless, "unavailable_reason", lambda: "there is none")
+    replace(monkeypatch, deviceless, "unavailable_reason", lambda: "there is none")
     with pytest.raises(ValueError, match=r"cannot compile for an H200: there is none"):
         experiment.run(CONFIGS["smoke"])
 
@@ -162,16 +163,19 @@ def test_the_document_has_each_count_by_path() -> None:
 
 
 def test_prepare_runs_before_devices_are_initialized(
-    experiment_with_all: study.Experiment,
+    experiment_with_all: Experiment,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    [launches] = registry.load_experiment("bench_launches").studies
+    [launches] = load_experiment("bench_launches").studies
     assert launches.prepare is experiment.prepare
     calls, begin = [], run_folder.begin_run
     made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
-    monkeypatch.setattr(
-        run_folder, "begin_run", lambda *given: (calls.append(2), begin(*given))
+    replace(
+        monkeypatch,
+        run_folder,
+        "begin_run",
+        lambda *given: (calls.append(2), begin(*given)),
     )
     whole = experiment_with_all._replace(studies=(made_up,))
     run.run(whole, made_up.configs["smoke"], tmp_path / "out")
@@ -179,7 +183,7 @@ def test_prepare_runs_before_devices_are_initialized(
 
 
 @pytest.fixture(name="experiment_with_all")
-def _experiment_with_all(request: pytest.FixtureRequest) -> study.Experiment:
+def _experiment_with_all(request: pytest.FixtureRequest) -> Experiment:
     """The fixture `experiment`, whose name is a module in this file."""
     return request.getfixturevalue("experiment")
 

@@ -5,18 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import harness
 from experiments.bench.simulate import experiment, plain_scheduler
-from experiments.harness import cost_models
-from jaxkv import clock
+from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
-from jaxkv.scheduling import fcfs
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.simulation.step import init_simulation, simulate_steps
 from jaxkv.workloads.arrivals import Workload
 from tests.support import smoke
 
 NUM = 40
-COST = cost_models.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
+COST = harness.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
 
 
 def test_python_scheduler_equals_the_simulator() -> None:
@@ -30,7 +29,7 @@ def test_python_scheduler_equals_the_simulator() -> None:
         clients=jnp.int32(2**30),
     )
     capacity = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
-    policy = fcfs.fcfs()
+    policy = scheduling.fcfs()
 
     @jax.jit
     def start() -> Simulation:

@@ -9,7 +9,7 @@ import pytest
 
 from experiments.bench import peer_process
 from experiments.bench.train import experiment, peers
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from tests.support import smoke
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient
@@ -72,7 +72,7 @@ def test_a_stopped_run_has_complete_widths() -> None:
     rows = experiment.run(config, Impatient("training"))
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
-    (study,) = registry.load_experiment("bench_train").studies
+    (study,) = load_experiment("bench_train").studies
     for kept in (rows, []):
         assert smoke.draw(study, kept)
         assert bool(experiment.summary(kept)) == bool(kept)

@@ -7,12 +7,13 @@ import pytest
 
 from experiments.bench.kernels import report
 from experiments.bench.kernels.experiment import Config, _row
-from experiments.framework import registry, run_folder
+from experiments.framework import begin_run, finish_run, load_experiment
 from experiments.plotting import style
-from pallas_kernels.bench import sets
+from pallas_kernels.bench import SETS
 from pallas_kernels.bench.timing import Ceilings
+from tests.support.mutation import replace
 
-ONE, TWO, COPY = (sets.SETS["quick"][i] for i in (0, 2, 7))
+ONE, TWO, COPY = (SETS["quick"][i] for i in (0, 2, 7))
 
 
 def row(spec: Any, name: str, seconds: float | None, **fields: Any) -> Any:
@@ -26,7 +27,7 @@ def row(spec: Any, name: str, seconds: float | None, **fields: Any) -> Any:
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes run folders of synthetic results, without figures."""
-    monkeypatch.setattr(style, "render_figure", lambda *args, **sizes: {})
+    replace(monkeypatch, style, "render_figure", lambda *args, **sizes: {})
 
     def make(device: str, *, interrupted: bool = False) -> Path:
         folder = tmp_path / "run"
@@ -47,12 +48,10 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             row(TWO, "XLA gather", 3e-4),
             row(COPY, "mosaic_gpu", None, note="it broke"),
         ]
-        experiment = registry.load_experiment("bench_kernels")
-        run_folder.begin_run(folder, experiment, Config())
+        experiment = load_experiment("bench_kernels")
+        begin_run(folder, experiment, Config())
         result = [head, *rows]
-        run_folder.finish_run(
-            folder, experiment, result, duration_s=1.0, interrupted=interrupted
-        )
+        finish_run(folder, experiment, result, duration_s=1.0, interrupted=interrupted)
         return folder
 
     return make

@@ -21,6 +21,7 @@ from tests.support.commands import (
     assert_refused,
     command,
 )
+from tests.support.mutation import replace
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def test_ctrl_c_keeps_the_partial_result(
         return experiment.studies[0].run(config, progress)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
+    replace(monkeypatch, registry, "load_experiment", lambda name: interrupted)
     before = signal.getsignal(signal.SIGINT)
     status, out, err = jaxkv("run", "made_up", "--json")
     assert status == 130, err
@@ -204,7 +205,7 @@ def test_a_second_ctrl_c_stops_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     interrupted = running_by(experiment, run)
-    monkeypatch.setattr(registry, "load_experiment", lambda name: interrupted)
+    replace(monkeypatch, registry, "load_experiment", lambda name: interrupted)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (130, "")
     assert "only the config is in here" in err
@@ -217,8 +218,8 @@ def test_a_full_disk_is_one_line_and_status_2(
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "draw_figure", full)
-    monkeypatch.setattr(run_folder, "mark_status", full)
+    replace(monkeypatch, run_folder, "draw_figure", full)
+    replace(monkeypatch, run_folder, "mark_status", full)
     status, out, err = jaxkv("run", "made_up", "--out", "here", "--json")
     assert (status, out) == (2, "")
     line = "jaxkv: here: cannot be written: No space left on device"

@@ -15,9 +15,9 @@ from experiments.cli import generate, main, results_page
 from experiments.cli.cost import command as cost_command
 from experiments.cli.plan import options as plan_options
 from experiments.cli.train import command as train_command
-from experiments.framework import config_json
-from experiments.harness import bundled
-from scaling.sweeps import family
+from experiments.framework import config_dumps
+from experiments.harness import find_bundled_folder
+from scaling.sweeps import SWEEPS, TRAININGS
 from tests.support.commands import assert_refused, command
 from tests.support.folders import RECORDS
 
@@ -161,7 +161,7 @@ class Fuzz:
     def _cost(self) -> list[str]:
         if self._rng.random() < 0.4:
             return ["llama-2-7b"]
-        bundle = Path(bundled.find_bundled_folder("stdlib-bytes"), "config.json")
+        bundle = Path(find_bundled_folder("stdlib-bytes"), "config.json")
         is_file = self._rng.random() < 0.5
         return [self._file() if is_file else self._copy(bundle, "mine.json")]
 
@@ -188,15 +188,15 @@ class Fuzz:
         return [self._file(), "--prompt", self._value()]
 
     def _train(self) -> list[str]:
-        return self._trained(family.TRAININGS["smoke"])
+        return self._trained(TRAININGS["smoke"])
 
     def _sweep(self) -> list[str]:
-        return self._trained(family.SWEEPS["smoke"])
+        return self._trained(SWEEPS["smoke"])
 
     def _trained(self, config: Any) -> list[str]:
         if self._rng.random() < 0.4:
             return [self._file()]
-        document = self._changed(json.loads(config_json.config_dumps(config)))
+        document = self._changed(json.loads(config_dumps(config)))
         Path("mine.json").write_text(json.dumps(document))
         return ["mine.json", "--print-config"]
 

@@ -13,17 +13,21 @@ from matplotlib import pyplot as plt
 
 from experiments.fitting import Config, drawing, fitting, grids, report
 from experiments.fitting.report import metrics, summary
-from scaling.fits import fit as fits_fit
-from scaling.fits import levenberg_marquardt, profile
-from scaling.fits.fit import describe_thinning, from_json
+from scaling.fits import fit as fit_law
+from scaling.fits import (
+    levenberg_marquardt,
+    profile,
+)
+from scaling.fits.fitting import describe_thinning, from_json
 from scaling.frontiers import Frontier, frontier_set
 from scaling.frontiers.frontier import Minima, PowerLaw
-from scaling.laws import synthetic
+from scaling.laws import simulate_isoflop_runs
 from scaling.laws.published import CHINCHILLA
 from scaling.logs.log import read_log
 from tests.support import traces
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
+from tests.support.mutation import replace
 
 ALPHA, BETA = 0.36, 0.38
 
@@ -275,7 +279,7 @@ def test_ctrl_c_keeps_the_completed_fits(sweep: Path) -> None:
 @pytest.mark.thorough
 def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     log = read_log(sweep)
-    fit = fits_fit.fit(CHINCHILLA, log.columns)
+    fit = fit_law(CHINCHILLA, log.columns)
     names = profile.choose_pair(fit)
     assert names == ("alpha", "beta")
     alpha, beta = (fit.coefficients[name] for name in names)
@@ -284,7 +288,7 @@ def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
     assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()
     # With the exponents held, least squares of the loss is linear in E, A and B.
-    squares = fits_fit.fit(CHINCHILLA, log.columns, loss="mse", space="linear")
+    squares = fit_law(CHINCHILLA, log.columns, loss="mse", space="linear")
     n, d, seen = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
     design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
     left = seen - design @ np.linalg.lstsq(design, seen)[0]
@@ -298,7 +302,7 @@ def test_long_logs_report_subsampling(sweep: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(grids, "MAX_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
     monkeypatch.setattr(frontier_set, "MAX_GROUPED", 28)
-    monkeypatch.setattr(profile, "profile_objective", None)  # it is not called
+    replace(monkeypatch, profile, "profile_objective", None)  # it is not called
     config = Config(log=str(sweep), bootstrap=50)
     result = fitting.run(config)
     document = json.loads(result.document)
@@ -336,7 +340,7 @@ FIT_AND_TELL_MEMORY = """if True:
     not Path("/proc/self/status").exists(), reason="no /proc/self/status"
 )
 def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
-    runs = synthetic.simulate_isoflop_runs(100_000)
+    runs = simulate_isoflop_runs(100_000)
     rows = np.stack([*runs.values()], 1)
     log = tmp_path / "log.csv"
     np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
@@ -461,7 +465,7 @@ def test_disjoint_intervals_give_a_warning() -> None:
         "num_tokens": np.tile([2e8, 6e8, 2e9, 6e9], 4),
     }
     data["loss"] = loss(*data.values())
-    found = fits_fit.fit(CHINCHILLA, data)
+    found = fit_law(CHINCHILLA, data)
     law = PowerLaw(1.0, 0.6, (0.58, 0.62))
     minima = Minima.nowhere(1, 2, 0)
     flops = np.array([1e18, 1e19])

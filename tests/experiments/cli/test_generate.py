@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from experiments.cli import compilation_cache, generate
-from experiments.cli.console import answer_writer
+from experiments.cli.console import AnswerWriter
 from experiments.harness import bundled, terminal_text
-from jaxkv.models import checkpoints, transformer
-from jaxkv.serving import engine
+from jaxkv import models
+from jaxkv.models import load_model
+from jaxkv.serving import Engine
 from jaxkv.serving.outputs import Event
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused, command, document
@@ -182,9 +183,9 @@ def test_beam_search_flags_set_sampling_parameters() -> None:
 
 def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
     """Returns log-probabilities of the next token after each token."""
-    model = checkpoints.load_model(bundled.find_bundled_folder(model_name))
+    model = load_model(bundled.find_bundled_folder(model_name))
     sequence = jnp.asarray([tokens])
-    logits = transformer.logits(model.params, sequence, config=model.config)
+    logits = models.logits(model.params, sequence, config=model.config)
     return np.asarray(jax.nn.log_softmax(logits[0], axis=1))
 
 
@@ -243,16 +244,14 @@ def test_bad_input_is_one_line_and_status_2(
 def test_ctrl_c_keeps_the_text_so_far(
     jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = answer_writer.AnswerWriter.__call__
+    say = AnswerWriter.__call__
 
-    def interrupt(
-        self: answer_writer.AnswerWriter, index: int, text: str, done: bool
-    ) -> None:
+    def interrupt(self: AnswerWriter, index: int, text: str, done: bool) -> None:
         say(self, index, text, done)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(answer_writer.AnswerWriter, "__call__", interrupt)
-    monkeypatch.setattr(answer_writer.AnswerWriter, "finish", lambda self: None)
+    monkeypatch.setattr(AnswerWriter, "__call__", interrupt)
+    monkeypatch.setattr(AnswerWriter, "finish", lambda self: None)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--json")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
     assert status == 130
@@ -265,15 +264,15 @@ def interrupt_when(
     monkeypatch: pytest.MonkeyPatch, is_so: Callable[[Event], object]
 ) -> None:
     """Sends Ctrl-C after the first event that satisfies a condition."""
-    stream = engine.Engine.stream
+    stream = Engine.stream
 
-    def interrupted(self: engine.Engine) -> Iterator[Event]:
+    def interrupted(self: Engine) -> Iterator[Event]:
         for event in stream(self):
             yield event
             if is_so(event):
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.Engine, "stream", interrupted)
+    monkeypatch.setattr(Engine, "stream", interrupted)
 
 
 @pytest.mark.thorough
@@ -314,7 +313,7 @@ def test_control_characters_do_not_reach_the_terminal(
             return True
 
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    write = answer_writer.AnswerWriter(("a\x1b]b", "c"))
+    write = AnswerWriter(("a\x1b]b", "c"))
     write(1, "late", True)
     write(0, "x\x1b[2J\r    y", False)
     write.finish()
@@ -327,7 +326,7 @@ def test_control_characters_do_not_reach_the_terminal(
 def test_ranked_answers_are_written_whole_and_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write = answer_writer.AnswerWriter(("a", "b", "c"), whole=True)
+    write = AnswerWriter(("a", "b", "c"), whole=True)
     write(2, "z", True, -3.0)
     write(1, "y", True, -2.0)
     assert capsys.readouterr().out == ""

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.cli.console import interrupts
-from experiments.framework import registry, run_folder
+from experiments.framework import load_experiment, run_folder
 from experiments.training.bundled_model import experiment
-from scaling.training import train
+from scaling.training import restore_checkpoint
 from scaling.training.step import init_train_state
 from tests.support import engines
 
@@ -83,7 +83,7 @@ def test_ctrl_c_without_results_ends_at_once(
 # A library that swallows KeyboardInterrupt, like a garbage collector's callback.
 STUBBORN = """if True:
     import time
-    from experiments.framework import registry
+    from experiments.cli import main
     def load(name):
         print("here", flush=True)
         while True:
@@ -91,7 +91,7 @@ STUBBORN = """if True:
                 time.sleep(60)
             except BaseException:
                 pass
-    registry.load_experiment = load
+    main.load_experiment = load
 """
 
 
@@ -105,7 +105,7 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     output, err = press(process)
     assert err == STOPPING
     assert "interrupted; the result is partial" in output
-    kept = run_folder.read_run(out, registry.load_experiment("demo"))
+    kept = run_folder.read_run(out, load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert not kept.result.continuous.is_done.any()
     names = {path.name for path in out.iterdir()}
@@ -130,7 +130,7 @@ def test_ctrl_c_during_serving_keeps_partial_results(
     while not (line := heard(process.stderr)).startswith(whole):
         assert line.startswith("static batching: ")  # a progress line on a busy machine
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, registry.load_experiment("demo"))
+    kept = run_folder.read_run(out, load_experiment("demo"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.static.is_done.all()
     assert not kept.result.continuous.is_done.all()
@@ -152,15 +152,15 @@ def test_a_second_ctrl_c_does_not_wait_for_the_compiler(
 # One bytecode instruction that takes minutes, like a compilation, without signals.
 DEAF = """if True:
     import hashlib, os
-    from experiments.framework import registry
-    load = registry.load_experiment
+    from experiments.cli import main
+    load = main.load_experiment
     def run(config, progress):
         os.write(1, b"here\\n")  # atomic, unlike print, if a signal arrives
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
     def deaf(name):
         found = load(name)
         return found._replace(studies=(found.studies[0]._replace(run=run),))
-    registry.load_experiment = deaf
+    main.load_experiment = deaf
 """
 
 
@@ -184,13 +184,13 @@ def test_an_interrupted_training_run_can_be_resumed(
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, registry.load_experiment("bundled_model"))
+    kept = run_folder.read_run(out, load_experiment("bundled_model"))
     assert kept.env["status"] == "interrupted"
     assert kept.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
     config = experiment.CONFIGS["smoke"].trunk
     like = init_train_state(config.model, config.optimizer, jnp.int32(0))
-    step = int(train.restore_checkpoint(last, like).step)
+    step = int(restore_checkpoint(last, like).step)
     lines = (folder / "trunk" / "curve.jsonl").read_text().splitlines()
     assert step == json.loads(lines[-1])["step"] > 0
 
@@ -235,7 +235,7 @@ def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
         "interrupted; the result is partial",
         f"report: {out / 'report.md'}",
     ]
-    kept = run_folder.read_run(out, registry.load_experiment("lecture_numbers"))
+    kept = run_folder.read_run(out, load_experiment("lecture_numbers"))
     assert kept.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
@@ -243,8 +243,8 @@ def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
 # Waits to be stopped before it begins.
 PATIENT = """if True:
     import time
-    from experiments.framework import registry
-    load = registry.load_experiment
+    from experiments.cli import main
+    load = main.load_experiment
     def waiting(experiment):
         (study,) = experiment.studies
         def run(config, progress):
@@ -253,7 +253,7 @@ PATIENT = """if True:
                 time.sleep(0.01)
             return study.run(config)
         return experiment._replace(studies=(study._replace(run=run),))
-    registry.load_experiment = lambda name: waiting(load(name))
+    main.load_experiment = lambda name: waiting(load(name))
 """
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.fits import fit as fits_fit
-from scaling.fits.fit import to_json
-from scaling.laws import published
+from scaling import fits
+from scaling.fits.fitting import to_json
+from scaling.laws import CHINCHILLA, compute_optimum
 from scaling.plan import budgets
 from tests.support.commands import Command, assert_refused, document, words
 
@@ -32,7 +32,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flops": flops,
         "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
     }
-    found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=60)
+    found = fits.fit(CHINCHILLA, data, bootstrap=60)
     document = to_json(found) | {"count": "non-embedding", "others": []}
     folder = tmp_path_factory.mktemp("fit")
     (folder / "fit.json").write_text(json.dumps(document))
@@ -178,8 +178,8 @@ def test_a_fit_gives_intervals_and_its_parameter_count(
 ) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
     found = planned(jaxkv, args)
-    truth = published.compute_optimum(
-        published.CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
+    truth = compute_optimum(
+        CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
     )
     low, high = found["interval"]
     assert low < found["loss"] < high
@@ -218,7 +218,7 @@ def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> N
     assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
 
     fitted = planned(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
-    powers = published.CHINCHILLA.two_powers
+    powers = CHINCHILLA.two_powers
     assert powers is not None
     truth = powers(dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36))
     low, high = fitted["flops_interval"]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.framework import config_json
+from experiments.framework import config_dumps
 from jaxkv import files
 from jaxkv.parallel import processes
-from scaling.sweeps import family
-from scaling.training import train
+from scaling import training
+from scaling.sweeps import TRAININGS
 from tests.support.folders import ROOT
 
 
@@ -129,7 +129,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the config of a run that does not end by itself."""
     config = tmp_path_factory.mktemp("configs") / "long.json"
     endless = {"num_steps": 10**6, "checkpoint_every": 500}
-    given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
+    given = json.loads(config_dumps(TRAININGS["smoke"]))
     config.write_text(json.dumps(given | endless))
     return str(config)
 
@@ -215,7 +215,7 @@ def test_a_second_signal_ends_all_at_once(
 @pytest.mark.slow
 def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
     config = tmp_path / "mine.json"
-    given = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
+    given = json.loads(config_dumps(TRAININGS["smoke"]))
     # At the smoke run's rate rounding grows to a relative 2e-2.
     changed = {"num_steps": 400, "checkpoint_every": 100, "learning_rate": 3e-3}
     config.write_text(json.dumps(given | changed))
@@ -299,7 +299,7 @@ def test_a_process_without_devices_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="1 devices leaves some of 2 processes"):
         processes.check_all_used(1)
     with pytest.raises(ValueError, match="1 devices leaves some of 2 processes"):
-        train.train(family.TRAININGS["smoke"], Path("nowhere"))
+        training.train(TRAININGS["smoke"], Path("nowhere"))
 
 
 def test_undivided_commands_reject_several_processes(

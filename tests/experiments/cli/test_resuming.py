@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import config_json
-from scaling.sweeps import family
+from experiments.framework import config_dumps
+from scaling.sweeps import TRAININGS
 from tests.support import texts
 from tests.support.commands import Command, assert_refused, document
 
@@ -16,7 +16,7 @@ STOPPED = "train mine.json --out run --max-seconds 1e-9"
 
 def write_config(name: str, **changes: Any) -> None:
     """Writes the smoke config, for a small text."""
-    config = json.loads(config_json.config_dumps(family.TRAININGS["smoke"]))
+    config = json.loads(config_dumps(TRAININGS["smoke"]))
     corpus = config["corpus"] | {"pattern": "text/*.py", "held_out": 0.2}
     Path(name).write_text(json.dumps(config | {"corpus": corpus} | changes))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.framework import config_json
+from experiments.framework import config_dumps, config_loads
 from experiments.harness import sweep_tables
-from scaling.fits import result
-from scaling.sweeps import family
+from scaling.fits import from_json
+from scaling.sweeps import SWEEPS, TRAININGS
 from scaling.sweeps.grid import SweepConfig
 from scaling.training.recipes import TrainConfig
 from tests.support.commands import Command, assert_refused, document
@@ -32,7 +32,7 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
     assert "9 rows left out: not the best learning rate of size and tokens" in output
     law = json.loads(Path("runs/sweep-mine/fit.json").read_text())
     assert law["num_points"] == 9
-    assert result.from_json(json.dumps(law)).law == "chinchilla"
+    assert from_json(json.dumps(law)).law == "chinchilla"
     # No flag gives the byte vocabulary and the windows of 32 of these models.
     plan = document(
         jaxkv, "plan", "--law", "runs/sweep-mine/fit.json", "--flops", "1e12"
@@ -140,12 +140,12 @@ def test_a_window_longer_than_the_text_is_rejected(jaxkv: Command) -> None:
 
 def test_shipped_configs_survive_json() -> None:
     for config_type, shipped in (
-        (SweepConfig, family.SWEEPS),
-        (TrainConfig, family.TRAININGS),
+        (SweepConfig, SWEEPS),
+        (TrainConfig, TRAININGS),
     ):
         for config in shipped.values():
-            text = config_json.config_dumps(config)
-            assert config_json.config_loads(config_type, text, "x") == config
+            text = config_dumps(config)
+            assert config_loads(config_type, text, "x") == config
 
 
 def test_the_loss_table_shows_completed_runs() -> None:

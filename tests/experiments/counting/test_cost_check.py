@@ -8,7 +8,7 @@ from experiments.counting.cost_check.experiment import (
     formula_over_count,
     run,
 )
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from tests.support import smoke
 
 
@@ -28,7 +28,7 @@ def test_formulas_agree_with_jax_and_xla(config: str) -> None:
         assert formula_over_count(row, "forward") == pytest.approx(1, abs=0.02)
         assert formula_over_count(row, "training") == pytest.approx(1, abs=0.02)
         assert row["xla_temporary_bytes"] > 0
-    experiment = registry.load_experiment("cost_check")
+    experiment = load_experiment("cost_check")
     (study,) = experiment.studies
     assert study.report_parts(rows)
     assert b"training" in smoke.draw(study, rows)["figure.svg"]

@@ -14,17 +14,15 @@ from experiments.decoding.jacobi.fine_tuning import (
     Result,
 )
 from experiments.decoding.speculation.on_text import DecodingRuns
-from experiments.framework import registry
-from jaxkv.models import checkpoints
-from scaling.corpora import corpora
+from experiments.framework import load_experiment
+from jaxkv.models import load_model
+from scaling.corpora import CorpusConfig
 from scaling.training.consistency import Consistency
 from tests.support import smoke
 
-STUDY = next(
-    x for x in registry.load_experiment("jacobi").studies if x.run is fine_tuning.run
-)
+STUDY = next(x for x in load_experiment("jacobi").studies if x.run is fine_tuning.run)
 TINY = Config(
-    corpus=corpora.CorpusConfig(held_out=0.02),
+    corpus=CorpusConfig(held_out=0.02),
     objective=Consistency(prompt_tokens=8, block_tokens=6, text_tokens=16),
     num_texts=8,
     guesses=4,
@@ -103,5 +101,5 @@ def test_a_small_run_trains_exports_and_evaluates(tmp_path: Path) -> None:
     assert result.trained[-1] == 10
     assert np.isfinite(result.loss).all()
     assert (result.models.steps <= 6).all()
-    made = checkpoints.load_model(folder)
+    made = load_model(folder)
     assert made.tokenizer is not None

@@ -14,7 +14,7 @@ from experiments.decoding.jacobi.from_text import (
 )
 from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework.study import studies_of
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from tests.support import engines, smoke
 from tests.support.engines import MODEL, Ask
@@ -32,7 +32,7 @@ def test_the_correct_prefix_is_counted() -> None:
 
 
 def loaded() -> Any:
-    return checkpoints.LoadedModel(MODEL, engines.params(), None, ())
+    return LoadedModel(MODEL, engines.params(), None, ())
 
 
 def asks_of(num: int) -> list[Sampling]:

@@ -12,8 +12,9 @@ from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
 from experiments.framework.study import studies_of
 from jaxkv.progress import QUIET
-from jaxkv.text import tokenizer
+from jaxkv.text import ByteTokenizer
 from tests.support import smoke
+from tests.support.mutation import replace
 
 (STUDY,) = studies_of(experiment)
 
@@ -104,8 +105,8 @@ def test_adaptive_counts_are_means_over_rounds(
         counts = serving.DecodeCounts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)
         return [[7] for _ in texts], counts
 
-    monkeypatch.setattr(serving, "decode_batches", decode)
-    model: Any = types.SimpleNamespace(tokenizer=tokenizer.ByteTokenizer(256))
+    replace(monkeypatch, serving, "decode_batches", decode)
+    model: Any = types.SimpleNamespace(tokenizer=ByteTokenizer(256))
     ways = [("n-gram", 4), ("n-gram, adaptive", 4)]
     rows = held_out.decode_in_turns(
         Config(), model, [(1, 0.0)], lambda _: ways, QUIET, rounds=3, serve=serve

@@ -5,11 +5,11 @@ import pytest
 
 from experiments.decoding.speculation import synthetic
 from experiments.decoding.speculation.synthetic import Config, Result, TimedDrafts
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from tests.support import smoke
 
 STUDY = next(
-    x for x in registry.load_experiment("speculation").studies if x.run is synthetic.run
+    x for x in load_experiment("speculation").studies if x.run is synthetic.run
 )
 TINY = Config(
     shape="random-tiny",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv import memory
+from jaxkv.memory import Pages
 from tests.support import engines
 
 # Slow, because `test_readme.py` runs programs that show the same.
@@ -116,8 +117,8 @@ def make_params() -> dict:
     return {"embed": draw(VOCAB, HIDDEN, std=1.0), "places": places, "layers": layers}
 
 
-def make_pages() -> kv_pages.Pages:
-    return kv_layout.make_pages(
+def make_pages() -> Pages:
+    return memory.make_pages(
         num_layers=2,
         num_pages=CONFIG.num_pages,
         num_kv_heads=HEADS,

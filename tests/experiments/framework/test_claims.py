@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import claims, report
+from experiments.framework import (
+    Claim,
+    MeasuredValue,
+    claim_numbers,
+    claims_file,
+    count_verdicts,
+    group_heads,
+)
 from experiments.framework.claims import ClaimsFile, judge, measured
 
 TEXT = """
@@ -44,7 +51,7 @@ because = "small"
 
 def book(folder: Path, text: str) -> ClaimsFile:
     (folder / "claims.toml").write_text(text)
-    return claims.claims_file(str(folder / "module.py"))
+    return claims_file(str(folder / "module.py"))
 
 
 def test_a_claim_is_formatted_and_judged(tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_errors_of_a_claims_file_are_reported(
     ],
 )
 def test_measurements_that_contradict_the_file_are_rejected(
-    found: claims.MeasuredValue, message: str, tmp_path: Path
+    found: MeasuredValue, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         book(tmp_path, TEXT).judge(lambda result: [found])(None)
@@ -193,7 +200,7 @@ unit = "1"
 """
 
 
-def judged(folder: Path, *found: claims.MeasuredValue) -> list[claims.Claim]:
+def judged(folder: Path, *found: MeasuredValue) -> list[Claim]:
     return book(folder, KINDS).judge(lambda result: found)(None)
 
 
@@ -202,7 +209,7 @@ def test_a_published_range_is_one_claim_with_one_verdict(tmp_path: Path) -> None
     found = judged(tmp_path, *(measured("range", x, data="a") for x in values))
     assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
     assert {(x.published, x.published_high) for x in found} == {(1.7, 2.7)}
-    assert "published 1.7 to 2.7 (they)" in report.claim_numbers(found[0])
+    assert "published 1.7 to 2.7 (they)" in claim_numbers(found[0])
     with pytest.raises(ValueError, match="must be set if and only if"):
         judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
 
@@ -219,7 +226,7 @@ def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) 
     assert {(x.verdict, x.kind) for x in found} == {("differs", "cannot compare")}
     ways = ["holds", "fails", "not decided", "holds", "fails"]
     assert [x.direction for x in found] == ways
-    assert report.claim_numbers(found[1]).endswith("; its direction: fails")
+    assert claim_numbers(found[1]).endswith("; its direction: fails")
 
 
 def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
@@ -236,8 +243,8 @@ def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
     assert (check.kind, check.verdict) == ("checks", "holds")
     assert (other.kind, other.verdict) == ("checks", "differs")
     # The number of a check is not published.
-    assert report.claim_numbers(check) == "ours 0, expected 0 (an oracle)"
-    found = report.count_verdicts([a, b, check, other])
+    assert claim_numbers(check) == "ours 0, expected 0 (an oracle)"
+    found = count_verdicts([a, b, check, other])
     assert found["reproductions"] == {"holds": 0, "fails": 1, "differs": 0}
     assert found["calibrated"] == {"holds": 1, "fails": 0, "differs": 0}
     assert found["checks"] == {"holds": 1, "fails": 0, "differs": 1}
@@ -261,7 +268,7 @@ def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
     verdicts = [*3 * ["not judged"], "fails", "holds"]
     assert [x.verdict for x in found] == verdicts
     assert not any(x.direction for x in found)
-    heads = [*report.group_heads(found)]
+    heads = [*group_heads(found)]
     assert heads[0].endswith("0 differ in conditions, 2 not judged: smoke")
 
 

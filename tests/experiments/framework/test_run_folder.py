@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from experiments.framework import config_json, run_folder
+from experiments import framework
+from experiments.framework import run_folder
 from experiments.framework.claims import Claim, Relation, judge
 from experiments.framework.study import Experiment
 from jaxkv import files
@@ -241,10 +242,10 @@ def test_a_verdict_follows_from_the_numbers(
 
 def test_documents_are_strict_json() -> None:
     value = {"a": np.float32(1.5), "b": [math.inf, np.arange(2)], "c": Path("x")}
-    assert json.loads(config_json.dumps(value)) == {
+    assert json.loads(framework.dumps(value)) == {
         "a": 1.5,
         "b": [None, [0, 1]],
         "c": "x",
     }
     with pytest.raises(TypeError, match="cannot be written"):
-        config_json.dumps(object())
+        framework.dumps(object())

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jaxtyping import Float
 
-from experiments.framework import run_folder, table
+from experiments import framework
+from experiments.framework import run_folder, to_rows
 from experiments.framework.report import Sheet
 from experiments.framework.table import (
     Bools,
@@ -100,10 +101,10 @@ def test_a_result_is_saved_and_reported(loads: Loads, tmp_path) -> None:
     again = run_folder._load_arrays(tmp_path / "result.npz", Result)
     assert (again.tail.p95_s, again.secret) == (0.5, "x")
     assert again.loads.rows() == loads.rows()
-    output = table.metrics(again)
+    output = framework.metrics(again)
     assert [*output] == ["slope", "loads", "tail"]
     assert output["tail"] == {"p95_s": 0.5}
-    assert table.sheets(again) == [
+    assert framework.sheets(again) == [
         Sheet("", ("metric", "value"), [("slope", "-")]),
         loads.sheet("all loads"),
         Sheet("", ("metric", "value"), [("p95", "500 ms")]),
@@ -112,10 +113,10 @@ def test_a_result_is_saved_and_reported(loads: Loads, tmp_path) -> None:
 
 def test_columns_by_name_become_rows() -> None:
     columns = {"tokens": np.array([1, 2]), "is_same": np.array([True, False])}
-    found = table.to_rows(columns)
+    found = to_rows(columns)
     assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
     assert type(found[0]["tokens"]) is int
-    assert table.to_rows({"tokens": np.zeros(0)}) == []
+    assert to_rows({"tokens": np.zeros(0)}) == []
 
 
 class Bare(ResultRecord):

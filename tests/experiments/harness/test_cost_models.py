@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models, named_costs
+from experiments.harness import RooflineCost, figure_12, make_roofline_cost, named_costs
 from jaxkv.simulation.step import Work
-from scaling.costs import devices, steps
-from scaling.shapes import published
+from scaling import shapes
+from scaling.costs import find_device, steps
 from tests.support.folders import RECORDS
 
 
@@ -56,9 +56,9 @@ def test_published_fits_give_the_printed_step_times(
 def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
     """A prefill chunk after 50 tokens, and two decodes."""
     new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
-    found = cost_models.make_roofline_cost(
-        published.describe(model),
-        devices.find_device("a100-80gb"),
+    found = make_roofline_cost(
+        shapes.describe(model),
+        find_device("a100-80gb"),
         num_devices=2,
         compute_share=0.5,
         overhead_s=0.002,
@@ -71,7 +71,7 @@ def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
         prompt_squares=120**2 - 50**2,
         num_drawn=3,
     )
-    assert isinstance(found.cost, cost_models.RooflineCost)
+    assert isinstance(found.cost, RooflineCost)
     apart = steps.step_work(found.cost.step, new, past, jnp.int32(3))
     np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
@@ -96,7 +96,7 @@ def test_a_fit_to_a_run_reproduces_its_times() -> None:
 
 
 def test_cost_models_can_be_vmapped() -> None:
-    scales = [cost_models.figure_12(scale=x).cost for x in (1.0, 2.0)]
+    scales = [figure_12(scale=x).cost for x in (1.0, 2.0)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *scales)
     prices = jax.vmap(lambda cost: cost(work(num_decodes=3)))(stacked)
     np.testing.assert_allclose(prices[1], 2 * prices[0])

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder
-from experiments.plotting import layout, style, systems
+from experiments.framework import load_experiment, read_run
+from experiments.plotting import SYSTEMS, layout, style, system_style
 from tests.support import figures, smoke
 from tests.support.folders import RECORDS
 
@@ -32,13 +32,11 @@ def test_the_figure_of_a_record_meets_the_rubric(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
-    kept = run_folder.read_run(
-        RECORDS / name, registry.load_experiment(env["experiment"])
-    )
+    kept = read_run(RECORDS / name, load_experiment(env["experiment"]))
     sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
     assert figures.faults(sheet) == []
     for system, color in figures.looks(sheet):
-        assert color == pytest.approx(systems.system_style(system).color), system
+        assert color == pytest.approx(system_style(system).color), system
     # A file for each panel of the figure.
     panels = {path.name for path in (RECORDS / name).glob("figure-*.png")}
     num = len(sheet.axes) if len(sheet.axes) > 1 else 0
@@ -124,8 +122,8 @@ def test_faults_of_figures_are_detected(
 def test_systems_differ_in_colour_or_marker() -> None:
     """Systems in one figure differ in colour or marker; none is yellow."""
     yellow = style.colors()[4]
-    for name in systems.SYSTEMS:
-        assert systems.system_style(name).color != yellow
+    for name in SYSTEMS:
+        assert system_style(name).color != yellow
     for group in (
         ("jaxkv", "PyTorch", "PyTorch, compiled", "transformers", "llama.cpp"),
         ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged"),
@@ -133,7 +131,7 @@ def test_systems_differ_in_colour_or_marker() -> None:
         ("static", "continuous", "continuous, paged"),
         ("n-gram", "Jacobi", "lookahead", "Medusa", "EAGLE", "draft model"),
     ):
-        looks = [systems.system_style(name) for name in group]
+        looks = [system_style(name) for name in group]
         assert len({look.color for look in looks}) == len(group)
         assert len({look.marker for look in looks}) == len(group)
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.serving.chatbot import experiment
 from experiments.serving.chatbot.experiment import Config
-from jaxkv.workloads import lengths
+from jaxkv.workloads import SHAREGPT
 from tests.support import smoke
 
 
@@ -26,7 +26,7 @@ def test_prompts_end_with_the_last_tokens_of_the_conversation() -> None:
 
 def share_of_full_prompts(rng: np.random.Generator, goes_on: float, num: int) -> float:
     """Returns the share of full prompts in conversations drawn round by round."""
-    said = lengths.SHAREGPT.draw(rng, 8 * num)
+    said = SHAREGPT.draw(rng, 8 * num)
     rounds = zip(said.prompt.tolist(), said.output.tolist(), strict=True)
     full = 0
     for _ in range(num):

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models
+from experiments import harness
+from experiments.harness import PAGE_SIZE
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.experiment import Result
-from jaxkv.scheduling.chunked_prefill import chunked_prefill
-from jaxkv.simulation import SerializedPhases, costs
+from jaxkv.scheduling.prefill_chunks import chunked_prefill
+from jaxkv.simulation import SerializedPhases, make_work
 from tests.support import smoke
 from tests.support.plans import counts, plan_of
 
@@ -49,8 +50,8 @@ def test_max_running_limits_admission() -> None:
 
 
 def test_a_serialized_step_costs_the_sum_of_both() -> None:
-    cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    both = costs.make_work(
+    cost = harness.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    both = make_work(
         num_decodes=2,
         num_prompt_rows=8,
         decode_context=30,
@@ -73,13 +74,13 @@ def test_a_serialized_step_costs_the_sum_of_both() -> None:
 def decode_s(model: settings.ServedModel, batch: int, context: int) -> float:
     """Returns the time of a decode step."""
     every = batch * context
-    work = costs.make_work(num_decodes=batch, decode_context=every, num_drawn=batch)
+    work = make_work(num_decodes=batch, decode_context=every, num_drawn=batch)
     return float(model.cost(work))
 
 
 def test_settings_are_the_papers() -> None:
     yi = settings.MODELS["Yi-34B"]
-    assert yi.num_pages * cost_models.PAGE_SIZE == pytest.approx(306_000, rel=0.01)
+    assert yi.num_pages * PAGE_SIZE == pytest.approx(306_000, rel=0.01)
     for model in settings.MODELS.values():
         step_s = decode_s(model, 32, 4096)
         assert 4 < model.limits_s["strict"] / step_s < 7

@@ -10,10 +10,11 @@ import pytest
 
 from experiments.framework.report import Sheet
 from experiments.framework.study import studies_of
-from experiments.harness import prompts
+from experiments.harness import cut_held_out_prompts, draw_ragged_lengths
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
-from jaxkv.engine import step
+from jaxkv.engine import StepInfo
+from jaxkv.sampling import Sampling
 from jaxkv.serving.outputs import Completion, FinishedAnswer
 from jaxkv.text.tokenizer import ByteTokenizer
 from tests.support import smoke
@@ -142,24 +143,21 @@ def test_invalid_arguments_are_refused_in_one_line(
 
 
 def test_lengths_vary_within_their_bounds() -> None:
-    sizes = prompts.draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    sizes = draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert min(sizes) == 16
     assert max(sizes) == 192
     assert 50 < np.median(sizes) < 61  # the middle is 55.4
-    again = prompts.draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
+    again = draw_ragged_lengths(np.random.default_rng(0), (16, 192), 0.9, 2000)
     assert sizes == again
 
 
 def test_prompts_are_held_out_text_from_the_start_of_a_line() -> None:
-    from scaling.corpora import corpora
+    from scaling.corpora import STANDARD_LIBRARY, load_documents
 
     rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
-    tokenizer, ask = ByteTokenizer(257), prompts.Sampling.greedy()
-    requests = prompts.cut_held_out_prompts(tokenizer, sizes, [ask] * 3, rng)
-    texts = [
-        x.text.decode()
-        for x in corpora.load_documents(corpora.STANDARD_LIBRARY).held_out
-    ]
+    tokenizer, ask = ByteTokenizer(257), Sampling.greedy()
+    requests = cut_held_out_prompts(tokenizer, sizes, [ask] * 3, rng)
+    texts = [x.text.decode() for x in load_documents(STANDARD_LIBRARY).held_out]
     assert [len(request.tokens) for request in requests[:2]] == sizes[:2]
     for request in requests:
         assert any(("\n" + text).find("\n" + request.text) >= 0 for text in texts)
@@ -176,11 +174,11 @@ def test_serving_metrics_equal_those_by_hand() -> None:
 
     rows = np.array([[3, 0], [1, 4], [0, 0], [1, 1]])
     ids = np.where(rows > 0, [[0, 1]] * 4, -1)
-    fields: dict[str, Any] = dict.fromkeys(step.StepInfo._fields)
+    fields: dict[str, Any] = dict.fromkeys(StepInfo._fields)
     fields |= {"request_id": ids, "num_rows": rows, "held": rows > 9}
     fields["used_pages"] = np.array([1, 2, 2, 3])
     fields["used_places"] = np.array([3, 8, 8, 6])
-    info = step.StepInfo(**fields)
+    info = StepInfo(**fields)
     served = experiment.collect_record(
         info,
         {0: answer(0, 3, 1.0, 2.0), 1: answer(1, 2, 1.0, 4.0)},

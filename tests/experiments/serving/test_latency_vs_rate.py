@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder
+from experiments.framework import load_experiment, read_run
 from experiments.framework.study import studies_of
-from experiments.plotting import style
+from experiments.plotting import render_figure
 from experiments.serving.latency_vs_rate import (
     azure,
     figures,
@@ -20,34 +20,42 @@ from experiments.serving.latency_vs_rate import (
 )
 from experiments.serving.latency_vs_rate.published import PANELS, beam_pool_factor
 from jaxkv import clock
-from jaxkv.workloads import LatencyCurve, lengths, load_curves
+from jaxkv.workloads import (
+    ALPACA,
+    SHAREGPT,
+    LatencyCurve,
+    choose_rates,
+    load_ratios,
+    sustained_rate,
+)
 from tests.support import smoke
 from tests.support.folders import RECORDS
+from tests.support.mutation import replace
 
 CURVE = LatencyCurve(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.05, 0.05, 0.5, 5.0]))
 
 
 def test_a_bound_is_crossed_between_two_rates() -> None:
-    at = load_curves.sustained_rate
+    at = sustained_rate
     assert at(CURVE, 0.5).rate == pytest.approx(3)
     assert at(CURVE, 0.05 * 10**0.5).rate == pytest.approx(2.5)
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    found = load_curves.load_ratios(twice, CURVE, runs.BOUNDS)
+    found = load_ratios(twice, CURVE, runs.BOUNDS)
     np.testing.assert_allclose(found, 2)
     assert found.shape == (9,)
 
 
 def test_further_rates_are_near_the_crossings() -> None:
-    between = load_curves.choose_rates
+    between = choose_rates
     np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
     high = LatencyCurve(CURVE.rates, np.full(4, 5.0))
     np.testing.assert_allclose(between(high, runs.BOUNDS, 3), [0.25, 0.5, 0.75])
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
-    load = runs.draw_load(lengths.ALPACA, 4.0, 100.0, seed=1)
+    load = runs.draw_load(ALPACA, 4.0, 100.0, seed=1)
     slow, fast = load.at(2.0), load.at(4.0)
     num = slow.prompt.shape[0]
     assert 150 < num < 250 < fast.prompt.shape[0]
@@ -75,9 +83,9 @@ def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> No
             for y in ys
         ]
 
-    monkeypatch.setattr(runs, "serve_at_rates", serve)
+    replace(monkeypatch, runs, "serve_at_rates", serve)
     setting = PANELS["12a"].setting()
-    load = runs.draw_load(lengths.ALPACA, 1.0, 10.0, 0)
+    load = runs.draw_load(ALPACA, 1.0, 10.0, 0)
     even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
     found = runs.explore_rates(setting, load, systems, even, num_near=2, most=5.0)
     near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
@@ -105,7 +113,7 @@ def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     assert worse["batch"] < two["batch"]
     most = figures.BEYOND * PANELS["12a"].axis
     # Little's law: without preemption, a request runs one step per token.
-    w = runs.draw_load(lengths.SHAREGPT, most, 72.0, 0).at(1.0)
+    w = runs.draw_load(SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
@@ -121,7 +129,7 @@ def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
         "at the end of the published axis",
         "time to simulate, compilation included",
     ]
-    files = style.render_figure(
+    files = render_figure(
         lambda axes: study.plot(axes, rows),
         panels=study.panels,
         size_inches=(2.0, 2.0),
@@ -147,9 +155,7 @@ def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() ->
 
 
 def test_beams_share_more_than_samples() -> None:
-    measured = run_folder.read_run(
-        RECORDS / "sharing", registry.load_experiment("sharing")
-    ).result
+    measured = read_run(RECORDS / "sharing", load_experiment("sharing")).result
     samples, beams = (x.saved("short", 4) for x in (measured.samples, measured.beams))
     assert 0 < samples < beams < 3 / 4
     assert beam_pool_factor(4) == pytest.approx((1 - samples) / (1 - beams))
@@ -231,7 +237,7 @@ def test_missing_recordings_are_refused_in_one_line(
 
 def test_configs_of_the_time_before_separate_studies_are_read() -> None:
     old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
-    experiment = registry.load_experiment("latency_vs_rate")
+    experiment = load_experiment("latency_vs_rate")
     found = experiment.config_loads(json.dumps(old), "config.json")
     assert found == azure.Config(traces=("azure_conv",))
     old |= {"panels": ["12a"], "traces": []}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import registry, run_folder
+from experiments.framework import load_experiment, read_run
 from experiments.serving.latency_vs_rate import published as latency_vs_rate_published
 from experiments.serving.latency_vs_rate.settings import SERVERS
 from experiments.serving.memory_waste import experiment
@@ -79,7 +79,7 @@ def test_claims_follow_from_the_result(result: experiment.Result) -> None:
 
 def test_the_record_has_the_published_setting() -> None:
     folder = results_page.RECORDS / "memory_waste"
-    ran = run_folder.read_run(folder, registry.load_experiment("memory_waste"))
+    ran = read_run(folder, load_experiment("memory_waste"))
     assert ran.config == experiment.CONFIGS["paper"]
     found = 100 * ran.result.waste.uses.mean(axis=1)
     for i, name in enumerate(map(str, ran.result.system)):

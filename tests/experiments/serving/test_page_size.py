@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import config_json
+from experiments.framework import config_dumps
 from experiments.framework.study import Experiment, studies_of
 from experiments.harness.kernels import Implementation, KernelRun, runs
 from experiments.serving.page_size import attention, experiment, serving
@@ -16,6 +16,7 @@ from experiments.serving.page_size.serving import Result, Serving
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.timing import Timing
 from tests.support import smoke
+from tests.support.mutation import replace
 
 
 @pytest.mark.thorough
@@ -56,13 +57,13 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         implement("cuDNN contiguous", 5.0),
         implement("XLA gather", 2.0),  # over pages
     ]
-    monkeypatch.setattr(runs, "attention_implementations", lambda: everyone)
+    replace(monkeypatch, runs, "attention_implementations", lambda: everyone)
 
     def measure(call: Any, *, num_calls: int) -> Timing:
         seconds = call(0)
         return Timing(seconds if isinstance(seconds, float) else 0, 0, 1, 0, "cupti")
 
-    monkeypatch.setattr(timing, "measure", measure)
+    replace(monkeypatch, timing, "measure", measure)
 
 
 @pytest.mark.usefixtures("made_up")
@@ -108,7 +109,7 @@ def test_workloads_are_simulated_with_pages_of_every_size() -> None:
 
 def test_an_older_config_chooses_its_study() -> None:
     found = Experiment("page_size", "How large?", studies_of(experiment))
-    plain = json.loads(config_json.config_dumps(Config()))
+    plain = json.loads(config_dumps(Config()))
     for hours, kind in ((0.0, Config), (0.25, serving.Config)):
         text = json.dumps(plain | {"hours": hours, "seed": 3})
         config = found.config_loads(text, "config.json")

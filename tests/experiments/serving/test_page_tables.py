@@ -10,7 +10,7 @@ from experiments.framework import table
 from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
 from experiments.serving.page_tables import experiment
 from experiments.serving.page_tables.frames import Frames
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory import Rows, make_pages
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support import smoke
 
@@ -156,7 +156,7 @@ def test_a_language_divides_probability_among_next_words() -> None:
 
 def test_the_page_table_determines_the_next_word() -> None:
     language = SentenceLanguage({"a b c": 1.0, "d b e": 1.0}, 4)
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=3,
         num_kv_heads=1,
@@ -165,7 +165,7 @@ def test_the_page_table_determines_the_next_word() -> None:
         dtype="float32",
     )
     a, b, d = language.encode("a b d")
-    first = kv_pages.Rows(
+    first = Rows(
         token=jnp.asarray([a, d], jnp.int32),
         position=jnp.asarray([0, 0], jnp.int32),
         slot=None,
@@ -174,7 +174,7 @@ def test_the_page_table_determines_the_next_word() -> None:
     )
     words = first.token.astype(jnp.float32)[:, None, None]
     pages = pages.layout.write(pages, 0, words, words, first)
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=jnp.asarray([b, b], jnp.int32),
         position=jnp.asarray([1, -1], jnp.int32),
         slot=None,

@@ -11,9 +11,9 @@ import pytest
 import jaxkv
 from experiments.harness import bundled
 from experiments.training.bundled_heads import experiment
-from jaxkv.models import checkpoints
+from jaxkv.models import load_model, read_config
 from jaxkv.sampling import Sampling
-from jaxkv.speculation import SpeculationConfig, head_folders
+from jaxkv.speculation import SpeculationConfig, load_heads
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -39,10 +39,10 @@ def test_smoke_trains_scores_and_exports() -> None:
     config, result = kept.config, kept.result
     assert result.heads.kind.tolist() == list(KINDS)
     assert result.heads.num_tokens.tolist() == [20 * 2 * 32] * 2
-    target = checkpoints.load_model(TARGET).config
+    target = load_model(TARGET).config
     for kind in KINDS:
         folder = Path(f"{config.export}-{kind}")
-        loaded = head_folders.load_heads(folder, target)
+        loaded = load_heads(folder, target)
         assert loaded.config == config.shape(kind, target)
         shares = result.acceptance.where(kind=kind).right_share
         assert sum(loaded.acceptance, ()) == pytest.approx(shares, abs=1e-4)
@@ -69,8 +69,8 @@ def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
     folder = bundled.find_heads_folder("stdlib-bytes", kind)
     assert folder == Path(f"{bundled.FOLDER / Path(config.export).name}-{kind}")
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 1e6
-    target = checkpoints.read_config(TARGET)
-    loaded = head_folders.load_heads(folder, target)
+    target = read_config(TARGET)
+    loaded = load_heads(folder, target)
     assert loaded.config == config.shape(kind, target)
     assert loaded.acceptance[0][0] > 0.5
     assert folder.name not in bundled.bundled_names()

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from experiments.harness import bundled
 from experiments.training.bundled_model import experiment
-from jaxkv.models import checkpoints
-from scaling.corpora import corpora
-from scaling.training import objectives
+from jaxkv.models import load_model, read_config
+from scaling.corpora import END, load_documents
+from scaling.training import score_documents
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -28,11 +28,11 @@ def test_smoke_trains_scores_and_exports() -> None:
     assert (np.diff(result.tokens) > 0).all()
     assert result.loss[-1] < 2.5
     # The number on the card is that of the weights in the folder.
-    loaded = checkpoints.load_model(config.export)
+    loaded = load_model(config.export)
     assert loaded.config == config.trunk.model
-    assert loaded.eos_ids == (corpora.END,)
-    split = corpora.load_documents(config.trunk.corpus)
-    score = objectives.score_documents(
+    assert loaded.eos_ids == (END,)
+    split = load_documents(config.trunk.corpus)
+    score = score_documents(
         loaded.params, split.held_out, model=loaded.config, seq_len=64
     )
     assert score.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-6)
@@ -45,7 +45,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
     assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte
-    assert registry.load_experiment("bundled-model").name == "bundled_model"
+    assert load_experiment("bundled-model").name == "bundled_model"
 
 
 def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_shipped_model_fits_its_limits() -> None:
     assert config.cooldown.seq_len == 512
     folder = bundled.FOLDER / "stdlib-bytes"
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
-    assert checkpoints.read_config(folder) == config.trunk.model
+    assert read_config(folder) == config.trunk.model
 
 
 def test_a_cooldown_is_needed() -> None:

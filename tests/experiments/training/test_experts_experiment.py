@@ -5,21 +5,21 @@ import math
 import numpy as np
 import pytest
 
-from experiments.framework import registry
+from experiments.framework import load_experiment
 from experiments.framework.report import Sheet
 from experiments.training.experts import experiment, runs
-from scaling.training import architectures
+from scaling.training import count_model_parameters
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-(STUDY,) = registry.load_experiment("experts").studies
+(STUDY,) = load_experiment("experts").studies
 
 
 def test_pairs_have_equal_cost_except_for_the_router() -> None:
     shapes = runs.Shapes()
     for width in experiment.CONFIGS["cpu"].widths:
         pair = [runs.make_model(kind, width, shapes) for kind in ("dense", "mixture")]
-        dense, mixture = map(architectures.count_model_parameters, pair)
+        dense, mixture = map(count_model_parameters, pair)
         router = shapes.num_layers * shapes.num_experts * width
         assert mixture.matmul == dense.matmul + router
         ffn = shapes.num_layers * 3 * shapes.mlp_ratio * width**2

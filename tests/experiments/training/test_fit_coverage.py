@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.training.fit_coverage import experiment
-from scaling.laws import synthetic
+from scaling.laws import ILL_POSED
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -12,7 +12,7 @@ from tests.support.impatience import Stopping
 def test_every_kind_of_surface_is_fitted() -> None:
     kept = smoke.run("fit_coverage")
     rows = kept.metrics["rows"]
-    assert [row["kind"] for row in rows] == ["sound", "sound", *synthetic.ILL_POSED]
+    assert [row["kind"] for row in rows] == ["sound", "sound", *ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
     # Six surfaces are too few for a verdict.
     assert {claim.verdict for claim in kept.claims} == {"differs"}
@@ -36,7 +36,7 @@ def test_intervals_cover_and_warnings_are_right() -> None:
         for name in experiment.QUANTITIES:
             assert 0.815 < row[f"covers {name}"] < 0.985
         assert row["doubted"] <= 0.05
-    assert [row["kind"] for row in ill] == [*synthetic.ILL_POSED]
+    assert [row["kind"] for row in ill] == [*ILL_POSED]
     for row in ill:
         assert row["neither"] <= 0.1
         assert row["doubted"] >= 0.9

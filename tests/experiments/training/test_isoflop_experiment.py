@@ -13,7 +13,7 @@ from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
 from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
-from scaling.sweeps import family, grid, learning_rates
+from scaling.sweeps import count_cost, family_shape, fit_powers, nearest_shape
 from scaling.sweeps.learning_rates import extrapolate, optimal_rates
 from tests.support import smoke
 
@@ -120,7 +120,7 @@ def test_optimal_rates_are_found() -> None:
     rate, powers = extrapolate(rows, 64, 64000)
     assert rate == pytest.approx(1 / 64 / 64000**0.2, rel=1e-3)
     assert powers == pytest.approx((-1, -0.2))
-    fit = learning_rates.fit_powers(*np.array(found, float).T, level=0.9)
+    fit = fit_powers(*np.array(found, float).T, level=0.9)
     assert (fit.of_width, fit.of_tokens) == pytest.approx((-1, -0.2))
     edge = [row for row in rows if row["learning_rate"] * row["hidden_size"] > 0.2]
     assert optimal_rates(edge) == []
@@ -128,9 +128,9 @@ def test_optimal_rates_are_found() -> None:
 
 def test_the_nearest_model_has_the_nearest_size() -> None:
     for width in (8, 48, 112):
-        shape = family.family_shape(width, 2, 64)
-        size = grid.count_cost(shape, 64).params.total
-        assert family.nearest_shape(1.02 * size, num_layers=2, seq_len=64) == shape
+        shape = family_shape(width, 2, 64)
+        size = count_cost(shape, 64).params.total
+        assert nearest_shape(1.02 * size, num_layers=2, seq_len=64) == shape
 
 
 def test_the_spread_of_seeds_is_pooled() -> None:

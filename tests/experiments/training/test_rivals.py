@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry
-from experiments.harness import sweep_tables
+from experiments.framework import load_experiment
+from experiments.harness import judge_direction
 from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
@@ -17,11 +17,11 @@ from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
 from scaling.frontiers import best_runs
 from scaling.sweeps.learning_rates import next_rate
-from scaling.training import architectures
+from scaling.training import count_model_parameters, resize_model
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
-(STUDY,) = registry.load_experiment("rivals").studies
+(STUDY,) = load_experiment("rivals").studies
 
 
 @pytest.mark.thorough
@@ -181,9 +181,7 @@ def test_sides_differ_as_their_names_state() -> None:
     for name, side in sides.items():
         base: Any = side.base
         for size in config.sizes:
-            counts = architectures.count_model_parameters(
-                architectures.resize_model(base, size)
-            )
+            counts = count_model_parameters(resize_model(base, size))
             assert abs(counts.non_embedding / size - 1) < 0.05, name
         if name not in ("lstm", "gru"):
             ours, theirs = (dataclasses.asdict(x) for x in (base, plain))
@@ -242,7 +240,7 @@ def test_the_lead_is_computed_window_by_window() -> None:
     assert places.lead[1] == pytest.approx(0.1 * 32 / 63, rel=0.05)
     assert places.lead_se[1] < 0.01 < places.gain_se[1]
     ends = places.lead[1] + np.array([-2, 2]) * places.lead_se[1]
-    assert sweep_tables.judge_direction(*ends, above=0) == "shows"
+    assert judge_direction(*ends, above=0) == "shows"
 
 
 def test_a_side_that_cannot_reach_a_loss_has_no_verdict() -> None:

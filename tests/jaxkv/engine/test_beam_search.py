@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
-from jaxkv.models import checkpoints, paged
+from jaxkv import clock, scheduling
+from jaxkv.models import PagedForward, load_model
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import static_batching
-from jaxkv.scheduling.fcfs import fcfs
+from jaxkv.scheduling.first_come import fcfs
 from jaxkv.serving import refusals
 from tests.support import engines
 from tests.support.engines import Ask
@@ -45,13 +44,13 @@ def test_preempted_beams_continue_unchanged() -> None:
 @pytest.mark.slow
 def test_static_batching_searches_without_a_cache_too() -> None:
     config = dataclasses.replace(ROOMY, num_pages=192, prefix_cache=False)
-    run = serve("llama", config, 12, policy=static_batching.static())
+    run = serve("llama", config, 12, policy=scheduling.static())
     check("llama", run, 12)
 
 
 @pytest.mark.slow
 def test_a_cancelled_search_frees_all_pages() -> None:
-    loaded = checkpoints.load_model(GOLDEN / "llama")
+    loaded = load_model(GOLDEN / "llama")
     search = asks("llama")[4]
     state = engines.start(ROOMY, loaded.config)
     state, _ = engines.submit(state, engines.requests_of([search], ROOMY), config=ROOMY)
@@ -60,7 +59,7 @@ def test_a_cancelled_search_frees_all_pages() -> None:
         state,
         clock.from_seconds(0),
         config=ROOMY,
-        forward=paged.PagedForward(loaded.config, ROOMY.numerics),
+        forward=PagedForward(loaded.config, ROOMY.numerics),
         policy=fcfs(),
     )
     assert int(state.pool.num_free) < ROOMY.num_pages
@@ -77,7 +76,7 @@ def test_a_cancelled_search_frees_all_pages() -> None:
 
 @pytest.mark.thorough
 def test_a_search_ends_where_logits_are_not_finite() -> None:
-    loaded = checkpoints.load_model(GOLDEN / "llama")
+    loaded = load_model(GOLDEN / "llama")
     head = "embed" if loaded.config.tie_embeddings else "head"
     table = loaded.params[head]["weight"]
     # A token that is in no prompt, so that only its own logits are not finite.

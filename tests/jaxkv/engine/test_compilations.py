@@ -9,8 +9,9 @@ import pytest
 from jax import monitoring
 
 import jaxkv
-from jaxkv.models import paged
-from jaxkv.scheduling import interface, static_batching
+from jaxkv import scheduling
+from jaxkv.models import PagedForward, make_model_pages
+from jaxkv.scheduling import Policy
 from tests.support import engines
 from tests.support.engines import MODEL
 from tests.support.folders import TOKENIZED
@@ -67,11 +68,11 @@ def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
     )
 
 
-def make_engine(policy: interface.Policy | None = None) -> jaxkv.Engine:
+def make_engine(policy: Policy | None = None) -> jaxkv.Engine:
     return jaxkv.Engine(
         engines.params(),
-        paged.PagedForward(MODEL, BOUNDS.numerics),
-        paged.make_model_pages(MODEL, BOUNDS),
+        PagedForward(MODEL, BOUNDS.numerics),
+        make_model_pages(MODEL, BOUNDS),
         BOUNDS,
         vocab_size=MODEL.vocab_size,
         policy=policy,
@@ -129,7 +130,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
 @pytest.mark.slow
 def test_another_kind_of_policy_compiles_the_steps_once_more() -> None:
     with compilations() as names:
-        engine = make_engine(static_batching.static())
+        engine = make_engine(scheduling.static())
         names.clear()
         for _ in range(3):
             engine.generate([[1, 2, 3]] * 5)

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import scheduling
 from jaxkv.clock import from_seconds
 from jaxkv.engine.state import (
     CANCELLED,
     EngineState,
 )
-from jaxkv.engine.step import run_steps
+from jaxkv.engine.steps import run_steps
 from jaxkv.ledger import SequenceEvents, SequenceProgress
-from jaxkv.models import paged
+from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.scheduling import Counts, Plan
 from tests.support import engines
 from tests.support.asks import singles
 from tests.support.engines import FCFS, MODEL, ROOMY, TIGHT, Ask, Run, greedy, run_on
@@ -26,7 +27,7 @@ from tests.support.engines import FCFS, MODEL, ROOMY, TIGHT, Ask, Run, greedy, r
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
-    policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = scheduling.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(singles(), TIGHT, policy)
 
 
@@ -204,7 +205,7 @@ def test_ends() -> None:
 def test_static_batching() -> None:
     config = ROOMY
     asks = list(singles())
-    run = engines.serve(asks, config, static_batching.static())
+    run = engines.serve(asks, config, scheduling.static())
     engines.assert_equal_plain(run, asks, config)
     info = run.info
     assert info.num_preempted.sum() == 0
@@ -408,8 +409,8 @@ class Hoarder(NamedTuple):
 
     holds_finished = False
 
-    def plan(self, counts: interface.Counts) -> interface.Plan:
-        plan = fcfs.fcfs().plan(counts)
+    def plan(self, counts: Counts) -> Plan:
+        plan = scheduling.fcfs().plan(counts)
         return plan._replace(head_places=jnp.where(plan.admit, counts.max_length, 0))
 
 
@@ -422,7 +423,7 @@ def test_a_plan_with_too_many_pages_feeds_no_rows() -> None:
         state,
         from_seconds(0.0),
         config=TIGHT,
-        forward=paged.PagedForward(MODEL, TIGHT.numerics),
+        forward=PagedForward(MODEL, TIGHT.numerics),
         policy=Hoarder(),
     )
     # Both got a slot, neither got a page; later plans ask for growth only.
@@ -447,7 +448,7 @@ def assert_close(x: Any, y: Any) -> None:
 @pytest.mark.slow
 def test_vmap_over_eight_engines_equals_eight_runs() -> None:
     fixed: dict[str, Any] = dict(
-        config=TIGHT, forward=paged.PagedForward(MODEL, TIGHT.numerics), policy=FCFS
+        config=TIGHT, forward=PagedForward(MODEL, TIGHT.numerics), policy=FCFS
     )
     alone = []
     for seed in range(8):

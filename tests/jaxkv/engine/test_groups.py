@@ -6,8 +6,8 @@ import functools
 import numpy as np
 import pytest
 
+from jaxkv import scheduling
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs, static_batching
 from jaxkv.serving import refusals
 from tests.support import engines
 from tests.support.asks import groups
@@ -16,7 +16,7 @@ from tests.support.engines import MODEL, ROOMY, TIGHT, Ask, Run, run_on
 
 @functools.cache
 def served(chunk_size: int | None = None, watermark: int = 0, seed: int = 0) -> Run:
-    policy = fcfs.fcfs(chunk_size=chunk_size, watermark=watermark)
+    policy = scheduling.fcfs(chunk_size=chunk_size, watermark=watermark)
     return engines.serve(groups(seed), TIGHT, policy)
 
 
@@ -31,7 +31,7 @@ def test_every_answer_equals_that_of_a_plain_loop(chunk_size, watermark) -> None
 
 @pytest.mark.slow
 def test_static_batching_forks_too() -> None:
-    run = engines.serve(groups(), ROOMY, static_batching.static())
+    run = engines.serve(groups(), ROOMY, scheduling.static())
     engines.assert_equal_plain(run, groups(), ROOMY)
     assert not run.info.num_preempted.any()
 
@@ -42,7 +42,7 @@ def test_static_batching_forks_too() -> None:
 def test_a_prompt_is_computed_once(length: int, chunk_size: int | None) -> None:
     prompt = np.random.default_rng(length).integers(0, 61, length).tolist()
     ask = Ask(3, prompt, Sampling(n=8, max_tokens=5, ignore_eos=True))
-    run = engines.serve([ask], ROOMY, fcfs.fcfs(chunk_size=chunk_size))
+    run = engines.serve([ask], ROOMY, scheduling.fcfs(chunk_size=chunk_size))
     assert run.info.num_rows.sum() == length + 8 * 4
     # Seven of the eight copy the partial page, if there is one.
     assert run.info.num_copied.sum() == (7 if length % 4 else 0)
@@ -90,7 +90,7 @@ def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
     ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
     requests = engines.requests_of([ask], TIGHT)
     state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
-    slow = fcfs.fcfs(chunk_size=1)
+    slow = scheduling.fcfs(chunk_size=1)
     state, _ = run_on(state, calls=calls, policy=slow)
     names = np.full(len(gone), 7, np.int32)
     state = engines.cancel(state, names, np.array(gone, np.int32))

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import decoding
-from jaxkv.memory import kv_pages, page_pool
-from jaxkv.models import paged, transformer
+from jaxkv import decoding, scheduling
+from jaxkv.memory import Pages, make_pool
+from jaxkv.models import PagedForward, param_shapes
 from jaxkv.models.config import ModelConfig
-from jaxkv.scheduling import static_batching
 from tests.support import pool_sized
 from tests.support.engine_programs import (
     CONFIG,
@@ -89,7 +88,7 @@ def test_a_scan_over_layers_leaves_the_pages_where_they_are() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_static_batching_leaves_the_pages_where_they_are(numerics: str) -> None:
-    assert_in_place(*compile_steps(LARGE, numerics, static_batching.static()))
+    assert_in_place(*compile_steps(LARGE, numerics, scheduling.static()))
 
 
 @pytest.mark.slow
@@ -127,7 +126,7 @@ def test_no_step_reads_every_page(extras: dict[str, int]) -> None:
 
 
 def test_reading_every_page_would_be_detected() -> None:
-    pool = jax.eval_shape(lambda: page_pool.make_pool(LARGE))
+    pool = jax.eval_shape(lambda: make_pool(LARGE))
     assert pool_sized.largest_look(lambda pool: pool.ref.sum(), (pool,)) == LARGE
 
 
@@ -146,7 +145,7 @@ def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
 
 def test_decoding_without_a_scheduler_stays_in_place() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
-    forward, pages = paged.PagedForward(MODEL), pages_of(MODEL, config)
+    forward, pages = PagedForward(MODEL), pages_of(MODEL, config)
     cache = jax.eval_shape(
         functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
     )
@@ -170,7 +169,7 @@ def test_decoding_without_a_scheduler_stays_in_place() -> None:
     prompts = jax.ShapeDtypeStruct((4, 9), jnp.int32)
     program = (
         jax.jit(answer, donate_argnums=1)
-        .lower(transformer.param_shapes(MODEL), cache, prompts)
+        .lower(param_shapes(MODEL), cache, prompts)
         .compile(UNOPTIMISED)
     )
     assert_in_place(program, pages)
@@ -180,7 +179,7 @@ def test_a_copy_would_be_detected() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
     pages = pages_of(MODEL, config)
 
-    def layer_by_layer(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
+    def layer_by_layer(pages: Pages, new: jax.Array) -> Pages:
         """A bad layout: a scan that unstacks the pages and stacks them again."""
 
         def body(carry, layer):
@@ -188,7 +187,7 @@ def test_a_copy_would_be_detected() -> None:
 
         return jax.lax.scan(body, jnp.zeros((), jnp.int32), pages)[1]
 
-    def steps(pages: kv_pages.Pages, new: jax.Array) -> kv_pages.Pages:
+    def steps(pages: Pages, new: jax.Array) -> Pages:
         return jax.lax.fori_loop(0, 3, lambda _, p: layer_by_layer(p, new), pages)
 
     new = jax.ShapeDtypeStruct((MODEL.head_dim,), jnp.float32)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from jaxkv import scheduling
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
 from tests.support import engines
 from tests.support.asks import alike
 from tests.support.engines import CACHED, ROOMY, Ask
@@ -19,7 +19,7 @@ SYSTEM = list(range(20, 33))
 @pytest.mark.thorough
 @pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
-    run = engines.serve(alike(), CACHED, fcfs.fcfs(chunk_size=chunk_size))
+    run = engines.serve(alike(), CACHED, scheduling.fcfs(chunk_size=chunk_size))
     engines.assert_equal_plain(run, alike(), CACHED)
     assert sum(each.num_cached for each in run.outcomes.values()) > 40
     assert run.info.num_preempted.sum() > 3

@@ -18,11 +18,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxkv
-from jaxkv import clock
-from jaxkv.engine import snapshots, step
+from jaxkv import clock, engine, scheduling
+from jaxkv.engine import StepInfo, snapshots
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.models import paged
-from jaxkv.scheduling import fcfs, interface, static_batching
+from jaxkv.models import PagedForward
+from jaxkv.scheduling import Policy
 from tests.support import engines
 from tests.support.engine_programs import pages_of
 from tests.support.engines import MODEL, Ask
@@ -38,11 +38,11 @@ CONFIG = dataclasses.replace(
     max_logprobs=0,
 )
 REPRODUCIBLE = dataclasses.replace(CONFIG, numerics="reproducible")
-FCFS = fcfs.fcfs()
+FCFS = scheduling.fcfs()
 
 # Not donated, so that a state can be continued several times.
 run_steps: Any = jax.jit(
-    step.run_steps,
+    engine.run_steps,
     static_argnames=("config", "forward", "logits_fn", "num_steps"),
 )
 
@@ -52,7 +52,7 @@ class Rest(NamedTuple):
 
     state: EngineState
     outcomes: dict[Any, engines.Outcome]
-    infos: list[step.StepInfo]
+    infos: list[StepInfo]
 
     @property
     def tokens(self) -> dict[Any, list[int]]:
@@ -62,13 +62,13 @@ class Rest(NamedTuple):
 def go_on(
     state: EngineState,
     config: EngineConfig,
-    policy: interface.Policy = FCFS,
+    policy: Policy = FCFS,
     num_calls: int = 60,
 ) -> Rest:
     """Continues a state for some calls, and drains it between them."""
     outcomes: dict[Any, engines.Outcome] = {}
     infos = []
-    forward = paged.PagedForward(MODEL, config.numerics)
+    forward = PagedForward(MODEL, config.numerics)
     for call in range(num_calls):
         state, info = run_steps(
             engines.params(),
@@ -158,9 +158,9 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     state = jaxkv.load_state(folder, REPRODUCIBLE, pages_of(MODEL, REPRODUCIBLE))
     rules = [
         FCFS,
-        fcfs.fcfs(chunk_size=3),
-        fcfs.fcfs(watermark=4),
-        static_batching.static(),
+        scheduling.fcfs(chunk_size=3),
+        scheduling.fcfs(watermark=4),
+        scheduling.static(),
     ]
     rests = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
     assert raw(state) == raw(start)

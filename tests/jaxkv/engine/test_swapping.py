@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
-from jaxkv.engine import step
+from jaxkv import clock, scheduling
+from jaxkv.engine import StepInfo
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import SequenceProgress
-from jaxkv.models import paged
+from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling.fcfs import victims
-from jaxkv.serving import host_swap, programs
+from jaxkv.scheduling.first_come import victims
+from jaxkv.serving import LOCAL, HostSpace
 from tests.support import engines
 from tests.support.asks import groups
 from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
@@ -26,7 +25,7 @@ from tests.support.engines import MODEL, TIGHT, Ask, Run, greedy
 SWAP = dataclasses.replace(TIGHT, max_swap_pages=24, steps_per_call=1)
 NARROW = dataclasses.replace(SWAP, max_swap_pages=3)
 """A buffer that is too small for some requests."""
-fcfs = functools.partial(scheduling_fcfs.fcfs, stackable=True)
+fcfs = functools.partial(scheduling.fcfs, stackable=True)
 """Every rule is compiled, so that all policies here share one program."""
 ASKS = groups(1, 30)
 
@@ -41,7 +40,7 @@ def served(
 ) -> Run:
     """Serves the requests; by default new ones are admitted after preemptions."""
     policy = fcfs(preemption=preemption, victim=victim, hold_new=hold_new)
-    space = None if host is None else host_swap.HostSpace(host, programs.LOCAL.move)
+    space = None if host is None else HostSpace(host, LOCAL.move)
     return engines.serve(ASKS, config, policy, host=space)
 
 
@@ -98,7 +97,7 @@ def test_answers_do_not_depend_on_the_victim(victim: str) -> None:
 
 def steps(
     state: EngineState, config: EngineConfig, policy: Any, num: int
-) -> Iterator[tuple[EngineState, step.StepInfo]]:
+) -> Iterator[tuple[EngineState, StepInfo]]:
     """Yields the state after every step."""
     for _ in range(num):
         state, info = engines.run_steps(
@@ -106,7 +105,7 @@ def steps(
             state,
             clock.from_seconds(0),
             config=config,
-            forward=paged.PagedForward(MODEL, config.numerics),
+            forward=PagedForward(MODEL, config.numerics),
             policy=policy,
         )
         engines.assert_sound(jax.tree.map(np.asarray, info))
@@ -171,7 +170,7 @@ def test_cancelling_a_swapped_request_frees_its_pages(at_host: bool) -> None:
     ]
     state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
-    space = host_swap.HostSpace(24, programs.LOCAL.move)
+    space = HostSpace(24, LOCAL.move)
     state = next(
         state
         for state, info in steps(start, SWAP, policy, 40)

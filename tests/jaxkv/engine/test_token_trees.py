@@ -10,7 +10,7 @@ import pytest
 from jaxkv.engine import drafting
 from jaxkv.engine.drafting import Drafts
 from jaxkv.engine.emitting import Answer, verification
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv.memory import make_pages, move_tokens
 from jaxkv.memory.page_pool import NO_PAGE
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -137,7 +137,7 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     rng = np.random.default_rng(3)
     shape = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
     both = [
-        kv_layout.make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
+        make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
         for n in (3, 1)
     ]
     pages = jax.tree.map(
@@ -147,7 +147,7 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     page_ids = np.array([[5, 0, 2], [3, 6, NO_PAGE]])
     source = np.array([[4, 6, 7, 11], [2, 3, 7, 9]])
     target = np.array([[4, 5, 6, -1], [1, 2, 3, -1]])
-    moved = jax.jit(kv_pages.move_tokens)(
+    moved = jax.jit(move_tokens)(
         pages, *(jnp.asarray(x, "int32") for x in (page_ids, source, target))
     )
     for before, after in zip(*map(jax.tree.leaves, (pages, moved)), strict=True):

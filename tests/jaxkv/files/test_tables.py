@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv.files import delimited, tables
+from jaxkv.files import delimited, read_decompressed_text, read_table
 from tests.support.refusals import refused
 
 ROWS = [
@@ -32,7 +32,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
     return [
         {name: number(cell) for name, cell in row.cells.items()}
-        for row in tables.read_table(path).rows
+        for row in read_table(path).rows
     ]
 
 
@@ -128,7 +128,7 @@ def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
 def test_repeated_names_of_equal_columns_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("N,x,D,x,D,\n1,a,2,b,2,\n")
-    found = tables.read_table(path)
+    found = read_table(path)
     assert found.names == ("N", "D", "")
     assert found.repeated == {"x"}
 
@@ -143,12 +143,12 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path, mark: str) -> None:
         lines = [json.dumps(row) for row in rows]
     for text in ("\r\n".join(lines), "\ufeff" + "\n".join(lines) + "\n\n"):
         path.write_bytes(text.encode())
-        assert [row.cells["note"] for row in tables.read_table(path).rows] == [
+        assert [row.cells["note"] for row in read_table(path).rows] == [
             note,
             "b",
         ]
     path.write_text(f"N,note\n1,{note}\n2,b\n")
-    assert [row.cells["note"] for row in tables.read_table(path).rows] == [note, "b"]
+    assert [row.cells["note"] for row in read_table(path).rows] == [note, "b"]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
@@ -156,13 +156,13 @@ def test_compressed_files_are_read(tmp_path: Path, pack: Any) -> None:
     path = tmp_path / "t"
     path.write_bytes(pack(CSV.encode()))
     assert cells(path) == ROWS
-    assert tables.read_decompressed_text(path) == CSV
+    assert read_decompressed_text(path) == CSV
     path.write_bytes(pack(CSV.encode())[:-9])
     with refused("t: cannot be read: Compressed file ended before"):
-        tables.read_table(path)
+        read_table(path)
     path.write_bytes(pack(b" " * 2**20))
     with refused("more than 0 MiB"):
-        tables.read_table(path, max_bytes=2**19)
+        read_table(path, max_bytes=2**19)
 
 
 def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     np.savez_compressed(path, **columns, seed=3)
     assert cells(path) == ROWS
-    assert tables.read_table(path).notes == ("no columns, and left out: seed",)
+    assert read_table(path).notes == ("no columns, and left out: seed",)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"N": [1, 2], "D": [1]}, "its arrays have different lengths: N 2, D 1"),
         ({"N": np.array([{}], object)}, "cannot be decoded: "),
@@ -179,10 +179,10 @@ def test_numpy_vectors_are_columns(tmp_path: Path) -> None:
     for arrays, line in cases:
         np.savez(path, **arrays)
         with refused(line):
-            tables.read_table(path)
+            read_table(path)
     path.write_bytes(path.read_bytes()[:-40])
     with refused("it is a zip archive, and cannot be decoded"):
-        tables.read_table(path)
+        read_table(path)
 
 
 def compressed_by_arrow(kind: str) -> bytes:
@@ -213,7 +213,7 @@ def test_files_that_pyarrow_reads(tmp_path: Path, kind: str) -> None:
     assert cells(path) == ROWS
     path.write_bytes(path.read_bytes()[:-30])
     with refused("t: cannot be read: it is ", "and cannot be decoded: "):
-        tables.read_table(path)
+        read_table(path)
 
 
 def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
@@ -233,15 +233,15 @@ def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
         "config.lr": 0.5,
         "config.inner.seed": 1,
     }
-    [row] = tables.read_table(path).rows
+    [row] = read_table(path).rows
     assert row.cells == expected
-    [row] = tables.read_table(path, keep_lists=True).rows
+    [row] = read_table(path, keep_lists=True).rows
     assert row.cells == expected | {"ids": [1, 2]}
     # A billion equal cells take few bytes on disk.
     many = arrow.table({"N": arrow.array(np.zeros(2**18))})
     parquet.write_table(many, path)
     with refused("more than 1 MiB"):
-        tables.read_table(path, max_bytes=2**20)
+        read_table(path, max_bytes=2**20)
 
 
 @pytest.mark.parametrize("start", [b"PAR1", b"ARROW1", b"\x28\xb5\x2f\xfd"])
@@ -251,4 +251,4 @@ def test_missing_library_error_has_its_extra(
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "t").write_bytes(start + bytes(20))
     with refused("which pyarrow reads: pip install 'jaxkv[tables]'"):
-        tables.read_table(tmp_path / "t")
+        read_table(tmp_path / "t")

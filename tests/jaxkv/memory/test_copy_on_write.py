@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import arrays
+from jaxkv import arrays, memory
 from jaxkv.memory import (
-    invariants,
-    kv_layout,
     kv_pages,
+    make_pages,
+    owned_pages,
     page_pool,
-    page_sharing,
     page_table,
+    shared_writes,
     swap_buffer,
 )
 from jaxkv.memory.kv_pages import Pages
@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 def make_state(page_size: int = 4) -> State:
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=2,
         num_pages=NUM_PAGES,
         num_kv_heads=1,
@@ -64,7 +64,7 @@ def make_sharing_slots(free: int) -> tuple[Pool, Table]:
         pool, table, ints(6, 0, 0, 0, 0, 0), page_size=4, max_new_pages=WIDTH
     )
     table = page_table.advance_lengths(table, ints(6, 0, 0, 0, 0, 0))
-    return page_sharing.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
+    return memory.fork(pool, table, ints(-1, 0, 0, -1, -1, -1), page_size=4)
 
 
 def reserve(pool: Pool, table: Table, *num_rows: int) -> Any:
@@ -118,7 +118,7 @@ def test_copies_and_new_pages_are_all_or_nothing() -> None:
 
 
 def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
-    check = partial(invariants.shared_writes, page_size=4)
+    check = partial(shared_writes, page_size=4)
     pool, table = make_sharing_slots(4)
     rows = ints(1, 1, 0, 0, 0, 0)
     assert check(pool, table, rows) == 2
@@ -128,7 +128,7 @@ def test_writes_to_shared_or_missing_pages_are_flagged() -> None:
     assert check(pool, table, ints(0, 0, 0, 0, 0, 4 * WIDTH + 1)) == WIDTH + 1
     # Reserved places that a wrong reorder has shared.
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
-    pool, table = page_sharing.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
+    pool, table = memory.reorder(pool, table, ints(0, 0, -1, -1, -1, -1))
     pool, table, *_ = reserve(pool, table, 4, 0, 0, 0, 0, 0)
     assert check(pool, table, ints(4, 0, 0, 0, 0, 0)) == 1
 
@@ -137,14 +137,14 @@ def test_shared_page_counts_once_per_group() -> None:
     pool, table, *_ = reserve(*make_sharing_slots(5), 0, 3, 1, 2, 0, 0)
     # Rows: 0 1 / 0 2 3 / 0 4 / 5
     first = ints(2, 2, 2, 3, -1, -1)
-    holder = page_sharing.holders(table, first)
+    holder = memory.holders(table, first)
     mapped = jnp.where(table.page_ids >= 0, holder, -1)[:4, :3]
     assert mapped.tolist() == [[0, 0, -1], [0, 1, 1], [0, 2, -1], [3, -1, -1]]
-    assert page_sharing.owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
-    alone = page_sharing.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
-    assert page_sharing.owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
+    assert owned_pages(table, holder).tolist() == [2, 2, 1, 1, 0, 0]
+    alone = memory.holders(table, jnp.arange(SLOTS, dtype=jnp.int32))
+    assert owned_pages(table, alone).tolist() == [2, 3, 2, 1, 0, 0]
     pinned = (table.page_ids == 0) | (table.page_ids == 3)
-    owned = page_sharing.owned_pages(table, holder, pinned=pinned)
+    owned = owned_pages(table, holder, pinned=pinned)
     assert owned.tolist() == [1, 1, 1, 1, 0, 0]
     freed, _ = page_table.drop_slots(pool, table, first == 2)
     assert freed.num_free - pool.num_free == 5
@@ -164,7 +164,7 @@ def write(
         pool, table, places, num_rows, page_size=page_size, max_new_pages=MAX_NEW
     )
     num_rows = jnp.where(enough, num_rows, 0)
-    shared = invariants.shared_writes(pool, table, num_rows, page_size=page_size)
+    shared = shared_writes(pool, table, num_rows, page_size=page_size)
     pages = kv_pages.copy(state.pages, copies.source, copies.target)
     place = jnp.arange(MOST, dtype=jnp.int32)[None, :]
     slot = jnp.broadcast_to(jnp.arange(SLOTS, dtype=jnp.int32)[:, None], tokens.shape)
@@ -197,7 +197,7 @@ def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> A
     """Reorders as beam search does: reserved places are released first."""
     none = jnp.zeros_like(source)
     pool, table = page_table.truncate(pool, table, none, page_size=page_size)
-    return page_sharing.reorder(pool, table, source)
+    return memory.reorder(pool, table, source)
 
 
 def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
@@ -208,7 +208,7 @@ def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
         staging,
         pages,
         table,
-        page_sharing.holders(table, group),
+        memory.holders(table, group),
         row,
         group,
         page_size=size,
@@ -236,12 +236,10 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     """Returns violations, owned pages, and K and V by layer, slot and place."""
     pool, table, pages, staging = state
     live = (table.length + table.ahead) > 0
-    found = invariants.violations(
-        pool, table, live, page_size=pages.page_size, pins=pins
-    )
-    holder = page_sharing.holders(table, ints(*GROUPS))
+    found = memory.violations(pool, table, live, page_size=pages.page_size, pins=pins)
+    holder = memory.holders(table, ints(*GROUPS))
     pinned = arrays.take(pins, table.page_ids, fill=0) > 0
-    owned = page_sharing.owned_pages(table, holder, pinned=pinned)
+    owned = owned_pages(table, holder, pinned=pinned)
     values = [pages.layout.read(pages, layer, table.page_ids) for layer in range(2)]
     faults = swap_buffer.count_swap_faults(
         staging, ints(*GROUPS), staging.length > 0, page_size=pages.page_size
@@ -254,7 +252,7 @@ def programs(page_size: int) -> dict[str, Any]:
     """Compiles the operations for each caller, so that a fault can be seeded first."""
     run = {
         "write": lambda *x: write(*x),
-        "fork": on_table(partial(page_sharing.fork, page_size=page_size)),
+        "fork": on_table(partial(memory.fork, page_size=page_size)),
         "reorder": on_table(partial(reorder, page_size=page_size)),
         "drop": on_table(lambda *x: page_table.drop_slots(*x)),
         "truncate": on_table(partial(page_table.truncate, page_size=page_size)),

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.memory import prefix_eviction
-from jaxkv.models import paged
+from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
 from tests.support import engines
 from tests.support.engines import Ask
@@ -28,7 +28,7 @@ class KeepPrefixes(NamedTuple):
 # [end of the example]
 
 CONFIG = dataclasses.replace(engines.SERVED, num_pages=16, prefix_cache=True)
-FORWARD = paged.PagedForward(engines.MODEL, CONFIG.numerics)
+FORWARD = PagedForward(engines.MODEL, CONFIG.numerics)
 LENGTH = 40
 """Returns the tokens of a prompt, which takes 10 or 11 of the 16 pages."""
 

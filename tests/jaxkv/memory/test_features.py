@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
+from jaxkv import clock, models, scheduling
 from jaxkv.engine.state import init
-from jaxkv.memory import features, kv_layout
+from jaxkv.memory import make_pages, parent_places, read_features, write_features
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models import paged, param_forms, transformer
-from jaxkv.scheduling import fcfs
+from jaxkv.models import PagedForward, make_model_pages, run_sequences, stack_layers
 from tests.support import asks as workloads
 from tests.support import engines
 from tests.support.engines import CACHED, MODEL, TIGHT
@@ -27,9 +26,9 @@ def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
     """Returns the tapped states of every token of whole sequences."""
     params = engines.params()
     if stacked:
-        params = param_forms.stack_layers(MODEL, params)
-    model = transformer.merge(MODEL, params)
-    found = transformer.run_sequences(model, jnp.asarray(tokens), taps=TAPS)
+        params = stack_layers(MODEL, params)
+    model = models.merge(MODEL, params)
+    found = run_sequences(model, jnp.asarray(tokens), taps=TAPS)
     return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)
 
 
@@ -59,10 +58,10 @@ def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
 )
 def test_features_of_every_token(config: Any, asks: Any) -> None:
     """Covers preemption, copy-on-write, shared prefixes and the swap buffer."""
-    forward = paged.PagedForward(MODEL, taps=TAPS)
+    forward = PagedForward(MODEL, taps=TAPS)
     preemption: Any = "swap" if config.max_swap_pages else "recompute"
-    policy = fcfs.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
-    pages = paged.make_model_pages(MODEL, config, taps=TAPS)
+    policy = scheduling.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
+    pages = make_model_pages(MODEL, config, taps=TAPS)
     state = init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
     waiting, checked, num_swapped = asks(), 0, 0
     for call in range(400):
@@ -117,15 +116,15 @@ def test_parent_places() -> None:
         context=jnp.asarray([7, -1, -1], jnp.int32),
         ancestors=jnp.asarray(kin.reshape(12, 3)),
     )
-    found = features.parent_places(tree).reshape(3, 4).tolist()
+    found = parent_places(tree).reshape(3, 4).tolist()
     assert found == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
     by_slot = tree._replace(slot=jnp.arange(12, dtype=jnp.int32) // 4)
-    assert features.parent_places(by_slot).reshape(3, 4).tolist() == found
-    np.testing.assert_array_equal(features.parent_places(rows), rows.position - 1)
+    assert parent_places(by_slot).reshape(3, 4).tolist() == found
+    np.testing.assert_array_equal(parent_places(rows), rows.position - 1)
 
 
 def test_missing_places_are_skipped() -> None:
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=3,
         num_kv_heads=1,
@@ -142,25 +141,25 @@ def test_missing_places_are_skipped() -> None:
         logit_rows=jnp.zeros(0, jnp.int32),
     )
     values = jnp.arange(1.0, 25.0).reshape(4, 6)
-    written = features.write_features(pages, values, rows)
+    written = write_features(pages, values, rows)
     assert written.features is not None
     there = np.asarray(written.features)
     np.testing.assert_array_equal(there[0, 0, :, 1].reshape(-1), values[0])
     assert (there != 0).sum() == 6
     places = jnp.asarray([3, -1, 2, -2], jnp.int32)
-    got = np.asarray(features.read_features(written, rows, places))
+    got = np.asarray(read_features(written, rows, places))
     np.testing.assert_array_equal(got[0], values[0])
     assert not got[1:].any()
     with pytest.raises(ValueError, match="must be the pages' 6"):
-        features.write_features(pages, values[:, :4], rows)
+        write_features(pages, values[:, :4], rows)
     with pytest.raises(ValueError, match="the pages have no features"):
-        features.read_features(pages._replace(features=None), rows, places)
+        read_features(pages._replace(features=None), rows, places)
 
 
 def test_number_of_features_is_even() -> None:
     sizes: Any = {"num_pages": 1, "num_kv_heads": 1, "page_size": 2, "head_dim": 2}
     with pytest.raises(ValueError, match="num_features=5 must be even"):
-        kv_layout.make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
+        make_pages(num_layers=1, dtype="float32", num_features=5, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +172,4 @@ def test_number_of_features_is_even() -> None:
 )
 def test_invalid_taps_are_refused(how: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        paged.PagedForward(MODEL, **how)
+        PagedForward(MODEL, **how)

@@ -13,18 +13,28 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Sampling
+from jaxkv import Sampling, memory
 from jaxkv.disaggregation import page_messages
 from jaxkv.engine import init
-from jaxkv.memory import KVLayout, kv_layout, kv_pages
+from jaxkv.memory import (
+    DEFAULT_LAYOUT,
+    KVLayout,
+    Pages,
+    Rows,
+    expand_pages,
+    gather_pages,
+    move_tokens,
+    scatter_pages,
+    to_host,
+)
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.models.partition import TENSOR
-from jaxkv.parallel import layout as mesh_layout
-from jaxkv.scheduling.fcfs import fcfs
-from jaxkv.serving import host_swap, programs
+from jaxkv.parallel import pages_specs
+from jaxkv.scheduling.first_come import fcfs
+from jaxkv.serving import LOCAL, HostSpace
 from pallas_kernels import quantizing
-from pallas_kernels.page_ops import rotary_write
-from pallas_kernels.paged_attention import api, decode_plan
+from pallas_kernels.page_ops import write_rotated_kv
+from pallas_kernels.paged_attention import decode_plan, paged_attention
 from tests.support import engines, row_layout
 from tests.support.asks import groups
 from tests.support.attention_cases import check, make_case, oracle
@@ -36,7 +46,7 @@ BOUNDS = dataclasses.replace(engines.TIGHT, num_pages=7)
 KINDS: Any = ("model", "int8")
 
 
-def filled(kind: Any, seed: int = 0) -> kv_pages.Pages:
+def filled(kind: Any, seed: int = 0) -> Pages:
     """Returns pages of rows with distinct numbers."""
     rng = np.random.default_rng(seed)
     config = dataclasses.replace(BOUNDS, kv_dtype=kind)
@@ -65,7 +75,7 @@ def test_rows_are_read_as_written(kind: Any) -> None:
     pages, rng = filled(kind), np.random.default_rng(1)
     new = rng.normal(size=(3, 1, WIDTH)).astype(np.float32)
     page_ids = ints(5, 2, NO_PAGE).reshape(1, 3)
-    rows = kv_pages.Rows(ints(0, 0, 0), ints(0, 6, 9), ints(0, 0, 0), page_ids, ints(0))
+    rows = Rows(ints(0, 0, 0), ints(0, 6, 9), ints(0, 0, 0), page_ids, ints(0))
     after = pages.layout.write(pages, 1, jnp.asarray(new), None, rows)
     k, v = after.layout.read(after, 1, page_ids)
     assert k.shape == (1, 12, 1, WIDTH)
@@ -79,8 +89,8 @@ def test_rows_are_read_as_written(kind: Any) -> None:
 
 
 def test_layout_refuses_surplus_or_missing_values() -> None:
-    pages = kv_layout.DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
-    rows = kv_pages.Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
+    pages = DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
+    rows = Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
     row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
     with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
         pages.layout.write(pages, 0, row, None, rows)
@@ -93,17 +103,15 @@ def test_pages_move_through_host_memory(kind: Any) -> None:
     """Covers host memory, a message, and a copy from page to page."""
     mine, theirs = filled(kind), filled(kind, 1)
     ids = ints(4, 0, 3)
-    taken = kv_pages.to_host(kv_pages.gather_pages(theirs, ids), slice(2))
-    assert_same(taken, kv_pages.to_host(theirs, np.array([4, 0])))
+    taken = to_host(gather_pages(theirs, ids), slice(2))
+    assert_same(taken, to_host(theirs, np.array([4, 0])))
     own = {"layout": "rows"}
     message = page_messages.pack(taken, [1] * 8, 0, own)
     sent = page_messages.unpack(message, mine, own).pages
     assert jax.tree.structure(sent) == jax.tree.structure(mine)
-    wide = kv_pages.expand_pages(sent, 5, slice(2))
-    after = jax.jit(kv_pages.scatter_pages)(
-        mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide
-    )
-    moved = kv_pages.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
+    wide = expand_pages(sent, 5, slice(2))
+    after = jax.jit(scatter_pages)(mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide)
+    moved = memory.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
     assert_same(after, moved)
     for old, new, source in zip(
         *map(jax.tree.leaves, (mine, after, theirs)), strict=True
@@ -117,7 +125,7 @@ def test_pages_move_through_host_memory(kind: Any) -> None:
     if kind == "int8":
         with pytest.raises(ValueError, match=r"pages of float32 \(2, 1, .* must be"):
             page_messages.unpack(wrong, mine, own)
-    full = kv_layout.DEFAULT_LAYOUT.make((2, 7, 1, 4, WIDTH), "float32")
+    full = DEFAULT_LAYOUT.make((2, 7, 1, 4, WIDTH), "float32")
     with pytest.raises(ValueError, match=r"arrays of pages must be|must be float32"):
         page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
 
@@ -125,10 +133,10 @@ def test_pages_move_through_host_memory(kind: Any) -> None:
 def test_move_covers_all_leaves() -> None:
     rows = filled("model")
     [leaf] = jax.tree.leaves(rows)
-    full = kv_pages.Pages(leaf, leaf, kv_layout.DEFAULT_LAYOUT)
+    full = Pages(leaf, leaf, DEFAULT_LAYOUT)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
     source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
-    move = jax.jit(kv_pages.move_tokens)
+    move = jax.jit(move_tokens)
     places = page_ids, source.reshape(2, 3), target.reshape(2, 3)
     [found], (wanted, _) = (jax.tree.leaves(move(x, *places)) for x in (rows, full))
     assert not np.array_equal(found, jax.tree.leaves(rows)[0])
@@ -155,10 +163,10 @@ def test_snapshot_has_all_leaves(kind: Any, tmp_path: Path) -> None:
 
 
 def test_shared_head_is_not_divided() -> None:
-    specs = mesh_layout.pages_specs(filled("model"))
+    specs = pages_specs(filled("model"))
     assert all(TENSOR not in spec for spec in jax.tree.leaves(specs))
-    full = kv_layout.DEFAULT_LAYOUT.make((1, 2, 2, 4, 2), "float32")
-    leaves = jax.tree.leaves(mesh_layout.pages_specs(full)._replace(features=None))
+    full = DEFAULT_LAYOUT.make((1, 2, 2, 4, 2), "float32")
+    leaves = jax.tree.leaves(pages_specs(full)._replace(features=None))
     assert [spec[2] for spec in leaves] == [TENSOR, TENSOR]
 
 
@@ -173,7 +181,7 @@ def test_attention_with_narrow_values(runs: Any) -> None:
     case = make_case(np.random.default_rng(0), runs, decode=decode)
     out, lse = oracle(case)
     apart = narrow_values(case)
-    found = api.paged_attention(*map(_array, apart))
+    found = paged_attention(*map(_array, apart))
     assert found.out.shape == (*case.q.shape[:2], 5)
     check(found, (out[..., :5], lse))
     # Of values that are a part of the keys; keys of no row are NaN.
@@ -182,7 +190,7 @@ def test_attention_with_narrow_values(runs: Any) -> None:
     arrays = list(map(_array, part))
     arrays[2] = None
     for numerics in ("fast", "reproducible") if decode else ("fast",):
-        found = api.paged_attention(*arrays, value_width=3, numerics=numerics)
+        found = paged_attention(*arrays, value_width=3, numerics=numerics)
         check(found, (out[..., :3], lse))
 
 
@@ -195,14 +203,14 @@ def test_attention_with_shared_scale() -> None:
     case = case._replace(k_pages=np.nan_to_num(case.k_pages))
     numbers, scales = quantizing.quantize(jnp.asarray(case.k_pages), "int8")
     q, _, _, *where = map(_array, case)
-    both = api.paged_attention(
+    both = paged_attention(
         q, numbers, None, *where, k_scales=scales, value_width=VALUE_WIDTH - 2
     )
     worth = np.asarray(quantizing.dequantize(numbers, scales))
     out, lse = oracle(case._replace(k_pages=worth, v_pages=worth))
     check(both, (out[..., : VALUE_WIDTH - 2], lse))
     with pytest.raises(ValueError, match="v_scales must be given for 8-bit pages"):
-        api.paged_attention(
+        paged_attention(
             q, numbers, None, *where, k_scales=scales, v_scales=scales, value_width=2
         )
 
@@ -210,7 +218,7 @@ def test_attention_with_shared_scale() -> None:
 def test_invalid_value_widths_are_refused() -> None:
     case = make_case(np.random.default_rng(0), [(3, 1)], decode=True)
     q, k, v, *where = map(_array, case)
-    attend = inspect.unwrap(api.paged_attention)
+    attend = inspect.unwrap(paged_attention)
     for width in (None, 0, 9):
         allowed = rf"value_width={width} must be in \[1, 8\]"
         with pytest.raises(ValueError, match=allowed):
@@ -226,7 +234,7 @@ def test_invalid_value_widths_are_refused() -> None:
         decode_plan.decode_unsupported_reason(wide, pages, 64)
         == "value_width=64 must be head_dim=128"
     )
-    rotate = inspect.unwrap(rotary_write.write_rotated_kv)
+    rotate = inspect.unwrap(write_rotated_kv)
     cos_sin: Any = None
     with pytest.raises(ValueError, match=r"v_pages.shape\[3\]=4 must be qkv.shape"):
         rotate(jnp.zeros((1, 2, 4, 8)), cos_sin, k, v[..., :4], ints(0), ints(0))
@@ -238,7 +246,7 @@ def test_engine_with_row_layout() -> None:
     asks, answers = groups(1, 16), []
     for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
         config = dataclasses.replace(config, kv_dtype="int8")
-        space = host_swap.HostSpace(16, programs.LOCAL.move)
+        space = HostSpace(16, LOCAL.move)
         run = engines.serve(
             asks,
             config,

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.memory import kv_layout, kv_pages
+from jaxkv import memory
+from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
@@ -19,7 +20,7 @@ write = jax.jit(DEFAULT_LAYOUT.write)
 
 def make_pages(page_size: int, dtype: str = "float32") -> Pages:
     """Returns pages with distinct numbers that no test writes."""
-    pages = kv_layout.make_pages(
+    pages = memory.make_pages(
         num_layers=LAYERS,
         num_pages=NUM_PAGES,
         num_kv_heads=KV_HEADS,

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.memory import invariants, page_pool, page_sharing, page_table
+from jaxkv import memory
+from jaxkv.memory import page_pool, page_table
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
+from tests.support.mutation import replace
 from tests.support.trees import assert_same, ints
 
 SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
@@ -39,10 +41,10 @@ def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_N
 
 
 _reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
-fork = jax.jit(partial(page_sharing.fork, page_size=4))
-drop, reorder = jax.jit(page_table.drop_slots), jax.jit(page_sharing.reorder)
+fork = jax.jit(partial(memory.fork, page_size=4))
+drop, reorder = jax.jit(page_table.drop_slots), jax.jit(memory.reorder)
 truncate = jax.jit(partial(page_table.truncate, page_size=4))
-violations = jax.jit(partial(invariants.violations, page_size=4))
+violations = jax.jit(partial(memory.violations, page_size=4))
 
 
 def live(table: Table) -> jax.Array:
@@ -195,7 +197,7 @@ FAULTS = {
         "i1",
     ),
     "reordered without counting": (
-        lambda s: s._replace(table=page_sharing.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
+        lambda s: s._replace(table=memory.reorder(*s, ints(0, 0, 2, 3, 4))[1]),
         "i1",
     ),
 }
@@ -229,7 +231,7 @@ def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
         return getattr(values.at[index], how)(updates, mode="drop")
 
     pool, table = make_state()
-    monkeypatch.setattr(page_pool, "put", wrapping)
+    replace(monkeypatch, page_pool, "put", wrapping)
     pool, table, *_ = page_table.reserve(
         pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
     )

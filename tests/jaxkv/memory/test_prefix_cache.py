@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import arrays
+from jaxkv import arrays, memory
 from jaxkv.memory import (
+    advance_lengths,
+    clear_slots,
     idle_pages,
-    invariants,
+    make_table,
     page_pool,
-    page_table,
     prefix_cache,
     prefix_eviction,
 )
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.prefix_cache import PrefixCache
+from tests.support.mutation import replace
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
@@ -111,8 +113,8 @@ run = Programs()
 @pytest.fixture
 def one_hash(monkeypatch: pytest.MonkeyPatch) -> Programs:
     """The operations, compiled with a hash that is equal for all contents."""
-    monkeypatch.setattr(
-        prefix_cache, "extend_hash", lambda before, tokens: before * 0 + 5
+    replace(
+        monkeypatch, prefix_cache, "extend_hash", lambda before, tokens: before * 0 + 5
     )
     return Programs()
 
@@ -457,7 +459,7 @@ def operations(
             page_ids=jnp.where(ids == NO_PAGE, table.page_ids, ids),
             length=table.length + length,
         )
-        pool, table, _, enough = page_table.reserve(
+        pool, table, _, enough = memory.reserve(
             page_pool.share(pool, ids),
             table,
             num_tokens,
@@ -484,13 +486,13 @@ def operations(
         pool = page_pool.release(pool, jnp.where(other, mine, NO_PAGE))
         places = (slot, jnp.where(other, column, NO_PAGE))
         page_ids = arrays.put(table.page_ids, places, cached, "set")
-        table = page_table.advance_lengths(table, jnp.where(filled, size, 0))
+        table = advance_lengths(table, jnp.where(filled, size, 0))
         return State(cache, pool, table._replace(page_ids=page_ids)), cached
 
     def finish(state, finished):
         rows = jnp.where(finished[:, None], state.table.page_ids, NO_PAGE)
         pool, left = page_pool.release_counted(state.pool, rows)
-        table = page_table.clear_slots(state.table, finished)
+        table = clear_slots(state.table, finished)
         return State(
             prefix_eviction.mark_idle(state.cache, rows, left, rule), pool, table
         ), None
@@ -521,7 +523,7 @@ def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
         cache, pool, table = state
         alive = (table.length + table.ahead) > 0
         pins = cache.pinned.astype(jnp.int32) + lent
-        found = invariants.violations(pool, table, alive, page_size=size, pins=pins)
+        found = memory.violations(pool, table, alive, page_size=size, pins=pins)
         wrong = (prefix_cache.count_prefix_faults(cache, pool), *found)
         return jnp.stack([*wrong, cache.idle.num])
 
@@ -540,7 +542,7 @@ class Walk:
         self.state = State(
             prefix_cache.make_prefix_cache(POOL, size),
             page_pool.make_pool(POOL),
-            page_table.make_table(SLOTS, WIDTH),
+            make_table(SLOTS, WIDTH),
         )
         self.tokens = np.zeros((SLOTS, WIDTH * size), np.int32)
         self.salt, self.wanted = np.zeros(SLOTS, np.uint32), np.zeros(SLOTS, bool)
@@ -663,7 +665,7 @@ def few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
         few = real_extend(before, tokens)[:, :1] % np.uint32(5)
         return jnp.concatenate([few % np.uint32(3), few], axis=1)
 
-    monkeypatch.setattr(prefix_cache, "extend_hash", extend)
+    replace(monkeypatch, prefix_cache, "extend_hash", extend)
 
 
 def long(*arguments: Any) -> Any:

@@ -14,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import arrays, clock
-from jaxkv.engine import step
+from jaxkv import arrays, clock, engine, memory, scheduling
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import kv_layout, kv_pages, prefix_cache, prefix_eviction
+from jaxkv.memory import Pages, Rows, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefix_cache import PrefixCache
 from jaxkv.models.interface import ForwardResult
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
 from tests.support import engines, traces
 from tests.support.engines import Ask, Outcome
 from tests.support.hit_model import HitModel
@@ -34,9 +32,7 @@ VOCAB = 61
 class Sum:
     """A model that writes tokens to pages; its next token is a sum over the pages."""
 
-    def __call__(
-        self, params: None, pages: kv_pages.Pages, rows: kv_pages.Rows
-    ) -> ForwardResult:
+    def __call__(self, params: None, pages: Pages, rows: Rows) -> ForwardResult:
         token = rows.token.astype(pages.dtype)[:, None, None]
         pages = pages.layout.write(pages, 0, token, token, rows)
         every = jnp.arange(rows.token.shape[0], dtype=jnp.int32)
@@ -62,9 +58,9 @@ def continued(prompt: Sequence[int], num: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_pages(config: EngineConfig) -> kv_pages.Pages:
+def make_pages(config: EngineConfig) -> Pages:
     """Makes pages of NaN, which must never be read."""
-    pages = kv_layout.make_pages(
+    pages = memory.make_pages(
         num_layers=1,
         num_pages=config.num_pages,
         num_kv_heads=1,
@@ -102,12 +98,12 @@ def serve(
       follow: makes a follow-up of the first answer to a request, or None.
       before_call: changes the state before each call.
       program: the steps, compiled.
-      chunk_size: as in `policies.fcfs`.
+      chunk_size: as in `fcfs`.
       cancels: probability per call that a request is cancelled.
     """
     rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
     state = init(config, make_pages(config))
-    policy = fcfs.fcfs(chunk_size=chunk_size)
+    policy = scheduling.fcfs(chunk_size=chunk_size)
     asks = {ask.request_id: ask for ask in first}
     outcomes: dict[Any, Outcome] = {}
     num_preempted = 0
@@ -410,7 +406,7 @@ def test_model_detects_faulty_programs(
     monkeypatch.setattr(module, name, wrong)
 
     def run_steps(*arguments: Any, **keywords: Any) -> Any:
-        return step.run_steps(*arguments, **keywords)
+        return engine.run_steps(*arguments, **keywords)
 
     program = jax.jit(
         run_steps,

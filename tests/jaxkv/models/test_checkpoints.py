@@ -16,7 +16,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxkv.models import checkpoints, param_forms, transformer
+from jaxkv.models import init_params, load_model, param_forms, read_config, save_model
 from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
@@ -69,7 +69,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
 def refusal(folder: Path | str, **kwargs: Any) -> str:
     """Returns the error with which a folder is refused, on one line."""
     with pytest.raises(ValueError, match=re.escape(str(folder))) as info:
-        checkpoints.load_model(folder, **kwargs)
+        load_model(folder, **kwargs)
     line = str(info.value)
     assert "\n" not in line
     return line.replace(str(folder), "FOLDER")
@@ -81,10 +81,8 @@ def refusal(folder: Path | str, **kwargs: Any) -> str:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
     dtype = "bfloat16" if name == "bfloat16" else "float32"
-    config, params, tokenizer, eos_ids = checkpoints.load_model(
-        GOLDEN / name, dtype=dtype
-    )
-    folder = checkpoints.save_model(
+    config, params, tokenizer, eos_ids = load_model(GOLDEN / name, dtype=dtype)
+    folder = save_model(
         tmp_path / "a" / name, config, params, tokenizer=tokenizer, eos_ids=eos_ids
     )
     ours, theirs = tensors_in(folder), tensors_in(GOLDEN / name)
@@ -96,7 +94,7 @@ def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
     assert raw["dtype"] == dtype
     assert raw["architectures"] == config_of(name)["architectures"]
 
-    again = checkpoints.load_model(folder, dtype=dtype)
+    again = load_model(folder, dtype=dtype)
     assert again.config == config
     assert again.eos_ids == eos_ids
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
@@ -105,23 +103,23 @@ def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_moe"])
 def test_stacked_layers_are_saved(name: str, tmp_path: Path) -> None:
-    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    config, params, _, _ = load_model(GOLDEN / name)
     stacked = param_forms.stack_layers(config, params)
     assert param_forms.is_stacked(stacked)
     assert param_forms.stack_layers(config, stacked) is stacked
     back = param_forms.unstack_layers(config, stacked)
     jax.tree.map(np.testing.assert_array_equal, back, params)
-    folder = checkpoints.save_model(tmp_path / "m", config, stacked)
-    again = checkpoints.load_model(folder)
+    folder = save_model(tmp_path / "m", config, stacked)
+    again = load_model(folder)
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
     deep = dataclasses.replace(config, num_layers=config.num_layers + 1)
     with pytest.raises(ValueError, match="has shape"):
-        checkpoints.save_model(tmp_path / "deep", deep, stacked)
+        save_model(tmp_path / "deep", deep, stacked)
 
 
 def test_shards_and_card(tmp_path: Path) -> None:
-    config, params, _, _ = checkpoints.load_model(GOLDEN / "gpt2")
-    folder = checkpoints.save_model(
+    config, params, _, _ = load_model(GOLDEN / "gpt2")
+    folder = save_model(
         tmp_path / "gpt2",
         config,
         params,
@@ -136,18 +134,18 @@ def test_shards_and_card(tmp_path: Path) -> None:
     assert set(index["weight_map"].values()) == set(names)
     num_bytes = sum(tensor.nbytes for tensor in tensors_in(folder).values())
     assert index["metadata"]["total_size"] == num_bytes
-    again = checkpoints.load_model(folder)
+    again = load_model(folder)
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_cast(dtype: str, tmp_path: Path) -> None:
-    params = transformer.init_params(SMALL, jax.random.key(0))
-    folder = checkpoints.save_model(tmp_path / "m", SMALL, params, dtype=dtype)
+    params = init_params(SMALL, jax.random.key(0))
+    folder = save_model(tmp_path / "m", SMALL, params, dtype=dtype)
     stored = tensors_in(folder)["model.embed_tokens.weight"]
     assert stored.dtype == jnp.dtype(dtype)
-    loaded = checkpoints.load_model(folder, dtype=dtype).params
-    wide = checkpoints.load_model(folder).params
+    loaded = load_model(folder, dtype=dtype).params
+    wide = load_model(folder).params
     for leaf, narrow, other in zip(
         *(jax.tree.leaves(tree) for tree in (params, loaded, wide)), strict=True
     ):
@@ -181,7 +179,7 @@ def test_overflowing_weights_are_refused(
         tensors["model.norm.weight"][3] = value
 
     change_tensors(llama, spoil)
-    loaded = checkpoints.load_model(llama, dtype=holds_it)
+    loaded = load_model(llama, dtype=holds_it)
     assert loaded.params["final_norm"]["scale"].max() > 6e4
     line = f"model.norm.weight has values too large for {dtype}"
     assert line in refusal(llama, dtype=dtype)
@@ -199,7 +197,7 @@ def test_names_of_a_bare_transformer(name: str, tmp_path: Path) -> None:
             tensors[key.split(".", 1)[1]] = tensors.pop(key)
 
     change_tensors(folder, strip)
-    a, b = (checkpoints.load_model(path).params for path in (folder, GOLDEN / name))
+    a, b = (load_model(path).params for path in (folder, GOLDEN / name))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
@@ -212,7 +210,7 @@ def test_buffers_and_tied_head_are_ignored(tmp_path: Path) -> None:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
 
     change_tensors(folder, add)
-    assert checkpoints.load_model(folder).config.family == "gpt2"
+    assert load_model(folder).config.family == "gpt2"
     folder = shutil.copytree(GOLDEN / "llama", tmp_path / "llama")
     change_tensors(
         folder,
@@ -220,17 +218,17 @@ def test_buffers_and_tied_head_are_ignored(tmp_path: Path) -> None:
             {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
         ),
     )
-    assert checkpoints.load_model(folder).config.family == "llama"
+    assert load_model(folder).config.family == "llama"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama3", "qwen2_moe"])
 def test_different_tied_head_is_refused(name: str, tmp_path: Path) -> None:
     # transformers 4 omits such a head, transformers 5 keeps it.
     folder = shutil.copytree(GOLDEN / name, tmp_path / name)
-    embed, head = embed_and_head(checkpoints.read_config(folder))
+    embed, head = embed_and_head(read_config(folder))
     change_config(folder, tie_word_embeddings=True)
     change_tensors(folder, lambda tensors: tensors.update({head: tensors[embed]}))
-    assert checkpoints.load_model(folder).config.tie_embeddings
+    assert load_model(folder).config.tie_embeddings
 
     def disturb(tensors: dict[str, np.ndarray]) -> None:
         tensors[head] = tensors[embed].copy()
@@ -242,7 +240,7 @@ def test_different_tied_head_is_refused(name: str, tmp_path: Path) -> None:
         "tie_word_embeddings=true; with false the first is used"
     )
     change_config(folder, tie_word_embeddings=False)
-    assert not checkpoints.load_model(folder).config.tie_embeddings
+    assert not load_model(folder).config.tie_embeddings
     change_config(folder, tie_word_embeddings=True)
     change_tensors(folder, lambda tensors: tensors.update({head: tensors[embed][1:]}))
     assert f"{head} has shape" in refusal(folder)
@@ -252,7 +250,7 @@ def test_tied_embeddings_under_the_name_of_the_head(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
     embed, head = "transformer.wte.weight", "lm_head.weight"
     change_tensors(folder, lambda tensors: tensors.update({head: tensors.pop(embed)}))
-    a, b = (checkpoints.load_model(path).params for path in (folder, GOLDEN / "gpt2"))
+    a, b = (load_model(path).params for path in (folder, GOLDEN / "gpt2"))
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
@@ -343,9 +341,9 @@ def test_config_that_its_family_cannot_express_is_refused(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(SMALL, **changes)
-    params = transformer.init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     with pytest.raises(ValueError, match=line):
-        checkpoints.save_model(tmp_path / "m", config, params)
+        save_model(tmp_path / "m", config, params)
     assert not any(tmp_path.iterdir())
 
 
@@ -355,7 +353,7 @@ def test_config_that_its_family_cannot_express_is_refused(
 def test_missing_files(llama: Path, tmp_path: Path) -> None:
     assert "no such folder" in refusal(tmp_path / "nowhere")
     assert "unknown model" in refusal("stdlib-byte")
-    assert checkpoints.load_model("stdlib-bytes").config.num_layers == 4
+    assert load_model("stdlib-bytes").config.num_layers == 4
     (llama / WEIGHTS).rename(llama / "other.safetensors")
     assert "neither model.safetensors nor" in refusal(llama)
     (llama / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -422,7 +420,7 @@ def test_a_config_of_another_model(llama: Path) -> None:
 @pytest.mark.parametrize("dtype", ["int32", "float64"])
 def test_invalid_dtypes(dtype: str) -> None:
     with pytest.raises(ValueError, match=r"dtype=.* must be float32"):
-        checkpoints.load_model(GOLDEN / "llama", dtype=dtype)
+        load_model(GOLDEN / "llama", dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +475,7 @@ def test_corrupt_headers_raise_value_errors(
     (folder / WEIGHTS).write_bytes(data)
     line = str(folder)
     try:
-        checkpoints.load_model(folder)
+        load_model(folder)
     except ValueError as error:
         line = str(error)
     assert str(folder) in line
@@ -488,39 +486,39 @@ def test_corrupt_headers_raise_value_errors(
 
 
 def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
-    params = transformer.init_params(SMALL, jax.random.key(0))
+    params = init_params(SMALL, jax.random.key(0))
     folder = tmp_path / "model"
     folder.mkdir()
-    checkpoints.save_model(folder, SMALL, params)  # an empty folder may be replaced
+    save_model(folder, SMALL, params)  # an empty folder may be replaced
     with pytest.raises(ValueError, match="already exists"):
-        checkpoints.save_model(folder, SMALL, params)
+        save_model(folder, SMALL, params)
     (folder / "stale.txt").touch()
-    checkpoints.save_model(folder, SMALL, params, overwrite=True)
+    save_model(folder, SMALL, params, overwrite=True)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", WEIGHTS]
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds no model"):
-        checkpoints.save_model(mine, SMALL, params, overwrite=True)
+        save_model(mine, SMALL, params, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
 
 
 def test_interrupted_save_keeps_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = transformer.init_params(SMALL, jax.random.key(0))
-    folder = checkpoints.save_model(tmp_path / "model", SMALL, params)
+    params = init_params(SMALL, jax.random.key(0))
+    folder = save_model(tmp_path / "model", SMALL, params)
     before = tensors_in(folder)
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    other = transformer.init_params(SMALL, jax.random.key(1))
+    other = init_params(SMALL, jax.random.key(1))
     for owner, name in ((safetensors.numpy, "save_file"), (Path, "write_text")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                checkpoints.save_model(folder, SMALL, other, overwrite=True)
+                save_model(folder, SMALL, other, overwrite=True)
     # The last step: the new folder cannot be moved to its place.
     rename = Path.rename
 
@@ -532,21 +530,21 @@ def test_interrupted_save_keeps_the_old_folder(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse_new)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save_model(folder, SMALL, other, overwrite=True)
+            save_model(folder, SMALL, other, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     jax.tree.map(np.testing.assert_array_equal, tensors_in(folder), before)
 
 
 def test_parameters_of_another_shape_are_not_saved(tmp_path: Path) -> None:
-    params = transformer.init_params(SMALL, jax.random.key(0))
+    params = init_params(SMALL, jax.random.key(0))
     wide = dataclasses.replace(SMALL, mlp_size=16)
     with pytest.raises(ValueError, match=r"\['down'\]\['weight'\] has shape \(8, 12\)"):
-        checkpoints.save_model(tmp_path / "m", wide, params)
+        save_model(tmp_path / "m", wide, params)
     deep = dataclasses.replace(SMALL, num_layers=2)
     with pytest.raises(ValueError, match="not the tree"):
-        checkpoints.save_model(tmp_path / "m", deep, params)
+        save_model(tmp_path / "m", deep, params)
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
-        checkpoints.save_model(tmp_path / "m", SMALL, params, max_shard_bytes=0)
+        save_model(tmp_path / "m", SMALL, params, max_shard_bytes=0)
 
 
 # Tokenizers of a folder
@@ -554,18 +552,18 @@ def test_parameters_of_another_shape_are_not_saved(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
-    loaded = checkpoints.load_model(folder)
+    loaded = load_model(folder)
     assert isinstance(loaded.tokenizer, Tokenizer)
     assert loaded.tokenizer.eos_ids == loaded.eos_ids == (1,)
 
     change_config(folder, eos_token_id=None)  # then the tokenizer's own
-    assert checkpoints.load_model(folder).eos_ids == (1,)
+    assert load_model(folder).eos_ids == (1,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1, 999]}')
-    loaded = checkpoints.load_model(folder)
+    loaded = load_model(folder)
     assert loaded.eos_ids == (2, 1)  # 999 is past the vocabulary
 
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    tokenizer = checkpoints.load_model(folder).tokenizer
+    tokenizer = load_model(folder).tokenizer
     assert tokenizer is not None
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat) == "hi!"
@@ -586,7 +584,7 @@ def test_added_tokens_of_other_files(tmp_path: Path) -> None:
     special_map = {"eos_token": "<|role|>", "pad_token": {"content": "<pad>"}}
     (folder / "special_tokens_map.json").write_text(json.dumps(special_map))
     (folder / "added_tokens.json").write_text('{"<pad>": 320, "<think>": 321}')
-    loaded = checkpoints.load_model(folder)
+    loaded = load_model(folder)
     tokenizer = loaded.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     assert loaded.eos_ids == (2,)
@@ -596,7 +594,7 @@ def test_added_tokens_of_other_files(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("d")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("t")
-    tokenizer = checkpoints.load_model(folder).tokenizer
+    tokenizer = load_model(folder).tokenizer
     assert tokenizer is not None
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat) == "d"
@@ -607,15 +605,13 @@ def test_added_tokens_of_other_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    assert checkpoints.load_model(GOLDEN / "llama").tokenizer is None
-    params = transformer.init_params(SMALL, jax.random.key(0))
-    folder = checkpoints.save_model(
-        tmp_path / "m", SMALL, params, tokenizer=ByteTokenizer(257)
-    )
-    loaded = checkpoints.load_model(folder)
+    assert load_model(GOLDEN / "llama").tokenizer is None
+    params = init_params(SMALL, jax.random.key(0))
+    folder = save_model(tmp_path / "m", SMALL, params, tokenizer=ByteTokenizer(257))
+    loaded = load_model(folder)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.tokenizer.eos_ids == loaded.eos_ids == (256,)
     (folder / "vocab.json").write_text("{}")  # an unsupported tokenizer
-    loaded = checkpoints.load_model(folder)
+    loaded = load_model(folder)
     assert loaded.tokenizer is None
     assert loaded.eos_ids == (256,)

@@ -9,8 +9,8 @@ from jaxkv.models import config
 from jaxkv.models.huggingface import configs, positions
 from jaxkv.models.huggingface import harmless as huggingface_harmless
 from jaxkv.models.huggingface.families import FAMILIES
-from scaling.costs import parameters
-from scaling.shapes import from_model, huggingface
+from scaling.costs import count_parameters
+from scaling.shapes import describe_config, describe_huggingface
 from tests.support.folders import GOLDEN
 
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
@@ -86,11 +86,11 @@ def test_served_models_have_the_counted_size(name: str) -> None:
         files += [raw | {key: None}, {x: raw[x] for x in raw if x != key}]
     for file in files:
         try:
-            served = from_model.describe_config(configs.from_hf(file))
+            served = describe_config(configs.from_hf(file))
         except ValueError:
             continue
         num_served += 1
-        assert huggingface.describe_huggingface(file) == served
+        assert describe_huggingface(file) == served
     assert num_served > len(files) // 2
 
 
@@ -138,7 +138,7 @@ def test_keys_of_transformers_4(name: str) -> None:
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model["name"])
 def test_published_models_are_read(model: dict[str, Any]) -> None:
     config = configs.from_hf(model["config"])
-    count = parameters.count_parameters(from_model.describe_config(config)).total
+    count = count_parameters(describe_config(config)).total
     assert count == model["parameters"]
     window = model["config"].get("sliding_window")
     assert config.window == (window if config.family == "mistral" else None)

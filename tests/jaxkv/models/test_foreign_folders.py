@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import checkpoints, transformer
+from jaxkv import models
+from jaxkv.models import FAMILIES, checkpoints
 from tests.support.folders import GOLDEN
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
@@ -30,7 +31,7 @@ NUM = 300
 TOLERANCE = 1e-4
 """Tolerance relative to the largest logit, also of margins of greedy tokens."""
 
-logits = jax.jit(transformer.logits, static_argnames="config")
+logits = jax.jit(models.logits, static_argnames="config")
 
 
 class Verdict(NamedTuple):
@@ -89,5 +90,5 @@ def test_random_folders_agree_with_transformers(tmp_path: Path) -> None:
     # Many folders are served: refusing all of them would pass otherwise.
     assert sum(each.kind == "equal" for each in verdicts.values()) > 0.3 * NUM
     families = {each.line for each in verdicts.values() if each.kind == "equal"}
-    table = checkpoints.configs.FAMILIES
+    table = FAMILIES
     assert families == {name for name, x in table.items() if x.servable}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Int32
 
-from jaxkv.models import checkpoints, param_forms, transformer
+from jaxkv import models
+from jaxkv.models import Params, load_model, read_config, stack_layers
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface.families import FAMILIES
 from tests.support import engines
@@ -22,12 +23,12 @@ FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 compiled = functools.partial(
     jax.jit, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
-full_logits = compiled(transformer.logits)
+full_logits = compiled(models.logits)
 
 
 @compiled
 def continue_greedily(
-    params: transformer.Params,
+    params: Params,
     tokens: Int32[Array, "1 length"],
     num_prompt: int,
     config: ModelConfig,
@@ -35,7 +36,7 @@ def continue_greedily(
     """Appends greedy tokens to the prompt, with one full forward pass per token."""
 
     def step(index, tokens):
-        logits = transformer.logits(params, tokens, config=config)
+        logits = models.logits(params, tokens, config=config)
         token = jnp.argmax(logits[0, index - 1]).astype(jnp.int32)
         return tokens.at[0, index].set(token)
 
@@ -43,21 +44,21 @@ def continue_greedily(
 
 
 def test_every_family_has_a_golden_folder() -> None:
-    families = {checkpoints.read_config(GOLDEN / name).family for name in FOLDERS}
+    families = {read_config(GOLDEN / name).family for name in FOLDERS}
     assert families == {name for name, x in FAMILIES.items() if x.servable}
     assert len(list((GOLDEN / "sharded").glob("*.safetensors"))) >= 3
-    odd = checkpoints.read_config(GOLDEN / "qwen3")
+    odd = read_config(GOLDEN / "qwen3")
     assert odd.head_dim * odd.num_q_heads != odd.hidden_size
-    assert checkpoints.read_config(GOLDEN / "mistral").window == 8
-    assert checkpoints.read_config(GOLDEN / "llama3").rope_scaling is not None
+    assert read_config(GOLDEN / "mistral").window == 8
+    assert read_config(GOLDEN / "llama3").rope_scaling is not None
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
-    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    config, params, _, _ = load_model(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    for layers in (params, param_forms.stack_layers(config, params)):
+    for layers in (params, stack_layers(config, params)):
         logits = full_logits(layers, jnp.asarray(expected["ids"]), config=config)
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)

@@ -12,11 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, checkpoints, moe, transformer
+from jaxkv import models, scheduling
+from jaxkv.models import (
+    Experts,
+    Routing,
+    balance_loss,
+    expert_load,
+    load_model,
+    param_shapes,
+    read_config,
+)
 from jaxkv.models.huggingface import configs
-from jaxkv.scheduling import fcfs
-from scaling.costs import parameters
-from scaling.shapes import from_model, huggingface
+from scaling.costs import count_parameters
+from scaling.shapes import describe_config, describe_huggingface
 from tests.support import batches, engines
 from tests.support.engines import Ask
 from tests.support.folders import GOLDEN
@@ -40,7 +48,7 @@ ONE_LAYER = dataclasses.replace(
 TOKENS: Any = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 20), np.int32)
 
 outputs: Any = jax.jit(
-    transformer.outputs, static_argnames="config", compiler_options=engines.FAST_COMPILE
+    models.outputs, static_argnames="config", compiler_options=engines.FAST_COMPILE
 )
 
 
@@ -51,10 +59,10 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 def test_routing_worked_by_hand() -> None:
     scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
-    routing = moe.route(scores, top_k=2, renormalise=True)
+    routing = models.route(scores, top_k=2, renormalise=True)
     assert routing.expert.tolist() == [[1, 2], [0, 1]]  # among equals, the lower number
     np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
-    plain = moe.route(scores, top_k=2, renormalise=False)
+    plain = models.route(scores, top_k=2, renormalise=False)
     np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
 
 
@@ -67,7 +75,7 @@ def test_mix_equals_reference(crowded: bool) -> None:
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)
     live = rng.random(24) < 0.7
     x[~live] = np.nan  # rows that are not live may have any content
-    routing = moe.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
+    routing = models.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
 
     def answer(rows: Any, sizes: Any) -> Any:
         sizes_seen.append(np.asarray(sizes))
@@ -78,7 +86,7 @@ def test_mix_equals_reference(crowded: bool) -> None:
             out[row] = np.asarray(rows)[row] @ w[number]
         return jnp.asarray(out)
 
-    found = moe.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
+    found = models.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
     p = softmax(scores)
     for row in np.flatnonzero(live):
         first, second = np.argsort(-p[row])[:2]
@@ -92,12 +100,12 @@ def test_mix_equals_reference(crowded: bool) -> None:
 
 def test_balance_and_imbalance_worked_by_hand() -> None:
     probs = jnp.asarray([[0.5, 0.3, 0.2, 0.0], [0.4, 0.1, 0.3, 0.2]], jnp.float32)
-    routing = moe.Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
-    np.testing.assert_allclose(moe.expert_load(routing), [1.0, 0.5, 0.5, 0.0])
+    routing = Routing(probs, jnp.asarray([[0, 1], [0, 2]]), probs[:, :2])
+    np.testing.assert_allclose(expert_load(routing), [1.0, 0.5, 0.5, 0.0])
     # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
-    assert float(moe.balance_loss(routing)) == pytest.approx(2.7)
+    assert float(balance_loss(routing)) == pytest.approx(2.7)
     even = jnp.full((4,), 0.5, jnp.float32)
-    found = moe.imbalance(jnp.stack([even, moe.expert_load(routing)]))
+    found = models.imbalance(jnp.stack([even, expert_load(routing)]))
     np.testing.assert_allclose(found.busiest, [1.0, 2.0])
     np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(found.idle, [0.0, 0.25])
@@ -106,7 +114,7 @@ def test_balance_and_imbalance_worked_by_hand() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_balance_loss_equals_transformers(name: str) -> None:
-    config, params, *_ = checkpoints.load_model(GOLDEN / name)
+    config, params, *_ = load_model(GOLDEN / name)
     assert config.experts is not None
     expected = np.load(GOLDEN / name / "expected.npz")
     found = outputs(params, expected["ids"], config=config)
@@ -118,12 +126,12 @@ def test_balance_loss_equals_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameter_count_equals_the_folder(name: str) -> None:
-    config = checkpoints.read_config(GOLDEN / name)
+    config = read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
-    model = from_model.describe_config(config)
-    found = parameters.count_parameters(model)
-    assert found == parameters.count_parameters(huggingface.describe_huggingface(raw))
-    held = jax.tree.leaves(transformer.param_shapes(config))
+    model = describe_config(config)
+    found = count_parameters(model)
+    assert found == count_parameters(describe_huggingface(raw))
+    held = jax.tree.leaves(param_shapes(config))
     assert found.total == sum(x.size for x in held)
     assert found.active < found.total
 
@@ -174,7 +182,7 @@ def test_gradients_equal_finite_differences() -> None:
 
         def loss(step: Any) -> Any:
             moved = jax.tree.map(lambda x, t: x + step * t, params, towards)
-            out = transformer.outputs(moved, jnp.asarray(TOKENS), config=config)
+            out = models.outputs(moved, jnp.asarray(TOKENS), config=config)
             return jnp.mean(jax.nn.logsumexp(out.logits, axis=2)) + out.auxiliary, out
 
         grad, at = compiled(jax.grad(loss, has_aux=True))(jnp.float64(0))
@@ -191,7 +199,7 @@ def serve(asks: Sequence[Ask], name: str, as_served: bool) -> engines.Run:
     return engines.serve(
         asks,
         batches.config_of(batches.SETTINGS[name]),
-        fcfs.fcfs(chunk_size=8, hold_new=False),
+        scheduling.fcfs(chunk_size=8, hold_new=False),
         model=ONE_LAYER,
         as_served=as_served,
     )
@@ -233,7 +241,7 @@ def test_a_folder_with_fewer_tensors_than_experts(tmp_path: Path) -> None:
     name = "model.safetensors"
     (tmp_path / name).write_bytes((GOLDEN / "mixtral" / name).read_bytes())
     with pytest.raises(ValueError, match="1000000000 experts in"):
-        checkpoints.load_model(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

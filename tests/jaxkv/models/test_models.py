@@ -12,7 +12,15 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.models import checkpoints, layers, nonlinear, param_forms, transformer
+from jaxkv.models import (
+    add_transposed_weights,
+    layers,
+    load_model,
+    nonlinear,
+    read_config,
+    stack_layers,
+    transformer,
+)
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import weights
 from scaling.training import transformer_rows
@@ -90,7 +98,7 @@ def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "page_size"), PAGE_SIZES.items())
 def test_paged_equals_contiguous(name: str, page_size: int) -> None:
-    loaded = checkpoints.load_model(GOLDEN / name)
+    loaded = load_model(GOLDEN / name)
     check_paged_equals_contiguous(
         loaded.config,
         loaded.params,
@@ -108,7 +116,7 @@ def test_paged_equals_contiguous(name: str, page_size: int) -> None:
 def test_paged_equals_contiguous_everywhere(
     name: str, page_size: int, numerics: str
 ) -> None:
-    loaded = checkpoints.load_model(GOLDEN / name)
+    loaded = load_model(GOLDEN / name)
     for seed in range(3):
         check_paged_equals_contiguous(
             loaded.config,
@@ -143,7 +151,7 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
     assert hash(config) == hash(ModelConfig(**vars(config)))
     params = transformer.init_params(config, jax.random.key(0))
     if stacked:
-        params = param_forms.stack_layers(config, params)
+        params = stack_layers(config, params)
     shapes = transformer.param_shapes(config, stacked=stacked)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
@@ -190,14 +198,14 @@ def test_half_precision_weights_give_float32_logits() -> None:
 def test_transposed_weights_give_equal_results() -> None:
     """2 to 4 rows use the transposed weights only; also for stacked layers."""
     config, params = engines.MODEL, engines.params()
-    twice = param_forms.add_transposed_weights(params)
+    twice = add_transposed_weights(params)
     again = weights.checked_params(config, twice)
     assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
-    stacked = param_forms.stack_layers(config, params)
+    stacked = stack_layers(config, params)
     jax.tree.map(
         np.testing.assert_array_equal,
-        param_forms.add_transposed_weights(stacked),
-        param_forms.stack_layers(config, twice),
+        add_transposed_weights(stacked),
+        stack_layers(config, twice),
     )
     layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))
     rng = np.random.default_rng(0)
@@ -236,7 +244,7 @@ def test_scanned_layers_equal_unrolled_layers(name: str) -> None:
 
 
 def golden(name: str) -> ModelConfig:
-    return checkpoints.read_config(GOLDEN / name)
+    return read_config(GOLDEN / name)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
@@ -262,7 +270,7 @@ def test_exceeded_learned_positions_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
-    config, params, _, _ = checkpoints.load_model(GOLDEN / name)
+    config, params, _, _ = load_model(GOLDEN / name)
     model = transformer.Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
     positions = jnp.array([0, 95, 96, 1000], jnp.int32)

@@ -12,22 +12,19 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv.memory import kv_layout, kv_pages, page_parts
-from jaxkv.models import (
-    Experts,
-    checkpoints,
-    partition,
-    transformer,
-)
-from jaxkv.parallel import collectives, layout, make_mesh
+from jaxkv import models, parallel
+from jaxkv.memory import Rows, make_pages, page_parts
+from jaxkv.models import Experts, load_model, partition
+from jaxkv.parallel import layout, make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig
 from pallas_kernels.paged_attention import api
-from scaling.costs import traffic
+from scaling.costs import prefill_traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
+from scaling.shapes import describe_config
 from tests.support import engines, meshes
 from tests.support.folders import GOLDEN, ROOT
+from tests.support.mutation import replace
 
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """Pages whose parts have one token on eight devices."""
@@ -44,7 +41,7 @@ def fed(
     Returns:
       Logits of each chunk's rows, the compiled programs, and the final pages.
     """
-    loaded = checkpoints.load_model(GOLDEN / family)
+    loaded = load_model(GOLDEN / family)
     jitted, params, pages = meshes.divided(
         loaded.config, loaded.params, mesh, page_size
     )
@@ -63,10 +60,10 @@ def check_family(
 ) -> None:
     """Checks logits against one device, bytes against the formula, and the pages."""
     found, programs, pages = fed(family, mesh, page_size)
-    loaded = checkpoints.load_model(GOLDEN / family)
+    loaded = load_model(GOLDEN / family)
     for slot, length in enumerate(meshes.LENGTHS):
         tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
-        whole = transformer.logits(loaded.params, tokens, config=loaded.config)[0]
+        whole = models.logits(loaded.params, tokens, config=loaded.config)[0]
         mine = np.concatenate(
             [
                 x[np.asarray(meshes.chunk(*c).slot) == slot]
@@ -75,16 +72,16 @@ def check_family(
         )
         np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-4)
     for program, rows in zip(programs, (16, 4), strict=True):
-        sent = collectives.collectives(program.as_text())
+        sent = parallel.find_collectives(program.as_text())
         divides = how.pages > 1 and rows % how.pages == 0
         assert any(each.kind == "all-to-all" for each in sent) == divides
         words = loaded.config.vocab_size
         padded = dataclasses.replace(
-            from_model.describe_config(loaded.config),
+            describe_config(loaded.config),
             vocab_size=words + -words % how.tensor,
         )
         sizes = {"rows": rows, "logit_rows": rows, "number_bytes": 4}
-        formula = traffic.prefill_traffic(padded, how, **sizes)
+        formula = prefill_traffic(padded, how, **sizes)
         assert all(each.is_sure for each in sent)
         total = sum(each.sent(rank=2) for each in sent)
         assert total == pytest.approx(sum(x.forward for x in formula), rel=1e-12)
@@ -169,7 +166,7 @@ WAYS = [
 ]
 
 
-def program_of(how: Layout, num_layers: int, rows: kv_pages.Rows) -> Any:
+def program_of(how: Layout, num_layers: int, rows: Rows) -> Any:
     """Returns the compiled step of a layout."""
     config = dataclasses.replace(LARGER, num_layers=num_layers)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=how.expert)
@@ -181,10 +178,10 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
     """Returns the bytes that a device sends in the first chunk: program, formulas."""
     rows = meshes.chunk(*meshes.CHUNKS[0])
     program = program_of(how, num_layers, rows)
-    found = collectives.collectives(program.as_text())
+    found = parallel.find_collectives(program.as_text())
     assert all(each.is_sure for each in found)
-    formula = traffic.prefill_traffic(
-        from_model.describe_config(dataclasses.replace(LARGER, num_layers=num_layers)),
+    formula = prefill_traffic(
+        describe_config(dataclasses.replace(LARGER, num_layers=num_layers)),
         how,
         rows=(num := len(rows.token)),
         logit_rows=num,
@@ -229,7 +226,7 @@ def test_surplus_collectives_are_detected(
         def wasteful(q: Any, *args: Any, **rest: Any) -> Any:
             return whole(jax.lax.pmean(q, "context"), *args, **rest)
 
-        monkeypatch.setattr(api, "paged_attention", wasteful)
+        replace(monkeypatch, api, "paged_attention", wasteful)
     else:
         own, num = partition.own_experts, LARGER.hidden_size
 
@@ -239,7 +236,7 @@ def test_surplus_collectives_are_detected(
             more = jax.lax.psum(more * found.share.sum(), "expert").sum()
             return found._replace(share=found.share + 1e-9 * more)
 
-        monkeypatch.setattr(partition, "own_experts", twice)
+        replace(monkeypatch, partition, "own_experts", twice)
     sent, wanted = sent_by(how, 2)
     # In an all-reduce of two devices each sends its operand.
     assert sent - wanted == 2 * rows * num * 4
@@ -295,7 +292,7 @@ def test_pages_are_never_sent_nor_copied() -> None:
         fields = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = engine.core.lower().compile()
-        sent = collectives.collectives(program.as_text())
+        sent = parallel.find_collectives(program.as_text())
         # In decode, states are summed; in mixed passes devices divide the rows.
         kinds = collections.Counter(each.kind for each in sent)
         assert kinds == {"all-reduce": 2 * 2 + 1, "all-gather": 2, "all-to-all": 2 * 2}
@@ -324,7 +321,7 @@ def test_attention_over_parts_equals_the_whole(
 ) -> None:
     """Covers chunks and trees at random places, also with windows."""
     draw = np.random.default_rng(num)
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=14,
         num_kv_heads=2,
@@ -348,7 +345,7 @@ def test_attention_over_parts_equals_the_whole(
     if with_tree:
         context = jnp.asarray([-1, start[1], -1], jnp.int32)
         tree = {"context": context, "ancestors": jnp.asarray(ancestors)}
-    rows = kv_pages.Rows(
+    rows = Rows(
         token=jnp.zeros(16, jnp.int32),
         position=jnp.asarray(position),
         slot=jnp.asarray(slot),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxkv.models import moe
+from jaxkv import models
+from jaxkv.models import Routing
 from jaxkv.parallel import experts
 from tests.support import mutation
 from tests.support.mutation import Bug
@@ -19,15 +20,15 @@ RNG = np.random.default_rng(0)
 WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)
 
 
-def routing(num_rows: int, seed: int) -> moe.Routing:
+def routing(num_rows: int, seed: int) -> Routing:
     """Returns the routing of rows that prefer some experts."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
     scores = jnp.asarray(scores, jnp.float32)
-    return moe.route(scores, top_k=TOP_K, renormalise=True)
+    return models.route(scores, top_k=TOP_K, renormalise=True)
 
 
-def kept(found: moe.Routing, capacity: int) -> np.ndarray:
+def kept(found: Routing, capacity: int) -> np.ndarray:
     """Returns the choices that get a place, one after another (slow reference)."""
     expert = np.asarray(found.expert)
     taken, is_kept = np.zeros(EXPERTS, int), np.zeros(expert.shape, bool)
@@ -39,7 +40,7 @@ def kept(found: moe.Routing, capacity: int) -> np.ndarray:
     return is_kept
 
 
-def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
+def mixed(x: np.ndarray, found: Routing, is_kept: np.ndarray) -> np.ndarray:
     """Returns the experts' outputs, choice by choice."""
     y = np.zeros((len(x), WEIGHT.shape[2]))
     for row, choice in zip(*np.nonzero(is_kept), strict=True):
@@ -48,7 +49,7 @@ def mixed(x: np.ndarray, found: moe.Routing, is_kept: np.ndarray) -> np.ndarray:
     return y
 
 
-def divided(p: int, function: Any, x: Any, found: moe.Routing) -> np.ndarray:
+def divided(p: int, function: Any, x: Any, found: Routing) -> np.ndarray:
     """Runs a function of rows, routing and weights on p devices."""
     mesh = jax.make_mesh(
         (p,), (experts.EXPERT,), (AxisType.Auto,), devices=jax.devices()[:p]
@@ -85,7 +86,7 @@ def test_exchange_returns_rows_with_places(p: int, capacity: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 5)
 
-    def of_device(x: Any, found: moe.Routing, weight: Any) -> Any:
+    def of_device(x: Any, found: Routing, weight: Any) -> Any:
         answer = functools.partial(jnp.einsum, "erh,ehw->erw")
         return experts.exchange(
             x, found, lambda rows: answer(rows, weight), capacity=capacity
@@ -104,7 +105,7 @@ def test_gather_rows_drops_no_choice(p: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
     found = routing(p * ROWS, 6)
 
-    def of_device(x: Any, found: moe.Routing, weight: Any) -> Any:
+    def of_device(x: Any, found: Routing, weight: Any) -> Any:
         def answer(rows: Any, sizes: Any) -> Any:
             number = jnp.arange(len(rows), dtype=jnp.int32)
             expert = jnp.searchsorted(jnp.cumsum(sizes), number, side="right")

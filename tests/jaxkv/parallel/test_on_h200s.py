@@ -6,12 +6,12 @@ import pytest
 
 from jaxkv.engine.state import EngineConfig
 from jaxkv.models.config import ModelConfig
-from jaxkv.parallel.collectives import collectives
+from jaxkv.parallel.collectives import find_collectives
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
-from scaling.costs import traffic
+from scaling.costs import decode_traffic, prefill_traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
+from scaling.shapes import describe_config
 from tests.support import engine_programs
 
 WHY_NOT = deviceless.unavailable_reason()
@@ -53,16 +53,16 @@ def test_engine_on_four_h200s(how: Layout) -> None:
     report = deviceless.compile_function(
         run, *arguments, donate_argnums=1, options=options, mesh=mesh
     )
-    found = collectives(report.text)
+    found = find_collectives(report.text)
     # A step decodes with one row per slot, or is mixed with the rows of the budget.
     model, layers, own = (
-        from_model.describe_config(LLAMA),
+        describe_config(LLAMA),
         LLAMA.num_layers,
         ROWS // how.pages,
     )
     first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
-    decode = traffic.decode_traffic(model, how, batch=DRAWN)
-    mixed = traffic.prefill_traffic(model, how, rows=ROWS, logit_rows=DRAWN)
+    decode = decode_traffic(model, how, batch=DRAWN)
+    mixed = prefill_traffic(model, how, rows=ROWS, logit_rows=DRAWN)
     divides = how.pages > 1
     wanted = {"all-reduce": 1 + (2 + 2 * divides) * layers, "all-gather": 1}
     packed = {"all-reduce": 1 + 2 * layers, "all-gather": 1}

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.memory import kv_pages
+from jaxkv import parallel
+from jaxkv.memory import Rows
 from jaxkv.models import row_parts
-from jaxkv.parallel import collectives, layout, make_mesh
-from scaling.costs import traffic
+from jaxkv.parallel import WHOLE, make_mesh, map_over_mesh
+from scaling.costs import prefill_traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
+from scaling.shapes import describe_config
 from tests.support import engines, meshes
 
 MIXED = meshes.chunk(*meshes.CHUNKS[0])
@@ -49,9 +50,7 @@ def dots(text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("num", "rows", "own"), [(4, MIXED, 4), (4, EVENLY, 16)], ids=["mixed", "verified"]
 )
-def test_products_of_a_mixed_pass_are_divided(
-    num: int, rows: kv_pages.Rows, own: int
-) -> None:
+def test_products_of_a_mixed_pass_are_divided(num: int, rows: Rows, own: int) -> None:
     """Only attention has all rows on all devices."""
     c = dataclasses.replace(engines.MODEL, num_q_heads=8, mlp_size=44)
     run, *given = meshes.divided(c, engines.params(c), make_mesh(context=num))
@@ -77,15 +76,15 @@ def test_stored_states_equal_one_device() -> None:
     assert np.any(np.asarray(kept[0].features))
     for one, other in zip(*map(jax.tree.leaves, kept), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-    formula = traffic.prefill_traffic(
-        from_model.describe_config(c),
+    formula = prefill_traffic(
+        describe_config(c),
         how,
         rows=16,
         logit_rows=16,
         num_taps=len(taps),
         number_bytes=4,
     )
-    sent = collectives.collectives(program.as_text())
+    sent = parallel.find_collectives(program.as_text())
     total = sum(each.sent(rank=2) for each in sent)
     assert total == sum(each.forward for each in formula) > 0
 
@@ -95,8 +94,8 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
     """Rows are divided in order if they are packed, fast and divisible."""
 
     def part(x: Any) -> Any:
-        def rows(num: int, slot: Any) -> kv_pages.Rows:
-            return kv_pages.Rows(x[0, :num], x[0, :num], slot, x[:1], x[0, :1])
+        def rows(num: int, slot: Any) -> Rows:
+            return Rows(x[0, :num], x[0, :num], slot, x[:1], x[0, :1])
 
         packed = rows(8, x[0])
         wholes = (
@@ -114,8 +113,8 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
 
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")
-    made = by_row, layout.WHOLE
-    run = layout.map_over_mesh(part, make_mesh(context=num), (layout.WHOLE,), made)
+    made = by_row, WHOLE
+    run = map_over_mesh(part, make_mesh(context=num), (WHOLE,), made)
     own, (whole, picked, *same) = jax.jit(run)(x)
     for found in (own, whole, *same):
         np.testing.assert_array_equal(found.astype(x.dtype), x)

@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv.engine.state import EngineState
 from jaxkv.ledger import SequenceEvents
-from jaxkv.parallel import layout, make_mesh
+from jaxkv.parallel import make_mesh, place_state
 from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
 
@@ -74,7 +74,7 @@ def test_state_continues_on_other_layouts(
     # Bit for bit the same, whole, and on the mesh as it was.
     whole = load()
     assert_equal(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, whole))
-    placed = layout.place_state(whole, make_mesh(**degrees))
+    placed = place_state(whole, make_mesh(**degrees))
     for mine, its in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True):
         assert mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
     end, emitted = go_on(engine, state)
@@ -102,8 +102,8 @@ def test_states_that_cannot_be_saved_or_divided_are_refused(tmp_path: Path) -> N
         jaxkv.save_state(tmp_path / "saved", elsewhere, engine_programs.CONFIG)
     assert not (tmp_path / "saved").exists()
     with pytest.raises(ValueError, match="of 2 KV heads cannot be divided over 4 dev"):
-        layout.place_state(state, make_mesh(tensor=4))
+        place_state(state, make_mesh(tensor=4))
     with pytest.raises(
         ValueError, match="page_size=16 must be a multiple of the 3 dev"
     ):
-        layout.place_state(state, make_mesh(context=3))
+        place_state(state, make_mesh(context=3))

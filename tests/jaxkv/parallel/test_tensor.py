@@ -10,14 +10,22 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.models import checkpoints, transformer
+from jaxkv import models
+from jaxkv.models import load_model
 from jaxkv.models.config import Experts, ModelConfig
-from jaxkv.parallel import collectives, layout, make_mesh, tensor
+from jaxkv.parallel import (
+    WHOLE,
+    collectives,
+    make_mesh,
+    map_over_mesh,
+    specs_on,
+    tensor,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig
-from scaling.costs import traffic
+from scaling.costs import decode_traffic
 from scaling.costs.parallelism import Layout
-from scaling.shapes import from_model
+from scaling.shapes import describe_config
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT
 from tests.support.meshes import (
@@ -51,17 +59,17 @@ def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     mesh = make_mesh(tensor=degree)
     fitted = tensor.fit_config(config, degree)
     placed = tensor.place_params(config, params, mesh)
-    run = layout.map_over_mesh(
-        functools.partial(transformer.logits, config=fitted),
+    run = map_over_mesh(
+        functools.partial(models.logits, config=fitted),
         mesh,
-        (layout.specs_on(placed, mesh), layout.WHOLE),
-        layout.WHOLE,
+        (specs_on(placed, mesh), WHOLE),
+        WHOLE,
     )
     return jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile(), placed
 
 
 def large(program: Any) -> list[collectives.Collective]:
-    found = collectives.collectives(program.as_text())
+    found = collectives.find_collectives(program.as_text())
     assert all(each.is_sure for each in found)
     return [each for each in found if each.sent(rank=2)]
 
@@ -82,16 +90,16 @@ def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> 
 
 def check_family(family: str, degree: int) -> None:
     """Checks logits, and bytes against the formula."""
-    loaded = checkpoints.load_model(GOLDEN / family)
+    loaded = load_model(GOLDEN / family)
     config, params = loaded.config, loaded.params
     program, placed = on_mesh(config, params, degree)
     found = np.asarray(program(placed, jnp.asarray(TOKENS)))
-    whole = transformer.logits(params, jnp.asarray(TOKENS), config=config)
+    whole = models.logits(params, jnp.asarray(TOKENS), config=config)
     np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
     # Padding words are sent, too.
     words = config.vocab_size + -config.vocab_size % degree
-    padded = dataclasses.replace(from_model.describe_config(config), vocab_size=words)
-    formula = traffic.decode_traffic(
+    padded = dataclasses.replace(describe_config(config), vocab_size=words)
+    formula = decode_traffic(
         padded, Layout(tensor=degree), batch=TOKENS.size, number_bytes=4
     )
     sent = sum(each.sent(rank=2) for each in large(program))
@@ -116,14 +124,14 @@ def test_surplus_collectives_are_detected() -> None:
     placed = tensor.place_params(config, engines.params(config), mesh)
 
     def wasteful(params: Any, tokens: Any) -> Any:
-        found = transformer.logits(params, tokens, config=config)
+        found = models.logits(params, tokens, config=config)
         return jax.lax.psum(found, "tensor")
 
-    specs = layout.specs_on(placed, mesh), layout.WHOLE
-    run = layout.map_over_mesh(wasteful, mesh, specs, layout.WHOLE)
+    specs = specs_on(placed, mesh), WHOLE
+    run = map_over_mesh(wasteful, mesh, specs, WHOLE)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
-    formula = traffic.decode_traffic(
-        from_model.describe_config(config),
+    formula = decode_traffic(
+        describe_config(config),
         Layout(tensor=2),
         batch=TOKENS.size,
         number_bytes=4,
@@ -140,9 +148,9 @@ def test_trips_of_loops_are_counted() -> None:
         x = jax.lax.fori_loop(0, 5, one, x)
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: one(0, x) - 1.0, x)
 
-    run = layout.map_over_mesh(looped, mesh, layout.WHOLE, layout.WHOLE)
+    run = map_over_mesh(looped, mesh, WHOLE, WHOLE)
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
-    found = {each.is_sure: each for each in collectives.collectives(text)}
+    found = {each.is_sure: each for each in collectives.find_collectives(text)}
     assert found[True].trips == 5
     assert found[True].sent() == 2 * 3 / 4 * 3 * 7 * 4 * 5
     assert found[False].trips == 1
@@ -172,20 +180,20 @@ def test_too_many_devices_are_refused() -> None:
 
 def test_parameters_on_another_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match=r"params\['embed'\].* must be on mesh"):
-        layout.specs_on(engines.params(), make_mesh(tensor=2))
+        specs_on(engines.params(), make_mesh(tensor=2))
 
 
 def test_devices_receive_their_parts_only() -> None:
     mesh = make_mesh(tensor=4)
     place = functools.partial(tensor.make_placer, mesh=mesh)
-    found = checkpoints.load_model(GOLDEN / "llama", place=place).params
+    found = load_model(GOLDEN / "llama", place=place).params
     layer = found["layers"][0]
     for weight, axis in ((layer["up"], 1), (layer["down"], 1), (layer["out"], 1)):
         array = weight["weight"]
         shards = [shard.data.shape[axis] for shard in array.addressable_shards]
         assert shards == [array.shape[axis] // 4] * 4
     # Two KV heads: each is copied, with half of its queries.
-    plain = checkpoints.load_model(GOLDEN / "llama").params["layers"][0]
+    plain = load_model(GOLDEN / "llama").params["layers"][0]
     qkv, whole = np.asarray(layer["qkv"]["weight"]), np.asarray(plain["qkv"]["weight"])
     assert (len(qkv), len(whole)) == (4, 2)
     np.testing.assert_array_equal(qkv[:, -2:], np.repeat(whole[:, -2:], 2, axis=0))
@@ -266,7 +274,7 @@ def test_pages_are_never_sent_nor_copied() -> None:
         fields: Any = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = engine.core.lower().compile()
-        for each in collectives.collectives(program.as_text()):
+        for each in collectives.find_collectives(program.as_text()):
             assert all(num_pages not in sides for _, sides in each.shapes)
             assert each.kind in ("all-reduce", "all-gather")
         memory = program.memory_analysis()

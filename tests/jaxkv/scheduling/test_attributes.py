@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.scheduling import (
-    RequestAttributes,
-    ageing_priority,
-    attributes,
-    earliest_deadline,
-    fair_share,
-    fcfs,
-    interface,
-    shortest_remaining,
-)
-from jaxkv.serving import request_batch
+from jaxkv import scheduling
+from jaxkv.scheduling import RequestAttributes, attributes, interface
+from jaxkv.serving import make_requests
 from tests.support import engines
 from tests.support.plans import LINE, counts, plan_of
 
@@ -79,7 +71,7 @@ def test_times_become_relative_to_the_clock() -> None:
 
 
 def test_the_shortest_comes_first_less_what_is_cached() -> None:
-    policy = shortest_remaining.shortest_remaining()
+    policy = scheduling.shortest_remaining()
     fields: Any = {
         "waiting_attributes": columns(predicted_length=[30, 9, 12, 0]),
         "waiting_cached": np.array([0, 0, 4, 0], np.int32),
@@ -93,17 +85,17 @@ def test_the_shortest_comes_first_less_what_is_cached() -> None:
 
 
 def test_waiting_outweighs_priority_in_the_end() -> None:
-    policy = ageing_priority.ageing_priority(level_ms=100)
+    policy = scheduling.ageing_priority(level_ms=100)
     asked = columns(priority=[0, -2, -1, 0], arrival_ms=[-150, -10, -50, 0])
     assert admitted(policy, [8, 8, 8], 2, waiting_attributes=asked) == [1]
     older = asked._replace(arrival_ms=np.array([-350, -10, -50, 0], np.int32))
     assert admitted(policy, [8, 8, 8], 2, waiting_attributes=older) == [0]
     with pytest.raises(ValueError, match=r"level_ms=0 must be in \[1, 1000000\]"):
-        ageing_priority.ageing_priority(level_ms=0)
+        scheduling.ageing_priority(level_ms=0)
 
 
 def test_the_earliest_deadline_comes_first() -> None:
-    policy = earliest_deadline.earliest_deadline()
+    policy = scheduling.earliest_deadline()
     due = columns(deadline_ms=[attributes.NO_DEADLINE, 70, -5, 70])
     found = [
         admitted(policy, [8] * 4, 2 * n, waiting_attributes=due) for n in (1, 2, 3)
@@ -112,7 +104,7 @@ def test_the_earliest_deadline_comes_first() -> None:
 
 
 def test_sessions_take_turns() -> None:
-    policy = fair_share.fair_share()
+    policy = scheduling.fair_share()
     line: Any = [(9, 8, 3), (9, 8, 3)]
     running = columns(session=[4, 5, 4, -1])
     asked = columns(session=[4, 4, 6, -1])
@@ -128,18 +120,18 @@ def test_victims_are_chosen_by_attributes() -> None:
     c = counts(line, free_pages=0)._replace(attributes=running)
     # Each needs a page, and the two preempted ones release four.
     for victim, gone in (("least_urgent", [2, 3]), ("longest_remaining", [2, 3])):
-        plan = plan_of(c, fcfs.fcfs(victim=victim))
+        plan = plan_of(c, scheduling.fcfs(victim=victim))
         assert np.flatnonzero(plan.preempt).tolist() == gone
     swapped = running._replace(priority=np.array([0, 3, -5, -2], np.int32))
     c = counts(line, free_pages=1)._replace(attributes=swapped)
-    plan = plan_of(c, fcfs.fcfs(victim="least_urgent"))
+    plan = plan_of(c, scheduling.fcfs(victim="least_urgent"))
     assert np.flatnonzero(plan.preempt).tolist() == [1]
 
 
 def test_an_engine_serves_the_urgent_first() -> None:
     config = dataclasses.replace(engines.SERVED, max_slots=1, token_budget=8)
     asked = [RequestAttributes(priority=x) for x in (0, 1, 5)]
-    made = request_batch.make_requests(
+    made = make_requests(
         [[1, 2], [3, 4], [5, 6]],
         [jaxkv.Sampling(n=2)] * 3,
         config=config,
@@ -148,6 +140,6 @@ def test_an_engine_serves_the_urgent_first() -> None:
     assert made.attributes.priority.tolist() == [0, 0, 1, 1, 5, 5]
     assert jax.tree.leaves(made.attributes)[0].dtype == np.int32
     with pytest.raises(ValueError, match="len\\(attributes\\)=1 must be len"):
-        request_batch.make_requests(
+        make_requests(
             [[1], [2]], [jaxkv.Sampling()] * 2, config=config, attributes=asked[:1]
         )

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling import interface, static_batching, victims
-from jaxkv.scheduling.fcfs import fcfs
+from jaxkv import scheduling
+from jaxkv.scheduling import FCFS, interface, victims
+from jaxkv.scheduling.first_come import fcfs
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.plans import check, counts, plan_of
@@ -153,7 +153,7 @@ def test_the_longest_prefix_comes_first_if_asked_for() -> None:
 def test_static_batching_admits_swapped_requests() -> None:
     back: Any = dict(waiting_swapped=[True, False, False, False])
     c = counts(waiting=[5, 2], free_pages=16, max_length=17, **back)
-    plan = plan_of(c, static_batching.static())
+    plan = plan_of(c, scheduling.static())
     check(plan, admit=[1, 1], head_places=[17, 17], head_rows=[0, 2])
 
 
@@ -198,21 +198,21 @@ BUGS = {
         ("fewest_pages", [0, 0, 1, 0]),
     ),
     "pages to move cost as much as recomputation": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "jnp.where(self.swap, c.swap_pages, cost)",
         "cost",
         test_when_pages_move_the_cheapest_has_the_fewest_to_move,
     ),
     "a full buffer has room": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         " & ~interface.any_of_group(c, keeps & ~fits)",
         "",
         test_pages_are_kept_as_far_as_there_is_room,
     ),
     "the last page of the buffer is never used": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "<= c.free_swap_pages",
         "< c.free_swap_pages",
@@ -226,21 +226,21 @@ BUGS = {
         test_a_swapped_in_request_gets_pages_and_no_rows,
     ),
     "new requests are held for ever": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "self.hold & away",
         "self.hold",
         test_new_requests_wait_while_a_preempted_one_runs,
     ),
     "one that runs again is forgotten": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "jnp.any(c.running & c.preempted) | ",
         "",
         test_new_requests_wait_while_a_preempted_one_runs,
     ),
     "a prefix overtakes a preempted request": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "plan",
         "jnp.where(counts.waiting_preempted, -NO_LIMIT, key)",
         "key",

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import chunked_prefill, interface, static_batching
-from jaxkv.scheduling import fcfs as scheduling_fcfs
-from jaxkv.scheduling.fcfs import fcfs
+from jaxkv import scheduling
+from jaxkv.scheduling import FCFS, interface, static_batching
+from jaxkv.scheduling.first_come import fcfs
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.plans import check, counts, plan_of
@@ -76,8 +76,8 @@ def test_no_request_overtakes_one_that_does_not_fit() -> None:
 MASKABLE = {
     "fcfs": fcfs(),
     "every rule": fcfs(stackable=True, preemption="swap", cached_first=True),
-    "chunked": chunked_prefill.chunked_prefill(max_running=2),
-    "whole prompts": chunked_prefill.chunked_prefill(whole=True, first=True),
+    "chunked": scheduling.chunked_prefill(max_running=2),
+    "whole prompts": scheduling.chunked_prefill(whole=True, first=True),
     "static": static_batching.static(),
 }
 
@@ -294,14 +294,14 @@ BUGS = {
         test_copies_are_granted_with_growth,
     ),
     "half of a group is preempted": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "runs &= ~interface.any_of_group(c, c.running & ~runs)",
         "",
         test_a_group_is_preempted_as_one,
     ),
     "no watermark": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "free - self.watermark",
         "free",
@@ -309,35 +309,35 @@ BUGS = {
         (2, 0),
     ),
     "a watermark for an idle engine": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "jnp.where(~jnp.any(runs) & first, free, free - self.watermark)",
         "free - self.watermark",
         test_the_first_of_an_idle_engine_may_take_every_page,
     ),
     "admission in a step with a preemption": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "c.waiting & ~jnp.any(preempt)",
         "c.waiting",
         test_the_latest_is_preempted_and_no_request_is_admitted,
     ),
     "slots of finished sequences are free": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "runs | c.held",
         "runs",
         test_full_slots_admit_no_request,
     ),
     "each request has all free slots": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "jnp.cumsum(c.waiting_slots, dtype=jnp.int32)",
         "c.waiting_slots",
         test_empty_places_in_line_change_nothing,
     ),
     "each request has all free pages": Bug(
-        scheduling_fcfs.FCFS,
+        FCFS,
         "_plan",
         "jnp.cumsum(c.waiting_pages, dtype=jnp.int32)",
         "c.waiting_pages",

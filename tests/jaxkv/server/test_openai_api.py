@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.mutation import replace
+
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
@@ -461,7 +463,7 @@ def test_garbage_and_silence_delay_no_request(monkeypatch: pytest.MonkeyPatch) -
 def test_connections_beyond_the_descriptors_replace_idle_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_server, "raise_descriptor_limit", lambda: 64 + 4)
+    replace(monkeypatch, http_server, "raise_descriptor_limit", lambda: 64 + 4)
     with http_serving.serving(Scripted()) as served, contextlib.ExitStack() as stack:
         for _ in range(20):
             address = ("127.0.0.1", served.port)

@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv import speculation, validation
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.emitting import logit_rows
-from jaxkv.models import checkpoints
+from jaxkv.models import LoadedModel, load_model, save_model
 from jaxkv.models.paged import PagedForward
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
@@ -26,12 +26,14 @@ from tests.support import engines
 from tests.support.folders import TOKENIZED
 
 # Arguments here have types that no annotation allows.
-api: Any = types.SimpleNamespace(**vars(speculation))
+api: Any = types.SimpleNamespace(
+    **{name: getattr(speculation, name) for name in speculation.__all__}
+)
 api.Engine, api.EngineConfig = jaxkv.Engine, jaxkv.EngineConfig
 api.Sampling, api.make_mesh, api.load_model = (
     Sampling,
     make_mesh,
-    checkpoints.load_model,
+    load_model,
 )
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -77,12 +79,12 @@ NO_TOKENS += [5, None, 1.5, True, [True], [1.0], ["5"], np.array([2**32 + 5] * 9
 
 
 @pytest.fixture(scope="module")
-def loaded() -> checkpoints.LoadedModel:
-    return checkpoints.load_model(TOKENIZED)
+def loaded() -> LoadedModel:
+    return load_model(TOKENIZED)
 
 
 @pytest.fixture(scope="module")
-def engine(loaded: checkpoints.LoadedModel) -> Any:
+def engine(loaded: LoadedModel) -> Any:
     return jaxkv.Engine.load(TOKENIZED, loaded=loaded, **vars(engines.CACHED))
 
 
@@ -124,7 +126,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", LOAD | SPECULATION)
-def test_engine_load_refuses(name: str, loaded: checkpoints.LoadedModel) -> None:
+def test_engine_load_refuses(name: str, loaded: LoadedModel) -> None:
     fields: dict[str, Any] = vars(engines.TIGHT) | {"loaded": loaded, "max_drafts": 3}
     fields |= {"speculate": "ngram", "folder": TOKENIZED}
     if name == "dtype":
@@ -145,7 +147,7 @@ def test_engine_load_refuses(name: str, loaded: checkpoints.LoadedModel) -> None
 
 
 def test_whole_numbers_of_numpy_and_jax_name_layers(
-    loaded: checkpoints.LoadedModel,
+    loaded: LoadedModel,
 ) -> None:
     wide = dataclasses.replace(loaded.config, num_layers=3)
     for value in (2, np.int64(2), np.array(2), jnp.array(2), [0, 1], np.arange(2)):
@@ -154,7 +156,7 @@ def test_whole_numbers_of_numpy_and_jax_name_layers(
     assert drafter.forward.layers == (0, 2)
 
 
-def test_a_mesh_of_other_axes_is_refused(loaded: checkpoints.LoadedModel) -> None:
+def test_a_mesh_of_other_axes_is_refused(loaded: LoadedModel) -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     message = refusal(lambda: api.Engine.load(TOKENIZED, loaded=loaded, mesh=mesh))
     assert message.startswith("mesh.axis_names=('data',) must be of ('tensor', ")
@@ -337,7 +339,7 @@ def test_logits_that_fit_pass() -> None:
 
 
 def test_an_engine_refuses_such_logits_and_continues(
-    loaded: checkpoints.LoadedModel,
+    loaded: LoadedModel,
 ) -> None:
     bad: Any = lambda answer, logits: logits[:, :1]  # noqa: E731
     bounds = vars(engines.SERVED)
@@ -394,9 +396,9 @@ def test_a_keyword_without_a_near_name_is_refused_as_well() -> None:
 
 
 def test_saved_end_tokens_are_of_the_vocabulary(
-    loaded: checkpoints.LoadedModel, tmp_path: Path
+    loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    save: Any = checkpoints.save_model
+    save: Any = save_model
     for value in ([320], [-1], [2**40], ["</s>"], [True]):
         given = (tmp_path / "a", loaded.config, loaded.params)
         message = refusal(lambda given=given, x=value: save(*given, eos_ids=x))

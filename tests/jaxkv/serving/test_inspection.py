@@ -19,7 +19,7 @@ import jaxkv
 from experiments.framework import ResultTable, column
 from experiments.framework.table import Ints
 from jaxkv import files
-from jaxkv.engine import state as engine_state
+from jaxkv.engine import EngineState
 from jaxkv.memory.page_table import PageTableView, SlotPages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
@@ -151,7 +151,7 @@ class Counts(ResultTable):
 def test_traces_results_and_logs_become_data_frames(
     engine: jaxkv.Engine, library: str, tmp_path: Path
 ) -> None:
-    from scaling.logs import log as logs_log
+    from scaling.logs import read_log
 
     engine.generate(PROMPTS, GREEDY)
     frame = engine.trace.to_dataframe()
@@ -167,7 +167,7 @@ def test_traces_results_and_logs_become_data_frames(
     assert len(repr(results.StepTrace(start_s, info))) < 100
     assert Counts.of([[1], [2]]).to_dataframe()["num"].tolist() == [1, 2]
     (tmp_path / "log.csv").write_text("N,D,loss\n1e8,2e9,3.0\n2e8,2e9,2.9\n")
-    log = logs_log.read_log(tmp_path / "log.csv").to_dataframe()
+    log = read_log(tmp_path / "log.csv").to_dataframe()
     assert log["loss"].tolist() == [3.0, 2.9]
 
 
@@ -327,7 +327,7 @@ def test_importing_sets_no_cache_and_tests_keep_theirs() -> None:
     before = jax.config.values["jax_compilation_cache_dir"]
     compilation_cache.keep_programs()
     assert jax.config.values["jax_compilation_cache_dir"] == before
-    assert engine_state.EngineState.__repr__ is not tuple.__repr__
+    assert EngineState.__repr__ is not tuple.__repr__
 
 
 def test_compile_time_is_counted(engine: jaxkv.Engine) -> None:

@@ -14,7 +14,7 @@ import tokenizers
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.models import checkpoints, paged
+from jaxkv.models import LoadedModel, PagedForward, load_model, make_model_pages
 from jaxkv.serving import requests
 from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.support import engines
@@ -26,8 +26,8 @@ PROMPTS = ("def bisect_left(a", "import os\n", "class Heap:", "x", "naïve ☃ c
 
 
 @functools.cache
-def loaded() -> checkpoints.LoadedModel:
-    return checkpoints.load_model(TOKENIZED)
+def loaded() -> LoadedModel:
+    return load_model(TOKENIZED)
 
 
 def the_tokenizer() -> Tokenizer | ByteTokenizer:
@@ -878,8 +878,8 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     config, params, *_ = loaded()
     engine = jaxkv.Engine(
         params,
-        paged.PagedForward(config),
-        paged.make_model_pages(config, BOUNDS),
+        PagedForward(config),
+        make_model_pages(config, BOUNDS),
         BOUNDS,
     )
     refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
@@ -900,8 +900,8 @@ def test_too_many_end_tokens() -> None:
     with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
         jaxkv.Engine(
             params,
-            paged.PagedForward(config),
-            paged.make_model_pages(config, BOUNDS),
+            PagedForward(config),
+            make_model_pages(config, BOUNDS),
             BOUNDS,
             eos_ids=(1, 2, 3, 4),
         )

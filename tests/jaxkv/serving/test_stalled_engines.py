@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.scheduling import stalls
+from jaxkv.scheduling import StepCounter
 from tests.support import engines, moods
 from tests.support.engines import SERVED
 from tests.support.moods import (
@@ -101,7 +101,7 @@ def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
 
 def count(*calls: tuple[list[int], list[int]], num_tokens: int = 9) -> list[int]:
     """Steps without progress after each call, given (tokens, rows) of its steps."""
-    counter, found = stalls.StepCounter(), []
+    counter, found = StepCounter(), []
     for draws, rows in calls:
         arrays: Any = np.array(draws, bool), np.array(rows, np.int32)
         counter.count(*arrays, num_tokens=lambda: num_tokens)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from experiments.harness import cost_models
+from jaxkv import scheduling, simulation
 from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation
 from jaxkv.ledger import Slots
-from jaxkv.sampling import random_keys
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.sampling import request_key, request_keys
+from jaxkv.scheduling import interface
 from jaxkv.simulation import (
     Acceptance,
     KVTransferred,
@@ -22,18 +23,16 @@ from jaxkv.simulation import (
     SimulationMember,
     acceptance,
     apply_plan,
-    contiguous,
     costs,
-    driver,
-    outcomes,
+    read_outcomes,
     step,
 )
 from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.step import SimulatedStep
-from jaxkv.workloads import arrivals, metrics
-from scaling.costs import devices, steps
-from scaling.shapes import published
+from jaxkv.workloads import Workload, gaps_between_tokens, make_workload
+from scaling import shapes
+from scaling.costs import find_device, steps
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.simulations import (
@@ -144,7 +143,7 @@ def test_it_schedules_as_the_engine(name: str, chance: float) -> None:
 
 ROOMY = Capacity.of(num_pages=400, page_size=4, max_length=200, token_budget=100)
 TIGHT = Capacity.of(num_pages=24, page_size=4, max_length=200, token_budget=24)
-RULE = fcfs.fcfs(chunk_size=7, stackable=True)
+RULE = scheduling.fcfs(chunk_size=7, stackable=True)
 
 
 class Ran(NamedTuple):
@@ -157,7 +156,7 @@ class Ran(NamedTuple):
 
 
 def simulate(
-    w: arrivals.Workload,
+    w: Workload,
     bounds: Capacity,
     acceptance: Acceptance | None,
     max_samples: int = 1,
@@ -243,7 +242,7 @@ def test_acceptance_rate_1_emits_one_token_more_than_drafts() -> None:
 def test_mean_tokens_per_step_follow_the_acceptance_rate() -> None:
     """(1 - a^(g + 1)) / (1 - a), of steps that the end of the answer does not cut."""
     num_tokens = 900
-    w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
+    w = make_workload(np.zeros(12), np.full(12, 5), np.full(12, num_tokens))
     bounds = ROOMY._replace(num_pages=jnp.int32(9000), max_length=jnp.int32(1000))
     cases = [(0.3, 1), (0.5, 3), (0.8, 2), (0.8, 3), (0.95, 3)]
     laws = jax.tree.map(lambda *x: jnp.stack(x), *(law(*case) for case in cases))
@@ -294,11 +293,11 @@ def test_acceptance_is_independent_between_samples() -> None:
 
 
 def test_the_key_of_a_request_is_the_engines() -> None:
-    key = jnp.asarray(random_keys.request_key(7 << 33, 0, 0))
+    key = jnp.asarray(request_key(7 << 33, 0, 0))
     ids = jnp.asarray([[0, 5], [2**31 - 1, 9]], jnp.int32)
-    found = np.asarray(random_keys.request_keys(key, ids))
+    found = np.asarray(request_keys(key, ids))
     for at in np.ndindex(2, 2):
-        expected = random_keys.request_key(None, 7 << 33, int(ids[at]))
+        expected = request_key(None, 7 << 33, int(ids[at]))
         np.testing.assert_array_equal(found[at], expected)
 
 
@@ -344,11 +343,13 @@ def test_a_mapped_run_equals_a_single_run() -> None:
 def test_contiguous_places_have_room_for_drafts() -> None:
     """A reservation has room for the whole answer, and drafts never exceed it."""
     w = workload(5, 12, longest=25)
-    taken = contiguous.reservation("oracle", num_leaves=64, leaves_per_region=16)
+    taken = simulation.reservation("oracle", num_leaves=64, leaves_per_region=16)
     bounds = ROOMY._replace(num_pages=jnp.int32(64))
     cost = costs.with_drafter(COST, step_s=0.001)
     member = SimulationMember(w, bounds, RULE, cost, taken, law(0.7))
-    found = driver.simulate(driver.stack([member]), max_slots=6, keep_trace=True)
+    found = simulation.simulate(
+        simulation.stack([member]), max_slots=6, keep_trace=True
+    )
     assert np.isfinite(found.finish_s).all()
     assert found.totals.drawn == np.asarray(w.output).sum()
     assert found.trace is not None
@@ -362,13 +363,15 @@ def test_contiguous_places_have_room_for_drafts() -> None:
 def test_all_steps_are_summed() -> None:
     loads = [workload(seed, 12, longest=25) for seed in range(3)]
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
-    members = driver.stack(
+    members = simulation.stack(
         [
             SimulationMember(load, TIGHT, RULE, COST, None, each)
             for load, each in zip(loads, laws, strict=True)
         ]
     )
-    found = driver.simulate(members, max_slots=6, keep_trace=True, steps_per_call=50)
+    found = simulation.simulate(
+        members, max_slots=6, keep_trace=True, steps_per_call=50
+    )
     assert found.trace is not None
     assert found.totals.drafted[1] == 0
     for i, load in enumerate(loads):
@@ -383,14 +386,14 @@ def test_all_steps_are_summed() -> None:
         tokens = np.asarray(load.prompt) + output - 1
         assert kept == tokens.sum() + found.recomputed[i].sum()
         end_s = trace.start_s + info.micros / 1e6
-        gaps = metrics.gaps_between_tokens(info.drew, end_s, info.num_drawn)
+        gaps = gaps_between_tokens(info.drew, end_s, info.num_drawn)
         num = np.bincount(gaps.sequence, minlength=12)
         np.testing.assert_array_equal(num, output - 1)
         spent = np.bincount(gaps.sequence, gaps.seconds, minlength=12)
         took = (found.finish_s - found.first_s)[i]
         np.testing.assert_allclose(spent, took, atol=1e-6)
     # The same without a trace, and in a run to the end without the driver.
-    short = driver.simulate(members, max_slots=6)
+    short = simulation.simulate(members, max_slots=6)
     np.testing.assert_array_equal(short.finish_s, found.finish_s)
     last = loads[2]
     state = jax.jit(
@@ -398,7 +401,7 @@ def test_all_steps_are_summed() -> None:
             w, TIGHT, RULE, COST, max_slots=6, acceptance=x
         )
     )(last, laws[2])
-    alone = outcomes.read_outcomes(state, last)
+    alone = read_outcomes(state, last)
     np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
 
 
@@ -406,9 +409,9 @@ def test_laws_of_several_sizes_are_not_mapped_together() -> None:
     member = SimulationMember(workload(0, 12), ROOMY, RULE, COST, None, law(0.5))
     other = member._replace(acceptance=Acceptance.of(0.5, num_drafts=2))
     with pytest.raises(ValueError, match="max_drafts must be equal in all members"):
-        driver.stack([member, other])
+        simulation.stack([member, other])
     with pytest.raises(ValueError, match="acceptance must have the same type in all"):
-        driver.stack([member, member._replace(acceptance=None)])
+        simulation.stack([member, member._replace(acceptance=None)])
 
 
 # Cost models
@@ -430,8 +433,8 @@ SPECULATES = costs.make_work(
 
 def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
     found = cost_models.make_roofline_cost(
-        published.describe("opt-13b"),
-        devices.find_device("a100-80gb"),
+        shapes.describe("opt-13b"),
+        find_device("a100-80gb"),
         compute_share=0.01,
     )
     new, past = jnp.array([70, 4, 2]), jnp.array([50, 400, 9])
@@ -483,7 +486,7 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
 
 
 def test_the_work_of_rows_is_summed() -> None:
-    w = arrivals.make_workload(np.zeros(12), np.full(12, 5), np.full(12, 30))
+    w = make_workload(np.zeros(12), np.full(12, 5), np.full(12, 30))
     ran = served(w._replace(clients=jnp.int32(1)), ROOMY, law(1.0))
     work = jax.tree.map(lambda x: x[1], ran.infos.work)
     # After five prompt tokens: the sampled token, and three drafts.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
+from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceProgress
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
@@ -74,7 +74,7 @@ def load(num: int) -> Workload:
         prompt=jnp.asarray(rng.integers(1, 40, num), jnp.int32),
         output=jnp.asarray(rng.integers(1, 60, num), jnp.int32),
         samples=jnp.ones(num, jnp.int32),
-        clients=jnp.int32(interface.NO_LIMIT),
+        clients=jnp.int32(NO_LIMIT),
     )
 
 
@@ -83,7 +83,7 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     """Compares each step of all three rules with the lists, without preemptions."""
     w, num, leaf = load(60), 60, 2
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
-    policy = fcfs.fcfs()
+    policy = scheduling.fcfs()
     rules = [
         contiguous.reservation(rule, num_leaves=203, leaves_per_region=64)
         for rule in ("max", "pow2", "oracle")

@@ -8,29 +8,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models
-from jaxkv import clock
+from experiments import harness
+from jaxkv import clock, scheduling, simulation
 from jaxkv.progress import Quiet
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import NO_LIMIT, Counts, Plan
 from jaxkv.simulation import (
     SimulationMember,
     SimulationResult,
     Work,
-    driver,
-    outcomes,
-    step,
+    read_outcomes,
+    simulate_workload,
 )
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.workloads import arrivals, metrics
+from jaxkv.workloads import Workload, gaps_between_tokens, make_workload, md1_waiting_s
 from tests.support import simulations
 
 BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
-COST = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+COST = harness.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
 """Requests of each member; the last member is a closed loop."""
 
 
-def load(seed: int, num: int, clients: int) -> arrivals.Workload:
+def load(seed: int, num: int, clients: int) -> Workload:
     """Requests, of which the middle one can never fit."""
     made = simulations.workload(seed, num, rate=20.0, longest=29)
     prompt = made.prompt.at[num // 2].set(70)
@@ -39,17 +38,17 @@ def load(seed: int, num: int, clients: int) -> arrivals.Workload:
 
 LOADS = [
     load(i, num, clients)
-    for i, (num, clients) in enumerate(
-        zip(TOTAL, (interface.NO_LIMIT, interface.NO_LIMIT, 2), strict=True)
-    )
+    for i, (num, clients) in enumerate(zip(TOTAL, (NO_LIMIT, NO_LIMIT, 2), strict=True))
 ]
 
 
 @functools.cache
 def served(**options: Any) -> SimulationResult:
-    members = [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
-    return driver.simulate(
-        driver.stack(members),
+    members = [
+        SimulationMember(load, BOUNDS, scheduling.fcfs(), COST) for load in LOADS
+    ]
+    return simulation.simulate(
+        simulation.stack(members),
         max_slots=6,
         keep_trace=True,
         steps_per_call=50,
@@ -83,7 +82,7 @@ def test_all_are_served_and_all_steps_are_summed() -> None:
             expected = (busy * values).sum() / busy.sum()
             places = 88 if mean == "tokens" else 1
             np.testing.assert_allclose(getattr(found.means, mean)[i], expected / places)
-        gaps = metrics.gaps_between_tokens(info.drew, trace.start_s + busy)
+        gaps = gaps_between_tokens(info.drew, trace.start_s + busy)
         spent = np.zeros(max(TOTAL))
         np.add.at(spent, gaps.sequence, gaps.seconds)
         took = (found.finish_s - found.first_s)[i]
@@ -126,34 +125,38 @@ def test_a_stopped_run_returns_partial_results() -> None:
 
 
 def test_members_of_different_types_are_refused(no_type_checks) -> None:
-    member = SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)
-    other = member._replace(policy=fcfs.fcfs(victim="cheapest"))
+    member = SimulationMember(LOADS[0], BOUNDS, scheduling.fcfs(), COST)
+    other = member._replace(policy=scheduling.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="policy must have the same type in all"):
-        driver.stack([member, other])
+        simulation.stack([member, other])
     with pytest.raises(ValueError, match="must have at least one member"):
-        driver.stack([])
-    for field, value in (("policy", fcfs.fcfs), ("cost", 0.02)):
+        simulation.stack([])
+    for field, value in (("policy", scheduling.fcfs), ("cost", 0.02)):
         wrong: dict[str, Any] = {**member._asdict(), field: value}
         with pytest.raises(ValueError, match=rf"^{field}=.* must be a "):
-            driver.stack([SimulationMember(**wrong)])
+            simulation.stack([SimulationMember(**wrong)])
 
 
 def test_unstacked_members_are_refused(no_type_checks) -> None:
-    members: Any = [SimulationMember(LOADS[0], BOUNDS, fcfs.fcfs(), COST)]
+    members: Any = [SimulationMember(LOADS[0], BOUNDS, scheduling.fcfs(), COST)]
     with pytest.raises(ValueError, match=r"must be stacked: simulate\(stack\("):
-        driver.simulate(members, max_slots=6)
+        simulation.simulate(members, max_slots=6)
 
 
 def test_a_cost_may_be_a_function() -> None:
     def step_s(work: Work) -> jax.Array:
         return COST(work)
 
-    members = [SimulationMember(load, BOUNDS, fcfs.fcfs(), step_s) for load in LOADS]
-    found = driver.simulate(driver.stack(members), max_slots=6, steps_per_call=50)
+    members = [
+        SimulationMember(load, BOUNDS, scheduling.fcfs(), step_s) for load in LOADS
+    ]
+    found = simulation.simulate(
+        simulation.stack(members), max_slots=6, steps_per_call=50
+    )
     np.testing.assert_array_equal(found.finish_s, served().finish_s)
     other = members[0]._replace(cost=lambda work: jnp.float32(0.1))
     with pytest.raises(ValueError, match="cost must have the same type in all"):
-        driver.stack([members[1], other])
+        simulation.stack([members[1], other])
 
 
 @pytest.mark.slow
@@ -165,42 +168,42 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     arrival = np.round(arrival, 6)
     ones = jnp.ones(num, jnp.int32)
     bounds = Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
-    cost = cost_models.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
+    cost = harness.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
     members = [
         (
-            arrivals.Workload(
+            Workload(
                 jnp.asarray(clock.from_seconds(times)),
                 5 * ones,
                 ones,
                 ones,
-                jnp.int32(interface.NO_LIMIT),
+                jnp.int32(NO_LIMIT),
             ),
             bounds,
-            fcfs.fcfs(),
+            scheduling.fcfs(),
             cost,
         )
         for times in arrival
     ]
-    found = driver.simulate(driver.stack(members), max_slots=1, head=1)
+    found = simulation.simulate(simulation.stack(members), max_slots=1, head=1)
     free = np.zeros(len(rates))
     for k in range(num):
         free = np.maximum(free, arrival[:, k]) + service_s
         np.testing.assert_allclose(found.finish_s[:, k], free, atol=1e-5)
     waits = (found.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
-    expected = [metrics.md1_waiting_s(float(rate), service_s) for rate in rates[::8]]
+    expected = [md1_waiting_s(float(rate), service_s) for rate in rates[::8]]
     np.testing.assert_allclose(waits.mean(axis=1), expected, rtol=0.08)
 
 
 @pytest.mark.thorough
 def test_a_run_to_the_end_is_that_of_the_driver() -> None:
-    members = driver.stack(
-        [SimulationMember(load, BOUNDS, fcfs.fcfs(), COST) for load in LOADS]
+    members = simulation.stack(
+        [SimulationMember(load, BOUNDS, scheduling.fcfs(), COST) for load in LOADS]
     )
 
     @jax.jit
-    def run(loads: arrivals.Workload) -> Simulation:
-        def one(load: arrivals.Workload) -> Simulation:
-            return step.simulate_workload(load, BOUNDS, fcfs.fcfs(), COST, max_slots=6)
+    def run(loads: Workload) -> Simulation:
+        def one(load: Workload) -> Simulation:
+            return simulate_workload(load, BOUNDS, scheduling.fcfs(), COST, max_slots=6)
 
         return jax.vmap(one)(loads)
 
@@ -210,12 +213,12 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read_outcomes(state, members.workload)
+        found = read_outcomes(state, members.workload)
     for name, values in vars(found).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(
-        outcomes.read_outcomes(*one, warns=False).arrival_s, expected.arrival_s[2]
+        read_outcomes(*one, warns=False).arrival_s, expected.arrival_s[2]
     )
 
 
@@ -225,29 +228,29 @@ class AdmitFirst(NamedTuple):
     most: jax.Array
     holds_finished = False
 
-    def plan(self, counts: interface.Counts) -> interface.Plan:
+    def plan(self, counts: Counts) -> Plan:
         room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
         rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
-        return fcfs.fcfs().plan(counts._replace(waiting=counts.waiting & (rank < room)))
+        return scheduling.fcfs().plan(
+            counts._replace(waiting=counts.waiting & (rank < room))
+        )
 
 
 @pytest.mark.thorough
 def test_a_run_without_admissions_ends_with_a_warning() -> None:
-    load = arrivals.make_workload(np.zeros(3), np.full(3, 5), np.full(3, 2))
+    load = make_workload(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit
     def run(most: jax.Array) -> Simulation:
         def one(most: jax.Array) -> Simulation:
-            return step.simulate_workload(
-                load, BOUNDS, AdmitFirst(most), COST, max_slots=6
-            )
+            return simulate_workload(load, BOUNDS, AdmitFirst(most), COST, max_slots=6)
 
         return jax.vmap(one)(most)
 
     state = run(jnp.arange(2, dtype=jnp.int32))
     line = r"3 of 6 requests were not served to their end; the first is request 0 of"
     with pytest.warns(UserWarning, match=line):
-        found = outcomes.read_outcomes(state, load)
+        found = read_outcomes(state, load)
     np.testing.assert_array_equal(np.isfinite(found.finish_s).sum(1), [0, 3])
     assert not found.rejected.any()
 

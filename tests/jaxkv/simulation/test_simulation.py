@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from jaxkv import clock as jaxkv_clock
-from jaxkv import ledger
+from jaxkv import ledger, scheduling
 from jaxkv.clock import from_seconds, to_seconds
 from jaxkv.ledger import SequenceEvents, SequenceProgress
-from jaxkv.scheduling import fcfs, interface
-from jaxkv.simulation import apply_plan, counted_pages
-from jaxkv.simulation import state as simulation_state
+from jaxkv.scheduling import NO_LIMIT, Policy
+from jaxkv.simulation import Capacity, Simulation, apply_plan, counted_pages
 from jaxkv.simulation import step as simulation_step
-from jaxkv.workloads import arrivals
+from jaxkv.workloads import Workload
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.simulations import (
@@ -31,7 +30,7 @@ from tests.support.simulations import (
 )
 
 
-def events(state: simulation_state.Simulation) -> SequenceEvents:
+def events(state: Simulation) -> SequenceEvents:
     return SequenceEvents(*np.asarray(state.ledger.events).T)
 
 
@@ -101,12 +100,12 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
 
 
 def simulate(
-    w: arrivals.Workload,
-    bounds: simulation_state.Capacity,
-    policy: interface.Policy,
+    w: Workload,
+    bounds: Capacity,
+    policy: Policy,
     cost: Cost = COST,
     num_steps: int = 400,
-) -> tuple[simulation_state.Simulation, simulation_step.SimulatedStep]:
+) -> tuple[Simulation, simulation_step.SimulatedStep]:
     state = simulation_step.init_simulation(w, bounds, policy, max_slots=6)
     return simulation_step.simulate_steps(
         state, w, capacity=bounds, policy=policy, cost=cost, num_steps=num_steps
@@ -116,9 +115,9 @@ def simulate(
 run = jax.jit(simulate)
 """Requests of each workload, the same in all tests, so that they share a program."""
 
-RULE = fcfs.fcfs(stackable=True)
+RULE = scheduling.fcfs(stackable=True)
 
-BOUNDS = simulation_state.Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
+BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
 
 
 @pytest.mark.thorough
@@ -130,7 +129,7 @@ def test_a_mapped_run_equals_a_single_run() -> None:
         for pages, size in ((22, 4), (44, 2), (90, 1), (10, 8))
     ]
     rules = [
-        fcfs.fcfs(watermark=mark, victim=victim, stackable=True)
+        scheduling.fcfs(watermark=mark, victim=victim, stackable=True)
         for mark, victim in (
             (0, "latest"),
             (2, "cheapest"),
@@ -191,7 +190,7 @@ def test_all_arrived_requests_are_counted_as_waiting(clients: int | None) -> Non
         w = workload(4, 12)._replace(
             arrival=jnp.asarray(from_seconds(arrival_s)),
             prompt=jnp.asarray([5] * 11 + [70], jnp.int32),  # the last can never fit
-            clients=jnp.int32(clients or interface.NO_LIMIT),
+            clients=jnp.int32(clients or NO_LIMIT),
         )
         _, infos = run(w, BOUNDS, RULE)
         done = np.cumsum(infos.num_finished) - infos.num_finished

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import simulation
 from jaxkv.simulation import (
     Capacity,
     SimulationMember,
     SimulationResult,
-    driver,
-    outcomes,
-    step,
+    read_outcomes,
+    simulate_workload,
 )
-from jaxkv.workloads import arrivals, metrics
+from jaxkv.workloads import make_workload, normalised_latency_s
 from tests.support import moods, simulations
 from tests.support.moods import Moody
 
 BOUNDS = Capacity.of(num_pages=22, page_size=4, max_length=60, token_budget=24)
-LOAD = arrivals.make_workload(
+LOAD = make_workload(
     np.array([0.0, 0.0, 0.0, 9.0, 9.5]), np.array([29, 5, 12, 3, 4]), np.full(5, 3)
 )
 
@@ -32,7 +32,9 @@ def simulate(*played: int) -> SimulationResult:
         SimulationMember(LOAD, BOUNDS, Moody(jnp.int32(mood)), simulations.COST)
         for mood in (*played, *[moods.PLAIN] * (3 - len(played)))
     ]
-    return driver.simulate(driver.stack(members), max_slots=6, steps_per_call=96)
+    return simulation.simulate(
+        simulation.stack(members), max_slots=6, steps_per_call=96
+    )
 
 
 @pytest.mark.parametrize("mood", [moods.REFUSES, moods.THRASHES, moods.PAUSES])
@@ -56,18 +58,16 @@ def test_a_run_inside_a_program_ends_and_its_latency_is_not_a_number() -> None:
     @jax.jit
     def run(mood: jax.Array) -> Any:
         policy = Moody(mood)
-        return step.simulate_workload(
-            LOAD, BOUNDS, policy, simulations.COST, max_slots=6
-        )
+        return simulate_workload(LOAD, BOUNDS, policy, simulations.COST, max_slots=6)
 
     for mood in (moods.REFUSES, moods.THRASHES):
         state = run(jnp.int32(mood))
         with pytest.warns(
             UserWarning, match="5 of 5 requests were not served to their"
         ):
-            found = outcomes.read_outcomes(state, LOAD)
+            found = read_outcomes(state, LOAD)
         with pytest.warns(UserWarning, match="5 of 5 requests have no value"):
-            latency = metrics.normalised_latency_s(
+            latency = normalised_latency_s(
                 found.arrival_s, found.finish_s, np.asarray(LOAD.output)
             )
         assert np.isnan(latency)

@@ -14,9 +14,9 @@ import pytest
 import jaxkv
 from jaxkv.engine.drafting import Speculation, VerifyOutput
 from jaxkv.engine.state import EngineConfig
-from jaxkv.models import paged
+from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling
-from jaxkv.serving import programs
+from jaxkv.serving import LOCAL
 from jaxkv.speculation import (
     Adaptive,
     Jacobi,
@@ -282,8 +282,8 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     )
     return jaxkv.Engine(
         engines.params(),
-        paged.PagedForward(MODEL),
-        paged.make_model_pages(MODEL, config),
+        PagedForward(MODEL),
+        make_model_pages(MODEL, config),
         config,
         speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
@@ -292,7 +292,7 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
 @pytest.mark.slow
 def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
-    run: Any = programs.LOCAL.run_steps
+    run: Any = LOCAL.run_steps
     engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
     before = engine.generate(prompts, ask)
     num_programs = run._cache_size()

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.models import checkpoints, transformer
+from jaxkv import models
+from jaxkv.models import load_model, read_config
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, methods
-from scaling.corpora import corpora
-from scaling.training import objectives
+from scaling.corpora import STANDARD_LIBRARY, open_corpus
+from scaling.training import stream_windows
 from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -39,8 +40,8 @@ HOW: dict[str, dict[str, Any]] = {
 @functools.cache
 def prompts() -> list[list[int]]:
     """Pieces of held-out code of different lengths."""
-    stream = corpora.open_corpus(corpora.STANDARD_LIBRARY).held_out
-    pieces = objectives.stream_windows(stream, seq_len=PROMPT - 1, num_windows=NUM)
+    stream = open_corpus(STANDARD_LIBRARY).held_out
+    pieces = stream_windows(stream, seq_len=PROMPT - 1, num_windows=NUM)
     return [piece[i % (PROMPT - 1) :].tolist() for i, piece in enumerate(pieces)]
 
 
@@ -66,15 +67,15 @@ def plain() -> list[list[int]]:
 
 @jax.jit
 def logits_of(params: Any, tokens: Any) -> Any:
-    config = checkpoints.read_config(FOLDER)
-    return transformer.logits(params, tokens, config=config)
+    config = read_config(FOLDER)
+    return models.logits(params, tokens, config=config)
 
 
 def gap(known: list[int], tokens: list[int]) -> float:
     """Returns how far the two tokens differ, and how far the best is above both."""
     padded = np.zeros((1, PROMPT + ANSWER), np.int32)
     padded[0, : len(known)] = known
-    params = checkpoints.load_model(FOLDER).params
+    params = load_model(FOLDER).params
     scores = np.asarray(logits_of(params, jnp.asarray(padded)))[0, len(known) - 1]
     return float(scores.max() - scores[tokens].min())
 

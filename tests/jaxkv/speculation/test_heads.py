@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock
-from jaxkv.engine import step
+from jaxkv import clock, models, sampling
+from jaxkv.engine import run_steps
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.models import paged, transformer
-from jaxkv.sampling import Sampling, sampler
+from jaxkv.models import PagedForward, make_model_pages, param_shapes, run_sequences
+from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
     Eagle,
     EagleConfig,
@@ -28,11 +28,12 @@ from jaxkv.speculation import (
     TargetWithEagle,
     TargetWithHeads,
     draws,
-    eagle,
     eagle_drafting,
-    head_folders,
-    medusa,
+    head_logits,
+    load_heads,
+    save_heads,
     static_tree,
+    unroll_drafts,
 )
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask, greedy
@@ -70,12 +71,12 @@ def after_some_steps(
 ) -> tuple[EngineState, TargetAndDraftParams]:
     """An engine between two steps, some tokens into its answers."""
     heads: Any = drafter
-    target = paged.PagedForward(MODEL, taps=heads.config.taps)
-    pages = paged.make_model_pages(MODEL, BOUNDS, taps=heads.config.taps)
+    target = PagedForward(MODEL, taps=heads.config.taps)
+    pages = make_model_pages(MODEL, BOUNDS, taps=heads.config.taps)
     forward: Any = TargetWithHeads(target)
     if isinstance(drafter, Eagle):
         forward = TargetWithEagle(target, drafter.config)
-        draft_pages = paged.make_model_pages(drafter.config.layer, BOUNDS)
+        draft_pages = make_model_pages(drafter.config.layer, BOUNDS)
         pages = pages._replace(draft_pages=draft_pages)
     params = TargetAndDraftParams(engines.params(), weights_of(heads.config))
     full = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
@@ -113,10 +114,8 @@ def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftPa
 
 
 def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
-    model = transformer.merge(MODEL, engines.params())
-    found = transformer.run_sequences(
-        model, jnp.asarray([tokens], jnp.int32), taps=taps
-    )
+    model = models.merge(MODEL, engines.params())
+    found = run_sequences(model, jnp.asarray([tokens], jnp.int32), taps=taps)
     return np.asarray(jnp.concatenate(found.taps)).T
 
 
@@ -126,9 +125,7 @@ def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
     assert drafts.parents is not None
     for slot, tokens in enumerate(known):
         last = features_of(tokens[:-1], HEADS.taps)[-1:]
-        said = medusa.head_logits(
-            params.draft, params.target, jnp.asarray(last), config=HEADS
-        )
+        said = head_logits(params.draft, params.target, jnp.asarray(last), config=HEADS)
         best = np.argsort(-np.asarray(said)[:, 0], axis=1)
         at = zip(BUSH.depths, BUSH.ranks, strict=True)
         wanted = [int(best[depth - 1, rank]) for depth, rank in at]
@@ -141,7 +138,7 @@ def test_medusa_heads_equal_a_loop() -> None:
     rng = np.random.default_rng(0)
     states = rng.normal(0, 1, (5, MODEL.hidden_size)).astype("float32")
     params, target = weights_of(HEADS), engines.params()
-    said = medusa.head_logits(params, target, jnp.asarray(states), config=HEADS)
+    said = head_logits(params, target, jnp.asarray(states), config=HEADS)
     weight, bias = (np.asarray(params["layers"][x]) for x in ("weight", "bias"))
     for head in range(3):
         x = states
@@ -155,7 +152,7 @@ def test_medusa_heads_equal_a_loop() -> None:
 @functools.cache
 def _unrolled(num_steps: int) -> Any:
     how: dict[str, Any] = {"config": EAGLE, "num_steps": num_steps}
-    return jax.jit(functools.partial(eagle.unroll_drafts, **how))
+    return jax.jit(functools.partial(unroll_drafts, **how))
 
 
 def logprobs_after(
@@ -240,7 +237,7 @@ def test_the_noise_of_the_target_ranks_guesses() -> None:
     logits = jnp.asarray(rng.normal(0, 2, (4, 61)), jnp.float32)
     places = jnp.asarray([4, 5, 6, 9], jnp.int32)
     ranked = draws.shared_noise_logits(logits, params, places)
-    drawn = sampler.sample(logits, params, places)
+    drawn = sampling.sample(logits, params, places)
     assert jnp.argmax(ranked, axis=1).tolist() == drawn.token.tolist()
     np.testing.assert_array_equal(ranked[0], logits[0])
 
@@ -271,27 +268,27 @@ def test_pages_stay_in_place(kind: str) -> None:
     if kind == "eagle":
         heads = EagleConfig(target=model, taps=(1, 3))
         drafter = Eagle(heads, (2, 1), 2)
-    target = paged.PagedForward(model, taps=heads.taps)
+    target = PagedForward(model, taps=heads.taps)
     forward: Any = (
         TargetWithEagle(target, heads) if kind == "eagle" else TargetWithHeads(target)
     )
 
     def make() -> Any:
-        pages = paged.make_model_pages(model, config, taps=heads.taps)
+        pages = make_model_pages(model, config, taps=heads.taps)
         if kind == "medusa":
             return pages
-        return pages._replace(draft_pages=paged.make_model_pages(heads.layer, config))
+        return pages._replace(draft_pages=make_model_pages(heads.layer, config))
 
     pages = jax.eval_shape(make)
     state = jax.eval_shape(functools.partial(init, config), pages, ())
     run = functools.partial(
-        step.run_steps,
+        run_steps,
         config=config,
         forward=forward,
         policy=engines.FCFS,
         speculation=Speculation(drafter, SharedNoiseVerifier()),
     )
-    params = TargetAndDraftParams(transformer.param_shapes(model), heads.param_shapes())
+    params = TargetAndDraftParams(param_shapes(model), heads.param_shapes())
     clock_shape = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = jax.jit(run, donate_argnums=1).lower(params, state, clock_shape)
     program = lowered.compile()
@@ -308,9 +305,9 @@ ACCEPTANCE = [[0.5, 0.25], [0.5, 0.125]]
 def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
     params = jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(heads))
     kept: dict[str, Any] = {"acceptance": ACCEPTANCE, "model_card": "# Heads\n"}
-    folder = head_folders.save_heads(tmp_path / "heads", heads, params, **kept)
+    folder = save_heads(tmp_path / "heads", heads, params, **kept)
     assert (folder / "README.md").read_text() == "# Heads\n"
-    found = head_folders.load_heads(folder, MODEL)
+    found = load_heads(folder, MODEL)
     assert found.config == heads
     assert [list(x) for x in found.acceptance] == ACCEPTANCE
     assert jax.tree.structure(found.params) == jax.tree.structure(params)
@@ -318,7 +315,7 @@ def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
     with pytest.raises(ValueError, match="already exists"):
-        head_folders.save_heads(folder, heads, params, **kept)
+        save_heads(folder, heads, params, **kept)
 
 
 @pytest.mark.parametrize(
@@ -344,26 +341,26 @@ def test_heads_of_another_model_are_refused(
     changes: dict[str, Any], line: str, tmp_path: Path
 ) -> None:
     params = weights_of(EAGLE)
-    folder = head_folders.save_heads(
+    folder = save_heads(
         tmp_path / "heads", EAGLE, params, acceptance=ACCEPTANCE, model_card=""
     )
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=line) as refused:
-        head_folders.load_heads(folder, MODEL)
+        load_heads(folder, MODEL)
     assert str(folder) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder"):
-        head_folders.load_heads(tmp_path / "none", MODEL)
-    folder = head_folders.save_heads(
+        load_heads(tmp_path / "none", MODEL)
+    folder = save_heads(
         tmp_path, HEADS, weights_of(HEADS), acceptance=ACCEPTANCE, model_card=""
     )
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
-        head_folders.load_heads(folder, MODEL)
+        load_heads(folder, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +386,7 @@ def test_missing_taps_and_heads_are_refused(make: Any, line: str) -> None:
 
 def test_more_continued_guesses_than_drafts_are_refused() -> None:
     drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
-    state: Any = init(BOUNDS, paged.make_model_pages(MODEL, BOUNDS), ())
+    state: Any = init(BOUNDS, make_model_pages(MODEL, BOUNDS), ())
     both = TargetAndDraftParams(engines.params(), weights_of(EAGLE))
     with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
         drafter.propose(both, (), state, nothing, BOUNDS)

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from jaxkv.engine.state import init
-from jaxkv.speculation import EagleConfig, MedusaConfig, head_folders, methods
+from jaxkv.speculation import (
+    EagleConfig,
+    LoadedHeads,
+    MedusaConfig,
+    ModelWeights,
+    build_speculative,
+    parse_speculation,
+)
 from jaxkv.speculation.ngram import NGram
 from tests.support import batches, engines
 from tests.support.batches import SETTINGS, assert_same_bits, config_of, workload
@@ -25,14 +32,14 @@ HEADS: dict[str, Any] = {
 }
 
 
-def heads_of(kind: str) -> head_folders.LoadedHeads:
+def heads_of(kind: str) -> LoadedHeads:
     """Heads with random weights."""
     rng, shape = np.random.default_rng(2), HEADS[kind]
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype),
         shape.param_shapes(),
     )
-    return head_folders.LoadedHeads(shape, params, ((0.5,), (0.4,), (0.3,)))
+    return LoadedHeads(shape, params, ((0.5,), (0.4,), (0.3,)))
 
 
 @functools.cache
@@ -40,11 +47,11 @@ def serve(method: Any, setting: str, seed: int) -> Run:
     """Up to three drafts per step and slot, as budget and pages allow."""
     config = dataclasses.replace(config_of(SETTINGS[setting]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
-    small = methods.ModelWeights(SMALLER, engines.params(SMALLER))
-    served = methods.build_speculative(
-        methods.ModelWeights(MODEL, engines.params()),
+    small = ModelWeights(SMALLER, engines.params(SMALLER))
+    served = build_speculative(
+        ModelWeights(MODEL, engines.params()),
         config,
-        methods.parse_speculation(method),
+        parse_speculation(method),
         dtype="float32",
         draft=small if method == "draft-model" else None,
         heads=heads,

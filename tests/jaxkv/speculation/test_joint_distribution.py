@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import arrays
+from jaxkv import arrays, sampling
 from jaxkv.engine import drafting, model_runner
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.emitting import verification
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.memory import kv_layout
+from jaxkv.memory import make_pages
 from jaxkv.models.interface import ForwardResult
-from jaxkv.sampling import Sampling, top_k
+from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
     Adaptive,
     DraftModel,
@@ -85,7 +85,7 @@ class Tree(Drafter):
                 laws.append(law)
             else:
                 ranked = draws.shared_noise_logits(logits, asked, known + depth)
-                pair = top_k.candidates(ranked, 2)[1]
+                pair = sampling.candidates(ranked, 2)[1]
             pairs.append(pair)
             last = jnp.maximum(pair[:, 0], 0)
         law = None
@@ -143,7 +143,7 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         num_draft_buckets=case.num_draft_buckets,
         max_stop_tokens=1,
     )
-    pages = kv_layout.make_pages(
+    pages = make_pages(
         num_layers=1,
         num_pages=1,
         num_kv_heads=1,

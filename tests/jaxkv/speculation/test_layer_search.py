@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.models import checkpoints, param_forms, transformer
+from jaxkv import models
+from jaxkv.models import load_model, stack_layers
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, layer_search
 from tests.support import engines
@@ -37,8 +38,8 @@ def test_agreement_is_counted_place_by_place() -> None:
     layers = (0, 2)
     cut = {**params, "layers": {0: params["layers"][0], 1: params["layers"][2]}}
     smaller = dataclasses.replace(THREE, num_layers=2)
-    own = np.argmax(transformer.logits(params, tokens, config=THREE), axis=-1)
-    other = np.argmax(transformer.logits(cut, tokens, config=smaller), axis=-1)
+    own = np.argmax(models.logits(params, tokens, config=THREE), axis=-1)
+    other = np.argmax(models.logits(cut, tokens, config=smaller), axis=-1)
     how: Any = {"config": THREE}
     found = layer_search.agreement(params, tokens, layers=layers, **how)
     assert found == pytest.approx(np.mean(own == other))
@@ -79,7 +80,7 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_found_layers_are_served() -> None:
     """As on the package's page."""
     folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]
-    model = checkpoints.load_model(folder)
+    model = load_model(folder)
     found = layer_search.search(model.params, texts() % 60, config=model.config)
     bounds: Any = {"num_pages": 16, "max_slots": 2, "max_length": 40}
     ask = Sampling.greedy(max_tokens=12, ignore_eos=True)
@@ -107,6 +108,6 @@ def test_models_that_cannot_be_searched_are_refused() -> None:
     one = dataclasses.replace(THREE, num_layers=1)
     with pytest.raises(ValueError, match="num_layers=1 must be at least 2"):
         layer_search.search(params, tokens, config=one)
-    stacked = param_forms.stack_layers(THREE, params)
+    stacked = stack_layers(THREE, params)
     with pytest.raises(ValueError, match="layers that are not stacked"):
         layer_search.search(stacked, tokens, config=THREE)

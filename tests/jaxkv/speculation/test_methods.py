@@ -14,22 +14,34 @@ import pytest
 
 import jaxkv
 from jaxkv.engine.drafting import Speculation
-from jaxkv.models import checkpoints, paged, param_forms, transformer
+from jaxkv.models import (
+    PagedForward,
+    load_model,
+    make_model_pages,
+    param_forms,
+    read_config,
+)
+from jaxkv.models import logits as model_logits
 from jaxkv.sampling import Sampling
-from jaxkv.serving import programs
+from jaxkv.serving import LOCAL
 from jaxkv.speculation import (
+    KINDS,
     DraftModel,
     EagleConfig,
+    EngineParts,
     Jacobi,
+    LoadedHeads,
     Medusa,
     MedusaConfig,
+    ModelWeights,
     NGram,
     Rejection,
     SharedNoiseVerifier,
     SpeculationConfig,
     build_self_speculative,
-    head_folders,
-    methods,
+    build_speculative,
+    parse_speculation,
+    save_heads,
     static_tree,
 )
 from jaxkv.speculation.ngram import look_up_drafts
@@ -77,7 +89,7 @@ def prompts_of(num: int) -> list[list[int]]:
 
 def heads_for(family: str, kind: Any, folder: Path) -> Path:
     """Random heads for a model."""
-    target = checkpoints.read_config(GOLDEN / family)
+    target = read_config(GOLDEN / family)
     heads: Any = MedusaConfig(target=target, num_heads=2)
     if kind == "eagle":
         heads = EagleConfig(target=target, taps=(0, target.num_layers))
@@ -85,9 +97,7 @@ def heads_for(family: str, kind: Any, folder: Path) -> Path:
     params = jax.tree.map(
         lambda x: rng.normal(0, 0.1, x.shape).astype("float32"), heads.param_shapes()
     )
-    return head_folders.save_heads(
-        folder / kind, heads, params, acceptance=SHARES, model_card=""
-    )
+    return save_heads(folder / kind, heads, params, acceptance=SHARES, model_card="")
 
 
 @pytest.mark.slow
@@ -107,7 +117,7 @@ def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> 
                     kind, heads_folder=heads_for(family, kind, tmp_path)
                 )
             }
-            for kind in head_folders.KINDS
+            for kind in KINDS
         ),
     ]
     for way in ways:
@@ -123,12 +133,12 @@ def test_workloads_of_all_kinds_share_one_program() -> None:
     speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
     engine = jaxkv.Engine(
         engines.params(),
-        paged.PagedForward(MODEL),
-        paged.make_model_pages(MODEL, config),
+        PagedForward(MODEL),
+        make_model_pages(MODEL, config),
         config,
         speculation=speculation,
     )
-    run: Any = programs.LOCAL.run_steps
+    run: Any = LOCAL.run_steps
     engine.generate([[1, 2, 3]])
     before, rng = run._cache_size(), np.random.default_rng(1)
     for _ in range(4):
@@ -197,17 +207,17 @@ def loaded(**how: Any) -> jaxkv.Engine:
 
 OTHER = dataclasses.replace(MODEL, vocab_size=60)
 SHARES = ((0.5, 0.4), (0.5, 0.1))
-HEADS = head_folders.LoadedHeads(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
+HEADS = LoadedHeads(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
 OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
-def served(method: Any, layers: Any = None, **models: Any) -> methods.EngineParts:
+def served(method: Any, layers: Any = None, **models: Any) -> EngineParts:
     config = dataclasses.replace(engines.SERVED, max_drafts=2)
-    model = methods.ModelWeights(MODEL, engines.params())
+    model = ModelWeights(MODEL, engines.params())
     if layers is not None:
         method = SpeculationConfig(method, draft_layers=layers)
-    how = methods.parse_speculation(method)
-    return methods.build_speculative(model, config, how, dtype="float32", **models)
+    how = parse_speculation(method)
+    return build_speculative(model, config, how, dtype="float32", **models)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +239,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
         ),
         (lambda: served("draft-model"), "draft must be given if, and only if"),
         (
-            lambda: served("draft-model", draft=methods.ModelWeights(OTHER, {})),
+            lambda: served("draft-model", draft=ModelWeights(OTHER, {})),
             "draft.config.vocab_size=60 must be the served model's 61",
         ),
         (
@@ -244,7 +254,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
         (lambda: SpeculationConfig("hydra"), "method='hydra' must be 'ngram', "),  # ty: ignore[invalid-argument-type]
         (lambda: NGram(0), "shortest=0 must be at least 1"),
         (lambda: NGram(3, 2), "longest=2 must be at least 3"),
-        (lambda: paged.PagedForward(MODEL, layers=(2,)), "must be in [0, "),
+        (lambda: PagedForward(MODEL, layers=(2,)), "must be in [0, "),
         (lambda: loaded(max_drafts=2), "config.max_drafts=2 must be 0 without specu"),
         (
             lambda: loaded(max_drafts=0, speculate="jacobi"),
@@ -271,7 +281,7 @@ def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     exits = served("early-exit").speculation
     assert exits is not None
     assert isinstance(exits.drafter, DraftModel)
-    assert exits.drafter.forward == paged.PagedForward(MODEL, layers=(0,))
+    assert exits.drafter.forward == PagedForward(MODEL, layers=(0,))
 
 
 def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
@@ -279,8 +289,8 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
 
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
-        model = methods.ModelWeights(MODEL, engines.params())
-        made = methods.build_speculative(model, bounds, dtype="float32")
+        model = ModelWeights(MODEL, engines.params())
+        made = build_speculative(model, bounds, dtype="float32")
         return param_forms.has_transposed_weights(made.params)
 
     assert has_both(max_slots=2)
@@ -294,7 +304,7 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
 @pytest.mark.slow
 def test_rejection_keeps_the_distribution_on_text() -> None:
     """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
-    loaded = checkpoints.load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
+    loaded = load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
     config = jaxkv.EngineConfig(
         token_budget=192,
         num_pages=400,
@@ -303,14 +313,14 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
         max_sequences=128,
         max_drafts=2,
     )
-    forward = paged.PagedForward(loaded.config)
+    forward = PagedForward(loaded.config)
     drafter = dataclasses.replace(
         build_self_speculative(forward, [0, 1]), shares_noise=False
     )
     engine = jaxkv.Engine(
         loaded.params,
         forward,
-        paged.make_model_pages(loaded.config, config),
+        make_model_pages(loaded.config, config),
         config,
         speculation=Speculation(drafter, Rejection()),
         keep_trace=True,
@@ -331,7 +341,7 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
     assert 0.2 < accepted / num < 0.95
     ends = [*prompt, 0]
     tokens = jnp.array([[*ends[:-1], token] for token in range(257)], jnp.int32)
-    logits = np.asarray(transformer.logits(loaded.params, tokens, config=loaded.config))
+    logits = np.asarray(model_logits(loaded.params, tokens, config=loaded.config))
     first = law_slowly(logits[0, -2], asks[0])
     law = np.stack([first[t] * law_slowly(logits[t, -1], asks[0]) for t in range(257)])
     assert not pairs[law == 0].any()

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import step
+from jaxkv.engine import steps
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.models import paged
+from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling.fcfs import fcfs
+from jaxkv.scheduling.first_come import fcfs
 from jaxkv.speculation import (
     Adaptive,
     DraftModel,
@@ -79,8 +79,8 @@ class Bushy(Drafter):
 
 
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
-OF_MODEL = paged.PagedForward(MODEL)
-OF_SMALLER = paged.PagedForward(SMALLER)
+OF_MODEL = PagedForward(MODEL)
+OF_SMALLER = PagedForward(SMALLER)
 
 HEADS = MedusaConfig(target=MODEL, num_heads=3)
 EAGLE = EagleConfig(target=MODEL, taps=(0, 1, 2))
@@ -130,17 +130,17 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     """Forward pass and pages for a drafter with its own weights."""
     if drafter == "draft model":
         own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
-        pages = paged.make_model_pages(MODEL, config)
-        pages = pages._replace(draft_pages=paged.make_model_pages(SMALLER, config))
+        pages = make_model_pages(MODEL, config)
+        pages = pages._replace(draft_pages=make_model_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
-        target = paged.PagedForward(MODEL, config.numerics, taps=HEADS.taps)
+        target = PagedForward(MODEL, config.numerics, taps=HEADS.taps)
         own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
-        pages = paged.make_model_pages(MODEL, config, taps=HEADS.taps)
+        pages = make_model_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
-        target = paged.PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
+        target = PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
         own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
-        pages = paged.make_model_pages(MODEL, config, taps=EAGLE.taps)
-        pages = pages._replace(draft_pages=paged.make_model_pages(EAGLE.layer, config))
+        pages = make_model_pages(MODEL, config, taps=EAGLE.taps)
+        pages = pages._replace(draft_pages=make_model_pages(EAGLE.layer, config))
     else:
         return {}
     return {
@@ -237,7 +237,7 @@ def test_tokens_equal_those_of_a_plain_loop(
 def test_keys_that_stay_with_a_rejected_branch_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "_compact_accepted_path", lambda state, verified: state)
+    monkeypatch.setattr(steps, "_compact_accepted_path", lambda state, verified: state)
     # A token budget of no other test, so that the program is compiled here.
     run = served("tree", "cached", "shared prefix", token_budget=61)
     with pytest.raises(AssertionError):
@@ -253,13 +253,13 @@ def test_drafts_must_have_max_drafts_columns() -> None:
 @pytest.mark.thorough
 def test_a_tree_as_wide_as_the_window_is_refused() -> None:
     model = dataclasses.replace(MODEL, window=8)
-    tree = Bushy(build_self_speculative(paged.PagedForward(model), [0, 1]))
+    tree = Bushy(build_self_speculative(PagedForward(model), [0, 1]))
     with pytest.raises(ValueError, match="window=8 must be above num_drafts=8"):
         engines.serve(
             [greedy(100, [3, 1], 8)],
             with_drafts(TIGHT, max_drafts=8, token_budget=60),
             speculation=Speculation(tree, SharedNoiseVerifier()),
-            forward=paged.PagedForward(model),
+            forward=PagedForward(model),
         )
 
 

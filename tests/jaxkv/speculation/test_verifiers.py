@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import drafting
-from jaxkv.sampling import Params, Sampling, greedy_params, random_keys, sampler
+from jaxkv import sampling
+from jaxkv.engine import Verifier
+from jaxkv.sampling import ACCEPT, DRAFT, Params, Sampling, draw_key, greedy_params
 from jaxkv.speculation import (
     Rejection,
     SharedNoiseVerifier,
@@ -110,8 +111,8 @@ def drafted(case: Case, logits: np.ndarray) -> list[tuple[tuple[int, ...], float
 def law_of_rows() -> Any:
     def law(logits: Any, tokens: Any, num: Any, params: Params) -> Any:
         prompt = jnp.full((MOST_CONTEXTS,), len(PROMPT), jnp.int32)
-        changed = sampler.penalise(logits, tokens, prompt, num, params)
-        return sampler.probabilities(changed, params)
+        changed = sampling.penalise(logits, tokens, prompt, num, params)
+        return sampling.probabilities(changed, params)
 
     return jax.jit(law)
 
@@ -262,7 +263,7 @@ BUGS = {
     "the residual is not normalised": Bug(
         verifiers,
         "_try_child",
-        "fixed_point.normalise(jnp.maximum(target_probs - draft_probs, 0))",
+        "sampling.normalise(jnp.maximum(target_probs - draft_probs, 0))",
         "jnp.maximum(target_probs - draft_probs, 0)",
         check_distance,
         ("one draft",),
@@ -302,7 +303,7 @@ BUGS = {
     "the remaining draft distribution is not normalised": Bug(
         verifiers.Rejection,
         "rule",
-        "fixed_point.normalise(jnp.where(is_child, 0, left))",
+        "sampling.normalise(jnp.where(is_child, 0, left))",
         "jnp.where(is_child, 0, left)",
         check_distance,
         ("two that differ",),
@@ -443,7 +444,7 @@ def company(vocab: int = 300, width: int = 3) -> Rows:
     rng = np.random.default_rng(2)
     rows = len(COMPANY)
     logits = rng.normal(size=(rows, vocab)).astype(np.float32) * 3
-    law = sampler.probabilities(
+    law = sampling.probabilities(
         jnp.asarray(logits + rng.normal(size=logits.shape).astype(np.float32)),
         params_of([Sampling()] * rows),
     )
@@ -471,7 +472,7 @@ def jitted(name: str) -> Any:
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_verifier_is_a_value(name: str) -> None:
     verifier = VERIFIERS[name]
-    assert isinstance(verifier, drafting.Verifier)
+    assert isinstance(verifier, Verifier)
     assert verifier == type(verifier)(**vars(verifier))
     assert hash(verifier) == hash(type(verifier)(**vars(verifier)))
     assert verifier.is_lossless == (name != "typical")
@@ -553,7 +554,7 @@ def test_shared_noise_gives_the_token_of_plain_decoding(greedy: bool) -> None:
     rows = company()
     if greedy:
         rows = rows._replace(params=greedy_params(len(COMPANY)))
-    plain = jax.jit(sampler.sample)(rows.logits, rows.params, rows.positions)
+    plain = jax.jit(sampling.sample)(rows.logits, rows.params, rows.positions)
     guesses = jnp.stack([plain.token + 1, plain.token, plain.token - 1], axis=1)
     found = jitted("coupled")(*rows._replace(children=guesses))
     np.testing.assert_array_equal(found.token, plain.token)
@@ -565,7 +566,7 @@ def test_typical_equals_numpy() -> None:
     rows = company(vocab=50, width=20)
     verifier = Typical(epsilon=0.04, delta=0.5)
     found = jax.jit(lambda *arrays: verifier(*arrays))(*rows)
-    plain = jax.jit(sampler.sample)(rows.logits, rows.params, rows.positions)
+    plain = jax.jit(sampling.sample)(rows.logits, rows.params, rows.positions)
     np.testing.assert_array_equal(found.token, plain.token)
     for row, request in enumerate(COMPANY):
         law = law_slowly(np.asarray(rows.logits[row]), request)
@@ -647,9 +648,7 @@ def test_invalid_numbers_of_drafts_are_refused() -> None:
 def test_pairs_of_drafts_have_their_joint_distribution(replacement: bool) -> None:
     rows, law = 20_000, np.array([0.4, 0.3, 0.2, 0.1, 0.0])
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([PLAIN]))
-    keys = random_keys.draw_key(
-        params.key, params.sample, jnp.arange(rows, dtype=jnp.int32), random_keys.DRAFT
-    )
+    keys = draw_key(params.key, params.sample, jnp.arange(rows, dtype=jnp.int32), DRAFT)
     laws = jnp.asarray(np.tile(law.astype(np.float32), (rows, 1)))
     pick = functools.partial(draws.gumbel_top_k, num=2, replacement=replacement)
     first, second = np.asarray(jax.jit(pick)(laws, keys)).T
@@ -677,11 +676,9 @@ def test_drafts_verified_by_coin_flips_keep_the_distribution(
             guess, params, positions, num=width, replacement=replacement
         )
         ruling = verifier(logits, tokens, law, params, positions, logits)
-        keys = random_keys.draw_key(
-            params.key, params.sample, positions, random_keys.ACCEPT
-        )
+        keys = draw_key(params.key, params.sample, positions, ACCEPT)
         ranks = jnp.arange(width, dtype=jnp.int32)[None, :]
-        accepted = random_keys.uniform(keys, ranks) < ruling.accept
+        accepted = sampling.uniform(keys, ranks) < ruling.accept
         which = jnp.argmax(accepted, axis=1)[:, None]
         child = jnp.take_along_axis(tokens, which, axis=1)[:, 0]
         return jnp.where(jnp.any(accepted, axis=1), child, ruling.token), accepted

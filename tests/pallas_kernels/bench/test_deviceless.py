@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxkv import memory
 from jaxkv.engine.drafting import Speculation
-from jaxkv.memory import kv_pages
+from jaxkv.memory import Pages
 from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.speculation import Lookahead, NGram, SharedNoiseVerifier
 from pallas_kernels import devices
@@ -159,16 +160,16 @@ def test_sharded_programs_exchange_data() -> None:
 
 @needs_compiler
 def test_copies_in_a_loop_are_in_place() -> None:
-    def run(pages: kv_pages.Pages, source: Any, target: Any) -> kv_pages.Pages:
-        def step(_: Any, pages: kv_pages.Pages) -> kv_pages.Pages:
-            return kv_pages.copy(pages, source, target)
+    def run(pages: Pages, source: Any, target: Any) -> Pages:
+        def step(_: Any, pages: Pages) -> Pages:
+            return memory.copy(pages, source, target)
 
         return jax.lax.fori_loop(0, 5, step, pages)
 
     # The kernel copies pages of 128 bytes, the reference pages of 64.
     for page_size, num_kernels in ((16, 2), (1, 0)):
         leaf = shape(4, 4096 * 16, 1, page_size, 32)
-        pages = kv_pages.Pages(leaf, leaf, DEFAULT_LAYOUT)
+        pages = Pages(leaf, leaf, DEFAULT_LAYOUT)
         report = deviceless.compile_function(
             run, pages, ids(8), ids(8), donate_argnums=0
         )

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import problems, sets, specs
+from pallas_kernels.bench import SETS, problems, specs
 from pallas_kernels.bench.specs import ExpertShape, GroupedSpec
-from pallas_kernels.grouped_matmul import api
+from pallas_kernels.grouped_matmul import grouped_matmul
 
-TINY = next(spec for spec in sets.SETS["tiny"] if spec.kind == "grouped")
+TINY = next(spec for spec in SETS["tiny"] if spec.kind == "grouped")
 
 
 def test_names_are_complete() -> None:
-    known = [spec.name for spec in sets.SETS["real"]]
+    known = [spec.name for spec in SETS["real"]]
     assert "grouped-t32-2of8-4096x14336" in known
     assert "grouped-t64-6of64-1408x2048" in known
     assert TINY.name == "grouped-t9-2of4-24x40-float32"
@@ -47,7 +47,7 @@ def test_the_reference_solves_the_problem(direction: Any) -> None:
     spec = dataclasses.replace(TINY, direction=direction)
     problem = problems.make_grouped(spec, num_turns=2)
     for turn in range(2):
-        out = api.grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
+        out = grouped_matmul(problem.x, problem.w, problem.group_sizes[turn])
         # Its samples are from the first rotation.
         assert (problem.error(out) < 1e-5) == (turn == 0)
     out = jnp.full_like(out, jnp.nan)

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import problems, sets, specs
+from pallas_kernels.bench import SETS, problems, specs
 from pallas_kernels.bench.specs import Spec
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import paged_attention
 
-TINY = [
-    spec for spec in sets.SETS["tiny"] if isinstance(spec, Spec) and spec.kind != "copy"
-]
+TINY = [spec for spec in SETS["tiny"] if isinstance(spec, Spec) and spec.kind != "copy"]
 OTHERS = [
     Spec(
         kind="prefix",
@@ -38,16 +36,16 @@ OTHERS = [
 
 
 def test_names_are_complete() -> None:
-    for shapes in sets.SETS.values():
+    for shapes in SETS.values():
         assert len({spec.name for spec in shapes}) == len(shapes)
         assert len(set(shapes)) == len(shapes)
-    known = [spec.name for spec in sets.SETS["real"]]
+    known = [spec.name for spec in SETS["real"]]
     assert "decode-b8-8k-32x8-p16" in known
     assert "decode-b32-4k-9x3d64-p16" in known
     assert "tree-b8-t26-8k-32x8-p16" in known
     assert "prefix-b64-s8k-8448-32x8-p16" in known
     assert "decode-b64-8k-32x8-p16-one_long" in known
-    assert sets.SETS["tiny"][0].name == "decode-b3-40-4x2d16-p8-uniform-float32"
+    assert SETS["tiny"][0].name == "decode-b3-40-4x2d16-p8-uniform-float32"
 
 
 def test_counts_equal_hand_computed_ones() -> None:
@@ -86,7 +84,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
 
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
-        return api.paged_attention(
+        return paged_attention(
             problem.q,
             problem.k_pages,
             problem.v_pages,
@@ -139,7 +137,7 @@ def test_ancestors_form_a_tree() -> None:
 
 
 def test_copies_read_no_target() -> None:
-    spec = next(spec for spec in sets.SETS["tiny"] if spec.kind == "copy")
+    spec = next(spec for spec in SETS["tiny"] if spec.kind == "copy")
     assert isinstance(spec, Spec)
     problem = problems.make_copy(spec)
     ids = np.concatenate([problem.source, problem.target])

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import formulas
-from pallas_kernels.flash_attention import tiled
+from pallas_kernels import bench
+from pallas_kernels.bench import in_float64
+from pallas_kernels.flash_attention import TILE
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, total
 
@@ -43,8 +44,8 @@ def test_outputs_and_gradients_equal_plain_softmax(case) -> None:
         grad = jax.grad(partial(total, attend), argnums=(0, 1, 2))
         return jax.jit(lambda *arrays: (attend(*arrays), grad(*arrays)))
 
-    formula = partial(formulas.attention, causal=causal, window=window)
-    expected = formulas.in_float64(both(formula), *arrays)
+    formula = partial(bench.attention, causal=causal, window=window)
+    expected = in_float64(both(formula), *arrays)
     # Several tiles, and a single one.
     for tile in (16, 128):
         error = partial(flash_attention, causal=causal, window=window, tile=tile)
@@ -59,8 +60,8 @@ def test_outputs_and_gradients_equal_plain_softmax(case) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_error_is_that_of_the_type(dtype: str) -> None:
     arrays = draw(70, 70, 4, 2, 32, dtype)
-    expected = formulas.in_float64(formulas.attention, *arrays)
-    same = jax.jit(formulas.attention)(*arrays)
+    expected = in_float64(bench.attention, *arrays)
+    same = jax.jit(bench.attention)(*arrays)
     found = jax.jit(partial(flash_attention, tile=16))(*arrays)
     assert found[0].dtype == dtype
     assert found[1].dtype == jnp.float32
@@ -103,4 +104,4 @@ def test_shapes_that_do_not_fit() -> None:
         flash_attention(*draw(4, 4, 3, 2, 8, "float32"))
     with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
         flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
-    assert tiled.TILE == 128
+    assert TILE == 128

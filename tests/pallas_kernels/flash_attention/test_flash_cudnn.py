@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from pallas_kernels import devices
-from pallas_kernels.bench import formulas
+from pallas_kernels import bench, devices
 from pallas_kernels.flash_attention import tiled
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, total
+from tests.support.mutation import replace
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: there)
+    replace(monkeypatch, devices, "current_target", lambda: there)
 
 
 def calls(
@@ -68,7 +68,7 @@ def test_a_refusal_of_cudnn_has_a_reason(sizes: Any, reason: str) -> None:
 
 def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     there = devices.Target("gpu", "Tesla T4", 40, "7.5")
-    monkeypatch.setattr(devices, "current_target", lambda: there)
+    replace(monkeypatch, devices, "current_target", lambda: there)
     assert calls() == []
     with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
         calls(implementation="cudnn")
@@ -85,7 +85,7 @@ def test_gradients_of_both_results(
 
     def stand_in(q: Any, k: Any, v: Any, sizes: Any) -> Any:
         served.append(sizes.window)
-        out, lse = formulas.attention(q, k, v, causal=sizes.causal, window=sizes.window)
+        out, lse = bench.attention(q, k, v, causal=sizes.causal, window=sizes.window)
         return out, jax.lax.stop_gradient(lse)
 
     monkeypatch.setattr(tiled, "_cudnn", stand_in)
@@ -99,7 +99,7 @@ def test_gradients_of_both_results(
         return jnp.sum(jnp.sin(out))
 
     grad = partial(jax.grad, argnums=(0, 1, 2))
-    expected = grad(partial(loss, partial(formulas.attention, window=7)))(*arrays)
+    expected = grad(partial(loss, partial(bench.attention, window=7)))(*arrays)
     found = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
     assert served == [7]
     for a, b in zip(found, expected, strict=True):

@@ -23,6 +23,7 @@ from tests.support.grouped_cases import (
     plain,
     wide,
 )
+from tests.support.mutation import replace
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -59,7 +60,7 @@ def test_sums_may_be_wider_than_the_operands() -> None:
 
 def test_other_gpus_use_the_ragged_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """They use XLA's ragged product, which runs here, too."""
-    monkeypatch.setattr(devices, "current_target", lambda: A100)
+    replace(monkeypatch, devices, "current_target", lambda: A100)
     case = CASES["some empty"]
     assert "ragged_dot" in str(jax.make_jaxpr(grouped_matmul)(*vars(case).values()))
     assert_within_rule(product(case), exact(case), plain(case))
@@ -211,8 +212,11 @@ def test_inconsistent_arguments_are_refused(
 ) -> None:
     # Without the type checks of the tests.
     unchecked: Any = inspect.unwrap(grouped_matmul)
-    monkeypatch.setattr(
-        api, "choose_grouped_matmul", inspect.unwrap(api.choose_grouped_matmul)
+    replace(
+        monkeypatch,
+        api,
+        "choose_grouped_matmul",
+        inspect.unwrap(api.choose_grouped_matmul),
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         unchecked(*arrays, **options)
@@ -232,7 +236,7 @@ def test_inconsistent_arguments_are_refused(
 def test_the_reference_serves_unsupported_calls(
     changed: Any, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
+    replace(monkeypatch, devices, "current_target", lambda: HOPPER)
     sizes = {"dtype": "bfloat16", "width": 64, "columns": 128, "groups": 3} | changed
     x = jax.ShapeDtypeStruct((10, sizes["width"]), sizes["dtype"])
     w = jax.ShapeDtypeStruct(

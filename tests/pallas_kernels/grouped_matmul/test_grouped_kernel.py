@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
 from pallas_kernels.devices import Target
-from pallas_kernels.grouped_matmul import api, blocks, mosaic_gpu
+from pallas_kernels.grouped_matmul import blocks, grouped_matmul, mosaic_gpu
 from pallas_kernels.grouped_matmul.blocks import GroupedTiling
 from tests.support.emulating import NOTICED, emulator_of_races, mutant, watched_product
 from tests.support.grouped_cases import (
@@ -21,6 +21,7 @@ from tests.support.grouped_cases import (
     make_case,
     plain,
 )
+from tests.support.mutation import replace
 
 ONE = GroupedTiling(64, 64, 2, 2)
 TWO = GroupedTiling(128, 128, 3)
@@ -146,11 +147,11 @@ def test_the_public_function_lowers_both_directions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward and the gradient of the rows; XLA computes that of the weights."""
-    monkeypatch.setattr(devices, "current_target", lambda: HOPPER)
+    replace(monkeypatch, devices, "current_target", lambda: HOPPER)
     arrays: Any = shapes(40, 3, 128, 192)
 
     def both(x: Any, w: Any, tiling: Any) -> Any:
-        out, back = jax.vjp(lambda x, w: api.grouped_matmul(x, w, tiling), x, w)
+        out, back = jax.vjp(lambda x, w: grouped_matmul(x, w, tiling), x, w)
         return back(out)
 
     traced = jax.jit(both).trace(*arrays)
@@ -191,7 +192,7 @@ def test_default_tilings_suit_the_shapes() -> None:
 def test_nothing_spills_on_an_h200(rows: int) -> None:
     arrays = shapes(rows, 8, 4096, 14336)
     report = deviceless.compile_function(
-        lambda *arrays: api.grouped_matmul(*arrays, implementation="mosaic_gpu"),
+        lambda *arrays: grouped_matmul(*arrays, implementation="mosaic_gpu"),
         *arrays,
     )
     assert_fits(report)

@@ -14,6 +14,7 @@ from pallas_kernels import devices
 from pallas_kernels.devices import Target
 from pallas_kernels.page_ops import copy_mosaic_gpu
 from pallas_kernels.page_ops.copy import copy_pages
+from tests.support.mutation import replace
 from tests.support.trees import ints
 
 EMULATED = plgpu.InterpretGPUParams(detect_races=True)
@@ -128,7 +129,7 @@ def test_the_public_function_uses_the_kernel_if_supported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: hopper)
+    replace(monkeypatch, devices, "current_target", lambda: hopper)
     shapes = ((4, 32), (2,), (2,))
     arrays: Any = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 

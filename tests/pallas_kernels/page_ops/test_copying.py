@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.memory import kv_pages
+from jaxkv import memory
+from jaxkv.memory import Rows
 from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE
@@ -77,7 +78,7 @@ def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
 
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
-    pages, copy = make_pages(), jax.jit(kv_pages.copy)
+    pages, copy = make_pages(), jax.jit(memory.copy)
     # A sentinel must not reach the last page, nor, with an offset, another layer.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
     target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
@@ -93,7 +94,7 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
 
 
 def test_many_copies_in_several_turns() -> None:
-    rng, copy, most = np.random.default_rng(1), jax.jit(kv_pages.copy), 5 * NUM_PAGES
+    rng, copy, most = np.random.default_rng(1), jax.jit(memory.copy), 5 * NUM_PAGES
     pages = Pages(
         numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), DEFAULT_LAYOUT
     )
@@ -117,8 +118,8 @@ def lower(steps: int, num_pages: int, dtype: str) -> tuple[Any, Pages]:
     @partial(jax.jit, donate_argnums=0)
     def run(pages: Pages, source: jax.Array, target: jax.Array) -> Pages:
         def step(i: jax.Array, pages: Pages) -> Pages:
-            pages = kv_pages.copy(pages, source + i, jnp.where(i > 1, target, NO_PAGE))
-            rows = kv_pages.Rows(
+            pages = memory.copy(pages, source + i, jnp.where(i > 1, target, NO_PAGE))
+            rows = Rows(
                 token=source,
                 position=jnp.zeros_like(source),
                 slot=None,

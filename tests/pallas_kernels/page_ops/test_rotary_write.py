@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import devices, row_packing
-from pallas_kernels.bench import deviceless
+from pallas_kernels.bench import compile_function, unavailable_reason
 from pallas_kernels.devices import Target
-from pallas_kernels.page_ops import rotary_write, rotary_write_mosaic_gpu
+from pallas_kernels.page_ops import (
+    RotaryCosSin,
+    query_rows,
+    rotary_write_mosaic_gpu,
+    write_rotated_kv,
+)
 from tests.support import emulating
+from tests.support.mutation import replace
 
 NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 3, 6, 16
 OF_LAYER: Any = {"layer": jnp.int32(1), "num_layers": NUM_LAYERS}
@@ -44,9 +50,9 @@ def make(
 
     return Case(
         qkv=normal(rows, kv_heads, group + 2, head_dim),
-        cos_sin=rotary_write.RotaryCosSin(
+        cos_sin=RotaryCosSin(
             *(
-                turn[rotary_write.query_rows(rows, kv_heads * group)].reshape(
+                turn[query_rows(rows, kv_heads * group)].reshape(
                     rows, kv_heads, group, -1
                 )
                 for turn in (jnp.cos(angles), jnp.sin(angles))
@@ -85,13 +91,13 @@ def only_rows(case: Case, packed: Any) -> Any:
 
 
 def refer(case: Case) -> Any:
-    run = jax.jit(rotary_write.write_rotated_kv, static_argnames="num_layers")
+    run = jax.jit(write_rotated_kv, static_argnames="num_layers")
     return run(*case[:-1], packing=case.packing, **OF_LAYER)
 
 
 def test_the_reference_rotates_and_writes_row_by_row() -> None:
     case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
-    found = rotary_write.write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
+    found = write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
     x = np.asarray(case.qkv, np.float64)
     # Pairs as complex numbers, multiplied by the unit number of their angle.
     cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.cos_sin)
@@ -171,7 +177,7 @@ def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def uses_kernel(case: Case, **options: Any) -> bool:
     def call(*arrays: Any) -> Any:
-        return rotary_write.write_rotated_kv(*arrays, **options)
+        return write_rotated_kv(*arrays, **options)
 
     return "mpmd_map" in str(jax.make_jaxpr(call)(*case[:-1]))
 
@@ -181,7 +187,7 @@ def test_the_public_function_uses_the_kernel_if_supported(
 ) -> None:
     assert not uses_kernel(make())
     hopper = Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: hopper)
+    replace(monkeypatch, devices, "current_target", lambda: hopper)
     assert uses_kernel(make())
     assert not uses_kernel(make(), implementation="reference")
     # Three heads of 64 are 96 pairs, fewer than the threads of a warpgroup.
@@ -195,9 +201,7 @@ def test_the_public_function_uses_the_kernel_if_supported(
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(
-    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
-)
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler for GPUs")
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim"), [(8, 4, 128), (2, 8, 128), (4, 3, 64)]
 )
@@ -210,7 +214,7 @@ def test_it_compiles_in_place_without_spills(
     def pack_too(*arrays: Any) -> Any:
         return run(*arrays[:-1], packing=arrays[-1])
 
-    report = deviceless.compile_function(pack_too, *case, donate_argnums=(2, 3))
+    report = compile_function(pack_too, *case, donate_argnums=(2, 3))
     [kernel] = report.kernels
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.instructions["tma_store"] == 7

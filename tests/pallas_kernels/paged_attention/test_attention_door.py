@@ -9,21 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import state
-from jaxkv.memory import kv_pages
-from jaxkv.models import config, paged, transformer
+from jaxkv.engine import EngineConfig
+from jaxkv.memory import Rows
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, decode_plan, dispatch, prefill_plan
 from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests.support import emulating
 from tests.support.kernel_cases import assert_within_rule, make_case
+from tests.support.mutation import replace
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 H200 = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
 
 
-MODEL = config.ModelConfig(
+MODEL = ModelConfig(
     vocab_size=64,
     hidden_size=128,
     num_layers=3,
@@ -33,7 +34,7 @@ MODEL = config.ModelConfig(
     mlp_size=64,
     max_positions=128,
 )
-CONFIG = state.EngineConfig(
+CONFIG = EngineConfig(
     num_pages=12, page_size=16, max_slots=2, max_length=64, token_budget=16
 )
 
@@ -41,7 +42,7 @@ CONFIG = state.EngineConfig(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the public function target an H200."""
-    monkeypatch.setattr(devices, "current_target", lambda: H200)
+    replace(monkeypatch, devices, "current_target", lambda: H200)
 
 
 @pytest.fixture
@@ -204,8 +205,8 @@ def test_unsupported_sizes_go_to_the_reference(change, reason: str) -> None:
 
 
 def test_another_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        devices, "current_target", lambda: H200._replace(capability="8.0")
+    replace(
+        monkeypatch, devices, "current_target", lambda: H200._replace(capability="8.0")
     )
     q = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((5, 2, 16, 64), jnp.bfloat16)
@@ -225,13 +226,11 @@ def test_a_forward_pass_plans_once_for_all_layers(
         plans.append(fields["group"])
         return make(*arguments, **fields)
 
-    monkeypatch.setattr(decode_plan, "plan_decode", counted)
-    params = transformer.param_shapes(MODEL, dtype="bfloat16")
-    pages = jax.eval_shape(
-        lambda: paged.make_model_pages(MODEL, CONFIG, dtype="bfloat16")
-    )
+    replace(monkeypatch, decode_plan, "plan_decode", counted)
+    params = param_shapes(MODEL, dtype="bfloat16")
+    pages = jax.eval_shape(lambda: make_model_pages(MODEL, CONFIG, dtype="bfloat16"))
     row = jax.ShapeDtypeStruct((16,), jnp.int32)
-    blank: Any = kv_pages.Rows  # of shapes, not of arrays
+    blank: Any = Rows  # of shapes, not of arrays
     rows = blank(
         token=row,
         position=row,
@@ -239,7 +238,7 @@ def test_a_forward_pass_plans_once_for_all_layers(
         page_ids=jax.ShapeDtypeStruct((2, 4), jnp.int32),
         logit_rows=jax.ShapeDtypeStruct((2,), jnp.int32),
     )
-    forward = paged.PagedForward(MODEL)
+    forward = PagedForward(MODEL)
     lowered = jax.jit(forward, donate_argnums=1).trace(params, pages, rows)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert plans == [2]

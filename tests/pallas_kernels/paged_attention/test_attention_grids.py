@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import AttentionState, merge_states
 from tests.support.attention_cases import (
     Case,
@@ -327,6 +327,6 @@ def test_other_layers_of_a_flat_pool_do_not_matter() -> None:
 def test_numbers_for_heads_must_be_one_for_each() -> None:
     case = make_case(np.random.default_rng(19), [(3, 1)], decode=True)
     with pytest.raises(ValueError, match=r"alibi.shape=\(3,\) must be \(4,\), one for"):
-        inspect.unwrap(api.paged_attention)(
+        inspect.unwrap(paged_attention)(
             *map(jnp.asarray, case[:5]), alibi=jnp.zeros(3, jnp.float32)
         )

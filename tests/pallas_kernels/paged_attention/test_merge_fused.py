@@ -9,19 +9,20 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices, row_packing
-from pallas_kernels.bench import deviceless
+from pallas_kernels.bench import compile_function, unavailable_reason
 from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import dispatch, prefill_plan
 from pallas_kernels.paged_attention.hopper import merge_fused, prefill
 from pallas_kernels.paged_attention.hopper.softmax import LOG2E
 from tests.support import emulating, kernel_cases, merge_cases
 from tests.support.emulating import TILES
+from tests.support.mutation import replace
 
 # (Context, rows) of each slot: long keys that several programs share; rows without
 # keys, as in an empty tree; no rows; a chunk; a short one; rows without a slot.
 SLOTS, EMPTY, CHUNK = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)], 1, 3
 PADDING = 5
-WHY_NOT = deviceless.unavailable_reason()
+WHY_NOT = unavailable_reason()
 
 
 class Mixed(NamedTuple):
@@ -132,7 +133,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = emulating.mutant(merge_fused, dict([BUGS[bug]]))
-    monkeypatch.setattr(merge_fused, "run_fused_merge", changed.run_fused_merge)
+    replace(monkeypatch, merge_fused, "run_fused_merge", changed.run_fused_merge)
     noticed = rf"{emulating.NOTICED}|CpuCallback|Not equal to tolerance"
     with pytest.raises((AssertionError, RuntimeError), match=noticed):
         check(make(group=4, head_dim=64))
@@ -173,7 +174,7 @@ def test_bits_equal_a_separate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
     fused = run()
     kernel_cases.assert_within_rule(case, *fused)
-    monkeypatch.setattr(merge_fused, "supports_fused_merge", lambda *_, **__: False)
+    replace(monkeypatch, merge_fused, "supports_fused_merge", lambda *_, **__: False)
     for one, other in zip(fused, run(), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -243,7 +244,7 @@ def test_the_number_of_launches(features: dict[str, Any], launches: int) -> None
 )
 def test_it_compiles_without_spills(features: dict[str, Any]) -> None:
     call, arguments = attend(**features)
-    _, kernel = deviceless.compile_function(call, *arguments).kernels
+    _, kernel = compile_function(call, *arguments).kernels
     assert kernel.name.startswith("prefill_attention")
     assert kernel.spill_stores == kernel.spill_loads == 0
     assert kernel.smem_bytes <= devices.SMEM_BYTES

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import deviceless
+from pallas_kernels.bench import compile_function, unavailable_reason
 from pallas_kernels.paged_attention.hopper import merge
 from tests.support import emulating
 from tests.support.merge_cases import Case, make
@@ -102,15 +102,13 @@ def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(
-    deviceless.unavailable_reason() is not None, reason="no compiler for GPUs"
-)
+@pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler for GPUs")
 @pytest.mark.parametrize(
     ("rows", "group", "head_dim"), [(DECODE, 4, 128), (DECODE, 8, 256), (RAGGED, 4, 64)]
 )
 def test_it_compiles_without_spills(rows: Any, group: int, head_dim: int) -> None:
     case = make(**rows, group=group, head_dim=head_dim)
-    report = deviceless.compile_function(
+    report = compile_function(
         lambda *x: merge.merge_and_unpack_mosaic_gpu(
             *x, group=group, tiling=case.tiling, dtype=jnp.bfloat16
         ),

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import devices
-from pallas_kernels.bench import deviceless
+from pallas_kernels.bench import compile_function, unavailable_reason
 from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
 
-WHY_NOT = deviceless.unavailable_reason()
+WHY_NOT = unavailable_reason()
 needs_compiler = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 GEMMA_2: dict[str, Any] = {"head_dim": 256, "softcap": 50.0, "window": 4096}
 ONE_STAGE = Tiling(block_rows=128, stages=1)
@@ -108,7 +108,7 @@ def test_sizes_out_of_range_are_refused(sizes: dict[str, Any], message: str) -> 
 
 def check_compiled(*, spills: int = 0, **options: Any) -> None:
     attend, arguments = case(**options)
-    (kernel,) = deviceless.compile_function(attend, *arguments).kernels
+    (kernel,) = compile_function(attend, *arguments).kernels
     assert kernel.name.startswith("prefill_attention")
     assert kernel.spill_stores <= spills
     assert kernel.spill_loads <= spills

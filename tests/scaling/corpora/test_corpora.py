@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
+from jaxkv.models import init_params
 from scaling.corpora import corpora, streams
 from scaling.training import objectives
 from tests.support import mutation
@@ -278,7 +278,7 @@ def test_streams_are_scored_in_the_same_windows() -> None:
 def test_score_of_a_stream() -> None:
     model = dataclasses.replace(SMALL, vocab_size=7)
     held_out = np.random.default_rng(0).integers(0, 7, 500).astype(np.uint16)
-    params = transformer.init_params(model, jax.random.key(0))
+    params = init_params(model, jax.random.key(0))
 
     def score(params, **sizes) -> objectives.StreamScore:
         sizes = {"seq_len": 8, "num_windows": 20} | sizes

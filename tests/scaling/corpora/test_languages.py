@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from scaling.corpora import corpora
+from scaling.corpora import open_corpus
 from scaling.corpora.languages import hidden_markov, language, markov
 from scaling.corpora.languages.language import LanguageConfig
 
@@ -113,7 +113,7 @@ def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
 )
 def test_texts_are_in_the_language(kind: str) -> None:
     config = dataclasses.replace(TINY[kind], num_tokens=200_000, num_held_out=20_000)
-    corpus = corpora.open_corpus(config)
+    corpus = open_corpus(config)
     assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
     assert (len(corpus.stream), len(corpus.held_out)) == (200_000, 20_000)
     nats = language.code_lengths(config, corpus.stream)
@@ -187,16 +187,16 @@ def test_the_reference_language() -> None:
 
 def test_a_shorter_text_begins_a_longer() -> None:
     config = dataclasses.replace(TINY["kgram"], num_tokens=5000, num_held_out=100)
-    whole = corpora.open_corpus(config)
-    short = corpora.open_corpus(dataclasses.replace(config, num_tokens=1300))
-    again = corpora.open_corpus(dataclasses.replace(config, num_unique_tokens=1300))
+    whole = open_corpus(config)
+    short = open_corpus(dataclasses.replace(config, num_tokens=1300))
+    again = open_corpus(dataclasses.replace(config, num_unique_tokens=1300))
     assert short.stream.tolist() == whole.stream[:1300].tolist()
     assert again.digest == short.digest != whole.digest
     assert again.epochs(2600) == 2
-    other = corpora.open_corpus(dataclasses.replace(config, seed=9))
+    other = open_corpus(dataclasses.replace(config, seed=9))
     assert other.digest != whole.digest
     with pytest.raises(ValueError, match="num_unique_tokens=5001 are more than its"):
-        corpora.open_corpus(dataclasses.replace(config, num_unique_tokens=5001))
+        open_corpus(dataclasses.replace(config, num_unique_tokens=5001))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scaling.corpora import corpora
+from scaling.corpora import open_corpus
 from scaling.corpora.corpora import TokenFileConfig
 
 
@@ -26,7 +26,7 @@ TOKENS = np.arange(1000) * 7 % 300
 def test_files_are_mapped(tmp_path: Path, suffix: str, dtype) -> None:
     path = write(tmp_path / f"t{suffix}", TOKENS.astype(dtype))
     config = TokenFileConfig(train=path, vocab_size=300, dtype=dtype)
-    corpus = corpora.open_corpus(config)
+    corpus = open_corpus(config)
     assert corpus.stream.dtype == corpus.held_out.dtype == np.uint16
     assert isinstance(corpus.stream, np.memmap) == (dtype == "uint16")
     assert [*corpus.stream, *corpus.held_out] == TOKENS.tolist()
@@ -35,7 +35,7 @@ def test_files_are_mapped(tmp_path: Path, suffix: str, dtype) -> None:
     assert corpus.floor is None
     # The same tokens are the same corpus, in any file format.
     other = write(tmp_path / "other.bin", TOKENS.astype(np.uint16))
-    assert corpora.open_corpus(TokenFileConfig(train=other, vocab_size=300)).digest == (
+    assert open_corpus(TokenFileConfig(train=other, vocab_size=300)).digest == (
         corpus.digest
     )
 
@@ -49,7 +49,7 @@ def test_a_file_of_its_own_is_held_out(tmp_path: Path) -> None:
         bytes_per_token=4.0,
         num_unique_tokens=100,
     )
-    corpus = corpora.open_corpus(config)
+    corpus = open_corpus(config)
     assert corpus.stream.dtype == np.uint32
     assert corpus.stream.tolist() == TOKENS[:100].tolist()
     assert corpus.held_out.tolist() == (TOKENS[:9] + 70_000).tolist()
@@ -63,7 +63,7 @@ def test_unreadable_token_files_are_refused(tmp_path: Path) -> None:
 
     def refused(message: str, **change) -> None:
         with pytest.raises(ValueError, match=message):
-            corpora.open_corpus(dataclasses.replace(config, **change))
+            open_corpus(dataclasses.replace(config, **change))
 
     refused(r"good.bin: token 257 is 299, not below", vocab_size=299)
     refused(r"none.bin: cannot be read: No such file", train=f"{tmp_path}/none.bin")

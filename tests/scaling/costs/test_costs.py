@@ -9,9 +9,20 @@ import jax
 import pytest
 
 from jaxkv import models
-from jaxkv.models import transformer
-from scaling.costs import parameters, serving
-from scaling.shapes import from_model, huggingface, published
+from jaxkv.models import init_params, param_shapes
+from scaling.costs import (
+    count_parameters,
+    kv_bytes_per_token,
+    list_weights,
+    sequence_kv_bytes,
+)
+from scaling.shapes import (
+    CONFIGS,
+    describe,
+    describe_config,
+    describe_huggingface,
+    load_shape,
+)
 from scaling.shapes.description import HeadAttention, MixtureShape, ModelShape
 from tests.support.folders import GOLDEN
 from tests.support.refusals import refused
@@ -77,30 +88,26 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
-    model = published.describe(name)
-    found = parameters.count_parameters(model).total, serving.kv_bytes_per_token(model)
+    model = describe(name)
+    found = count_parameters(model).total, kv_bytes_per_token(model)
     assert found == PUBLISHED[name]
 
 
 def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
-    tied = [
-        model
-        for name in published.CONFIGS
-        if (model := published.describe(name)).tie_embeddings
-    ]
+    tied = [model for name in CONFIGS if (model := describe(name)).tie_embeddings]
     assert len(tied) > 5
     for model in tied:
-        found = parameters.count_parameters(model)
+        found = count_parameters(model)
         if model.num_mixture_layers:
             assert found.active_non_embedding < found.non_embedding
         else:
             assert found.active_non_embedding == found.non_embedding
-    gpt2 = parameters.count_parameters(published.describe("gpt2"))
+    gpt2 = count_parameters(describe("gpt2"))
     assert gpt2.active_non_embedding == 85_056_000
 
 
 def test_a_mixture_counts_the_experts_a_token_uses() -> None:
-    found = parameters.count_parameters(published.describe("mixtral-8x7b"))
+    found = count_parameters(describe("mixtral-8x7b"))
     assert found.active == 12_879_925_248
     assert found.active_non_embedding == 12_748_853_248
     # Llama-2-7B's head: 32,000 x 4,096; the router is a matrix product, too.
@@ -111,16 +118,14 @@ def test_a_mixture_counts_the_experts_a_token_uses() -> None:
 
 
 def test_latent_attention_and_layers_that_look_ahead() -> None:
-    model = published.describe("deepseek-v3")
-    found = parameters.count_parameters(model)
+    model = describe("deepseek-v3")
+    found = count_parameters(model)
     assert found.active == 37_552_297_472
     assert found.active_non_embedding == 36_625_618_432
     assert found.ahead == 11_610_068_224
     tables = 2 * model.vocab_size * model.hidden_size
     assert found.total + found.ahead + tables == 684_489_845_504  # as it is stored
-    attention = [
-        w.size for w in parameters.list_weights(model) if w.part == "attention"
-    ]
+    attention = [w.size for w in list_weights(model) if w.part == "attention"]
     ahead = attention[len(attention) // 2 :]
     assert sum(attention) - sum(ahead) == 187_107_328
     assert sum(ahead) == 187_107_328
@@ -129,11 +134,9 @@ def test_latent_attention_and_layers_that_look_ahead() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_models_have_the_counted_parameters(name: str) -> None:
     config = dataclasses.replace(GROUPED, **OURS[name])
-    shapes = jax.tree.leaves(transformer.param_shapes(config))
-    made = jax.eval_shape(
-        lambda key: transformer.init_params(config, key), jax.random.key(0)
-    )
-    total = parameters.count_parameters(from_model.describe_config(config)).total
+    shapes = jax.tree.leaves(param_shapes(config))
+    made = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    total = count_parameters(describe_config(config)).total
     assert total == sum(x.size for x in shapes)
     assert total == sum(x.size for x in jax.tree.leaves(made))
 
@@ -146,20 +149,18 @@ corrections."""
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case["config"]["model_type"])
 def test_counts_equal_those_of_transformers(case: dict[str, Any]) -> None:
-    model = huggingface.describe_huggingface(case["config"])
-    assert (
-        parameters.count_parameters(model).total == case["parameters"] + case["buffers"]
-    )
+    model = describe_huggingface(case["config"])
+    assert count_parameters(model).total == case["parameters"] + case["buffers"]
     kinds = case["config"].get("layer_types") or []
     if "sliding_attention" in kinds:
         without = {k: v for k, v in case["config"].items() if k != "layer_types"}
-        assert huggingface.describe_huggingface(without) == model
+        assert describe_huggingface(without) == model
 
 
 def test_a_window_bounds_the_cache_of_a_sequence() -> None:
-    model = published.describe("gemma-2-2b")
+    model = describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers
-    found = serving.sequence_kv_bytes(model, 5000)
+    found = sequence_kv_bytes(model, 5000)
     assert found == 13 * (4096 + 5000) * per_layer
 
 
@@ -174,25 +175,23 @@ LLAMA: dict[str, Any] = {
 
 
 def test_missing_keys_have_the_defaults_of_transformers() -> None:
-    plain = huggingface.describe_huggingface(LLAMA)
+    plain = describe_huggingface(LLAMA)
     assert plain.attention == HeadAttention(num_q_heads=4, num_kv_heads=4, head_dim=8)
     assert not plain.tie_embeddings
     old = {k: v for k, v in LLAMA.items() if k != "model_type"}
     old |= {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048}
-    assert huggingface.describe_huggingface(old) == plain
-    qwen = huggingface.describe_huggingface(LLAMA | {"model_type": "qwen3"})
+    assert describe_huggingface(old) == plain
+    qwen = describe_huggingface(LLAMA | {"model_type": "qwen3"})
     assert qwen.attention.key_dim == 128
-    gemma = huggingface.describe_huggingface(
-        LLAMA | {"model_type": "gemma2", "head_dim": 16}
-    )
+    gemma = describe_huggingface(LLAMA | {"model_type": "gemma2", "head_dim": 16})
     assert gemma.tie_embeddings
     assert gemma.windows == (4096, None)
     mistral = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
-    assert huggingface.describe_huggingface(mistral).windows == (4096, 4096)
+    assert describe_huggingface(mistral).windows == (4096, 4096)
     no_window = mistral | {"sliding_window": None, "num_key_value_heads": None}
-    assert huggingface.describe_huggingface(no_window).windows == (None, None)
+    assert describe_huggingface(no_window).windows == (None, None)
     gpt = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1}
-    assert huggingface.describe_huggingface(gpt | {"n_head": 2}).mlp_size == 32
+    assert describe_huggingface(gpt | {"n_head": 2}).mlp_size == 32
 
 
 OPT: dict[str, Any] = {
@@ -228,30 +227,27 @@ QWEN2_MOE: dict[str, Any] = {
 )
 def test_keys_that_change_biases_and_heads(raw: dict[str, Any], count: int) -> None:
     """Counts of transformers 5.24, of models on its meta device."""
-    assert (
-        parameters.count_parameters(huggingface.describe_huggingface(raw)).total
-        == count
-    )
+    assert count_parameters(describe_huggingface(raw)).total == count
 
 
 def test_another_name_of_a_key_is_read() -> None:
-    raw = dict(published.CONFIGS["deepseek-v3"])
+    raw = dict(CONFIGS["deepseek-v3"])
     del raw["num_nextn_predict_layers"], raw["n_routed_experts"]
     names = {"num_mtp_layers": 3, "num_local_experts": 12}  # names of transformers 5.24
-    found = huggingface.describe_huggingface(raw | names)
+    found = describe_huggingface(raw | names)
     assert found.num_ahead_layers == 3
     assert found.experts is not None
     assert found.experts.num_experts == 12
 
 
 def test_the_bundled_model_reads_as_both() -> None:
-    from experiments.harness import bundled
+    from experiments.harness import find_bundled_folder
     from jaxkv.models.huggingface import configs
 
-    path = bundled.find_bundled_folder("stdlib-bytes")
+    path = find_bundled_folder("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
-    actual = from_model.describe_config(configs.from_hf(raw), name="stdlib-bytes")
-    assert huggingface.load_shape(path) == actual
+    actual = describe_config(configs.from_hf(raw), name="stdlib-bytes")
+    assert load_shape(path) == actual
 
 
 @pytest.mark.parametrize(
@@ -299,11 +295,11 @@ def test_unsupported_configs_are_refused(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | change))
     with refused(line, "config.json: "):
-        huggingface.load_shape(path)
+        load_shape(path)
 
 
 def test_a_description_refuses_layers_that_do_not_match() -> None:
-    model = published.describe("mistral-7b")
+    model = describe("mistral-7b")
     with pytest.raises(ValueError, match="3 windows for"):
         dataclasses.replace(model, windows=(1, 2, 3))
     with pytest.raises(ValueError, match="without experts"):

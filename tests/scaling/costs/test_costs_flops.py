@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from scaling.costs import devices, parameters, serving
+from scaling import shapes
+from scaling.costs import count_parameters, find_device, serving
 from scaling.costs.flops import (
     decode_terms,
     forward_terms,
     total_flops,
     training_step_flops,
 )
-from scaling.shapes import published
 
-LLAMA = published.describe("llama-2-7b")
+LLAMA = shapes.describe("llama-2-7b")
 
 
 ONE: dict[str, Any] = {"num_layers": 1, "windows": (), "mixture_layers": ()}
@@ -58,7 +58,7 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
 
 
 def test_megatron_with_everything_recomputed() -> None:
-    model = published.describe("gpt3-175b")
+    model = shapes.describe("gpt3-175b")
     b, s, h, v, n = 4, 2048, 12288, 50257, 96
     step = training_step_flops(model, batch=b, sequence=s, checkpointing="full")
     assert (
@@ -75,13 +75,13 @@ def test_megatron_with_everything_recomputed() -> None:
 
 
 def test_heads_need_not_be_as_wide_as_the_model() -> None:
-    model = published.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
+    model = shapes.describe("qwen3-0.6b")  # 16 heads of 128 in 1,024
     scores = [x for x in forward_terms(model, sequence=10) if x.growth == "s^2"]
     assert total_flops(tuple(scores)) == 28 * 4 * 10 * 10 * 16 * 128
 
 
 def test_latent_attention_has_two_widths() -> None:
-    model = published.describe("deepseek-v3")
+    model = shapes.describe("deepseek-v3")
     by_name = {x.name: x.flops for x in forward_terms(model, sequence=10)}
     assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
     assert by_name["values"] == 61 * 2 * 100 * 128 * 128
@@ -90,7 +90,7 @@ def test_latent_attention_has_two_widths() -> None:
     assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
     assert found["values"] == 61 * 2 * 10 * 128 * 512
     weights = sum(x for name, x in found.items() if name not in ("scores", "values"))
-    assert weights == 2 * parameters.count_parameters(model).matmul
+    assert weights == 2 * count_parameters(model).matmul
 
 
 def test_decoding_token_by_token_meets_every_earlier_key() -> None:
@@ -108,13 +108,13 @@ def test_decoding_token_by_token_meets_every_earlier_key() -> None:
 
 def test_published_totals() -> None:
     # Brown et al. 2020, appendix D; Grattafiori et al. 2024; DeepSeek-AI 2024, table 1.
-    gpt = parameters.count_parameters(published.describe("gpt3-175b")).total
+    gpt = count_parameters(shapes.describe("gpt3-175b")).total
     assert 6 * gpt * 300e9 == pytest.approx(3.14e23, rel=2e-3)
-    llama = parameters.count_parameters(published.describe("llama-3.1-405b")).total
+    llama = count_parameters(shapes.describe("llama-3.1-405b")).total
     assert 6 * llama * 15.6e12 == pytest.approx(3.8e25, rel=2e-3)
-    deepseek = parameters.count_parameters(published.describe("deepseek-v3"))
+    deepseek = count_parameters(shapes.describe("deepseek-v3"))
     assert deepseek.active_non_embedding == pytest.approx(37e9, rel=0.02)
-    h800 = devices.find_device("h800").bfloat16
+    h800 = find_device("h800").bfloat16
     share = 6 * 37e9 * 14.8e12 / (2.664e6 * 3600 * h800)
     assert share == pytest.approx(0.346, abs=5e-4)
 
@@ -132,7 +132,7 @@ def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
     # A weight of two bytes, two operations: b = s = 1 is bound by memory everywhere.
     work = serving.decode_work(LLAMA, batch=1, context=1)
     assert work.intensity == pytest.approx(1.0, abs=1e-3)
-    a100 = devices.find_device("a100-40gb")
+    a100 = find_device("a100-40gb")
     found = serving.roofline(work, a100)
     assert found.bound == "memory"
     assert found.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
@@ -140,7 +140,7 @@ def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
 
 
 def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
-    a100 = devices.find_device("a100-40gb")
+    a100 = find_device("a100-40gb")
 
     def decodes(batch: int, context: int) -> float:
         return serving.decode_work(LLAMA, batch=batch, context=context).intensity
@@ -157,7 +157,7 @@ def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:
 
 
 def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
-    model = published.describe("mixtral-8x7b")
+    model = shapes.describe("mixtral-8x7b")
     expert = 32 * 3 * 4096 * 14336 * 2
 
     def read(tokens: int) -> float:
@@ -169,9 +169,9 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
 
 
 def test_sequences_that_fit_next_to_the_weights() -> None:
-    model, a100 = published.describe("llama-2-13b"), devices.find_device("a100-40gb")
+    model, a100 = shapes.describe("llama-2-13b"), find_device("a100-40gb")
     left = 40e9 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)
     assert fit == int(left / (2048 * 819_200))
-    assert serving.max_batch(LLAMA, devices.find_device("t4"), context=4096) == 1
-    assert serving.max_batch(model, devices.find_device("t4"), context=1) == 0
+    assert serving.max_batch(LLAMA, find_device("t4"), context=4096) == 1
+    assert serving.max_batch(model, find_device("t4"), context=1) == 0

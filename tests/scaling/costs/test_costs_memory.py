@@ -7,17 +7,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.models import layers, transformer
+from jaxkv import models
+from jaxkv.models import layers, param_shapes
 from jaxkv.models.config import ModelConfig
-from scaling.costs import activations, parallelism, residuals
+from scaling import shapes
+from scaling.costs import (
+    check_layout,
+    list_residuals,
+    parse_layout,
+    per_token,
+    stored_tensors,
+    total_residual_bytes,
+)
 from scaling.costs.memory import MIXED_WIDE, SINGLE, device_params, training_memory
 from scaling.costs.parallelism import Layout
-from scaling.shapes import published
 from tests.support.refusals import refused
 from tests.support.shapes import BIASED, GROUPED
 
-LLAMA = published.describe("llama-2-7b")
-GPT = published.describe("gpt3-175b")
+LLAMA = shapes.describe("llama-2-7b")
+GPT = shapes.describe("gpt3-175b")
 
 
 def test_sixteen_bytes_per_parameter() -> None:
@@ -62,12 +70,12 @@ def test_a_gpt_layer_with_dropout(
 
 
 def test_a_llama_layer_in_tiles() -> None:
-    tensors = activations.stored_tensors(LLAMA, sequence=4096)
-    dense, _ = activations.per_token(tensors, LLAMA)
+    tensors = stored_tensors(LLAMA, sequence=4096)
+    dense, _ = per_token(tensors, LLAMA)
     assert dense == 131_584 + 128
     # With stored attention weights: two more bytes per head and pair, no log-sum-exp.
-    tensors = activations.stored_tensors(LLAMA, sequence=4096, flash=False)
-    dense, _ = activations.per_token(tensors, LLAMA)
+    tensors = stored_tensors(LLAMA, sequence=4096, flash=False)
+    dense, _ = per_token(tensors, LLAMA)
     assert dense == 131_584 + 2 * 32 * 4096
 
 
@@ -91,7 +99,7 @@ def test_a_pipelines_first_stage_keeps_most_batches() -> None:
 
 
 def test_parameters_of_a_device_add_up() -> None:
-    mixtral = published.describe("mixtral-8x7b")
+    mixtral = shapes.describe("mixtral-8x7b")
     layout = Layout(pipeline=4, expert=4, data=4)
     stages = [device_params(mixtral, layout, stage=stage) for stage in range(4)]
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -108,7 +116,7 @@ def test_parameters_of_a_device_add_up() -> None:
     tied = [device_params(GPT, Layout(pipeline=2), stage=x).shared for x in (0, 1)]
     assert sum(tied) == 174_604_259_328 + (50257 + 2048 + 2) * 12288
     # Eight KV heads over sixteen devices: each has a whole one.
-    llama3 = published.describe("llama-3.1-8b")
+    llama3 = shapes.describe("llama-3.1-8b")
     kv = 32 * 2 * 4096 * 8 * 128
     fewer = (
         device_params(llama3, Layout(tensor=8)).shared
@@ -128,11 +136,9 @@ def traced_bytes(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
 
     def pull(params: Any, tokens: Any) -> Any:
-        return jax.vjp(lambda p: transformer.logits(p, tokens, config=config), params)[
-            1
-        ]
+        return jax.vjp(lambda p: models.logits(p, tokens, config=config), params)[1]
 
-    held = jax.eval_shape(pull, transformer.param_shapes(config, dtype=dtype), tokens)
+    held = jax.eval_shape(pull, param_shapes(config, dtype=dtype), tokens)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
@@ -156,8 +162,8 @@ def test_residuals_equal_those_of_vjp(change: dict[str, Any], dtype: str) -> Non
         traced_bytes(config, 1, SEQ, dtype),
     )
     number_bytes = jnp.dtype(dtype).itemsize
-    listed = residuals.list_residuals(config, number_bytes=number_bytes)
-    assert more - less == residuals.total_residual_bytes(listed, 2 * SEQ)
+    listed = list_residuals(config, number_bytes=number_bytes)
+    assert more - less == total_residual_bytes(listed, 2 * SEQ)
 
 
 def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
@@ -198,13 +204,13 @@ def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
 )
 def test_layouts_that_cannot_be(text: str, line: str) -> None:
     with refused(line):
-        parallelism.check_layout(LLAMA, parallelism.parse_layout(text), sequence=4096)
+        check_layout(LLAMA, parse_layout(text), sequence=4096)
 
 
 def test_layouts_are_read() -> None:
-    layout = parallelism.parse_layout("tp=8,sp,pp=2, dp=4", zero=1)
+    layout = parse_layout("tp=8,sp,pp=2, dp=4", zero=1)
     assert layout == Layout(tensor=8, sequence=True, pipeline=2, data=4, zero=1)
     assert layout.num_devices == 64
-    assert parallelism.parse_layout("ep=8").num_devices == 8
-    assert parallelism.parse_layout("") == Layout()
-    assert 6 == parallelism.parse_layout("ring=2,ulysses=3").num_devices
+    assert parse_layout("ep=8").num_devices == 8
+    assert parse_layout("") == Layout()
+    assert 6 == parse_layout("ring=2,ulysses=3").num_devices

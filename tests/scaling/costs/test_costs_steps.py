@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scaling.costs import devices, serving, steps
+from scaling import shapes
+from scaling.costs import decode_work, find_device, prefill_work, roofline, steps
 from scaling.costs.steps import step_cost, step_work
-from scaling.shapes import published
 
-A100 = devices.find_device("a100-40gb")
+A100 = find_device("a100-40gb")
 
 
 def ints(*values: int) -> jax.Array:
@@ -19,19 +19,19 @@ def ints(*values: int) -> jax.Array:
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b"])
 def test_a_step_of_decoding(name: str) -> None:
-    model = published.describe(name)
+    model = shapes.describe(name)
     cost = step_cost(model, A100, num_devices=2)
     found = step_work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
-    exact = serving.decode_work(model, batch=3, context=6000)
+    exact = decode_work(model, batch=3, context=6000)
     assert found.flops == pytest.approx(exact.flops, rel=1e-5)
     # An embedding row counts as part of the weights: a few kB.
     assert found.bytes == pytest.approx(exact.bytes, rel=1e-5)
-    time_s = serving.roofline(exact, A100, num_devices=2).time_s
+    time_s = roofline(exact, A100, num_devices=2).time_s
     assert found.time_s == pytest.approx(time_s, rel=1e-5)
 
 
 def test_a_prompt_read_in_chunks() -> None:
-    model = dataclasses.replace(published.describe("llama-2-7b"), windows=(100,))
+    model = dataclasses.replace(shapes.describe("llama-2-7b"), windows=(100,))
     cost = step_cost(model, A100)
     whole = float(step_work(cost, ints(300), ints(0), jnp.int32(1)).flops)
     chunks = [
@@ -39,23 +39,23 @@ def test_a_prompt_read_in_chunks() -> None:
         for past in (0, 100, 200)
     ]
     assert sum(chunks) == pytest.approx(whole, rel=1e-6)
-    exact = serving.prefill_work(model, batch=1, prompt=300)
+    exact = prefill_work(model, batch=1, prompt=300)
     # `causal` leaves out the diagonal, half a key for each query.
     assert whole == pytest.approx(exact.flops, rel=1e-3)
 
 
 def test_an_idle_step_takes_no_time_and_others_their_overhead() -> None:
-    model = published.describe("smollm2-135m")
+    model = shapes.describe("smollm2-135m")
     cost = step_cost(model, A100, overhead_s=0.5, bandwidth_share=0.5)
     idle = step_work(cost, ints(0, 0), ints(7, 9), jnp.int32(0))
     assert (float(idle.time_s), float(idle.bytes)) == (0, 0)
     found = step_work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
-    exact = serving.roofline(serving.decode_work(model, batch=1, context=8), A100)
+    exact = roofline(decode_work(model, batch=1, context=8), A100)
     assert found.time_s == pytest.approx(0.5 + 2 * exact.time_s, rel=1e-5)
 
 
 def test_coefficients_are_swept_by_vmap() -> None:
-    model = published.describe("llama-3.1-8b")
+    model = shapes.describe("llama-3.1-8b")
     shares = [0.25, 0.5, 1.0]
     costs = [step_cost(model, A100, bandwidth_share=x) for x in shares]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *costs)
@@ -65,7 +65,7 @@ def test_coefficients_are_swept_by_vmap() -> None:
 
 
 def test_shares_out_of_range_are_refused() -> None:
-    model = published.describe("gpt2")
+    model = shapes.describe("gpt2")
     with pytest.raises(ValueError, match=r"compute_share=1.5 must be in \(0, 1\]"):
         step_cost(model, A100, compute_share=1.5)
     with pytest.raises(ValueError, match=r"overhead_s=-1\.0"):

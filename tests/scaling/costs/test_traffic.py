@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from scaling import shapes
 from scaling.costs.parallelism import Layout, parse_layout
 from scaling.costs.traffic import decode_traffic, prefill_traffic, training_traffic
-from scaling.shapes import published
 
-LLAMA = published.describe("llama-2-7b")
-DEEPSEEK = published.describe("deepseek-v3")
+LLAMA = shapes.describe("llama-2-7b")
+DEEPSEEK = shapes.describe("deepseek-v3")
 BLOCK = 4096 * 4096 * 2  # b s h of two bytes
 
 
@@ -134,7 +134,7 @@ def test_copies_exchange_gradients() -> None:
     assert backward == 2 * forward
     # Parts of a sequence are copies, too; experts have fewer.
     assert of("data", "ring=8,dp=8") == of("data", "dp=64")
-    mixtral = published.describe("mixtral-8x7b")
+    mixtral = shapes.describe("mixtral-8x7b")
     experts = 32 * 8 * 3 * 4096 * 14336 // 8
     shared = 46_702_792_704 - 8 * experts
     _, sent = of("data", "ep=8,dp=16", mixtral)
@@ -152,7 +152,7 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
 
 def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
     """Of Llama-3.1-8B in 16 bits: 128 ((32 + 16) 2 + 32 x 2) + 32 x 4 bytes a row."""
-    model, layout = published.describe("llama-3.1-8b"), parse_layout("cp=4")
+    model, layout = shapes.describe("llama-3.1-8b"), parse_layout("cp=4")
     sizes: Any = {"rows": 4096, "logit_rows": 1}
     gathered, home, last = (x.forward for x in prefill_traffic(model, layout, **sizes))
     assert gathered + home == 3 / 4 * 4096 * 20_608 * 32

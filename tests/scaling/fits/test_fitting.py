@@ -8,24 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scaling import laws
 from scaling.fits import (
-    diagnostics,
-    fit,
+    choose_pair,
+    fitting,
+    held_out_warnings,
     intervals,
     levenberg_marquardt,
-    observations,
+    make_observations,
     prediction,
-    profile,
+    profile_objective,
 )
 from scaling.fits.result import HeldOut
-from scaling.laws import evaluation, published, synthetic
+from scaling.laws import CONSTANTS, optimal_exponents, synthetic
 from tests.support.refusals import refused
 
 # Fits run for longer than they compile.
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-CHINCHILLA = published.CHINCHILLA
-HOFFMANN = published.CONSTANTS["hoffmann-tex"]
+CHINCHILLA = laws.CHINCHILLA
+HOFFMANN = CONSTANTS["hoffmann-tex"]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,11 @@ def runs() -> dict:
 
 
 @pytest.fixture(scope="module")
-def result(runs: dict) -> fit.FitResult:
-    return fit.fit(CHINCHILLA, runs, bootstrap=4000)
+def result(runs: dict) -> fitting.FitResult:
+    return fitting.fit(CHINCHILLA, runs, bootstrap=4000)
 
 
-def test_the_public_surface(runs: dict, result: fit.FitResult) -> None:
+def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
     np.testing.assert_allclose(
         runs["loss"][:3], [2.85453134, 2.85944945, 3.0771333], rtol=1e-8
     )
@@ -56,22 +58,22 @@ def test_the_public_surface(runs: dict, result: fit.FitResult) -> None:
 
 
 def test_the_public_surface_near_least_absolute_deviations(runs: dict) -> None:
-    near = fit.fit(CHINCHILLA, runs, delta=1e-6)
+    near = fitting.fit(CHINCHILLA, runs, delta=1e-6)
     assert abs(near.objective - 1.33680897724e-6) < 1e-15
     assert abs(near.coefficients["A"] / 418.76 - 1) < 1e-3
     assert abs(near.coefficients["E"] - 1.79535) < 1e-5
-    at = fit.fit(CHINCHILLA, runs, loss="lad")
+    at = fitting.fit(CHINCHILLA, runs, loss="lad")
     assert at.objective == pytest.approx(np.abs(at.residuals).sum(), rel=1e-7)
     assert at.objective <= np.abs(near.residuals).sum()
 
 
-def test_resamples_spread_as_published(result: fit.FitResult) -> None:
+def test_resamples_spread_as_published(result: fitting.FitResult) -> None:
     # Standard errors and 95 % interval of 4,000 resamples by another generator.
     spread = result.sampled().std(0)
     expected = np.array([81.3, 278, 0.0168, 0.0104, 0.0106])
     np.testing.assert_allclose(spread, expected, rtol=0.05)
     sampled = dict(zip(CHINCHILLA.coefficients, result.sampled().T, strict=True))
-    a = published.optimal_exponents(CHINCHILLA, sampled).a
+    a = optimal_exponents(CHINCHILLA, sampled).a
     np.testing.assert_allclose(
         np.quantile(a, [0.025, 0.975]), [0.489, 0.525], atol=2e-3
     )
@@ -83,34 +85,34 @@ def test_resamples_spread_as_published(result: fit.FitResult) -> None:
     np.testing.assert_allclose(curved, expected, rtol=0.25)
 
 
-def test_intervals_of_predictions(runs: dict, result: fit.FitResult) -> None:
+def test_intervals_of_predictions(runs: dict, result: fitting.FitResult) -> None:
     larger = {"num_params": [1e10, 2e10], "num_tokens": [2e11, 4e11]}
-    narrow = fit.predict(result, larger, "confidence")
-    wide = fit.predict(result, larger, "prediction")
+    narrow = fitting.predict(result, larger, "confidence")
+    wide = fitting.predict(result, larger, "prediction")
     truth = CHINCHILLA.predict(jnp.array([*synthetic.COEFFICIENTS.values()]), larger)
     assert np.all((wide.low < narrow.low) & (narrow.low < truth))
     assert np.all((truth < narrow.high) & (narrow.high < wide.high))
     # About 90 % of the data are within the interval.
-    inside = fit.predict(result, runs, "prediction")
+    inside = fitting.predict(result, runs, "prediction")
     share = np.mean((inside.low < runs["loss"]) & (runs["loss"] < inside.high))
     assert 0.86 < share < 0.95
-    curved = fit.predict(result._replace(samples=None), larger, "prediction")
+    curved = fitting.predict(result._replace(samples=None), larger, "prediction")
     np.testing.assert_allclose(curved.low, wide.low, rtol=5e-3)
     np.testing.assert_allclose(curved.high, wide.high, rtol=5e-3)
-    assert np.isnan(fit.predict(result, larger).low).all()
+    assert np.isnan(fitting.predict(result, larger).low).all()
 
 
-def test_a_fit_survives_its_file(result: fit.FitResult) -> None:
-    text = json.dumps(fit.to_json(result))
-    again = fit.from_json(text)
+def test_a_fit_survives_its_file(result: fitting.FitResult) -> None:
+    text = json.dumps(fitting.to_json(result))
+    again = fitting.from_json(text)
     assert again.samples is not None
     assert len(again.samples) == 1000
     np.testing.assert_array_equal(again.covariance, result.covariance)
     for name in ("coefficients", "intervals", "exponents", "warnings", "statuses"):
         assert getattr(again, name) == getattr(result, name)
     larger = {"num_params": [1e10], "num_tokens": [2e11]}
-    before = fit.predict(result, larger, "confidence")
-    after = fit.predict(again, larger, "confidence")
+    before = fitting.predict(result, larger, "confidence")
+    after = fitting.predict(again, larger, "confidence")
     assert after.loss == before.loss
     np.testing.assert_allclose(after.low, before.low, rtol=1e-3)
     for broken, reason in {
@@ -119,13 +121,13 @@ def test_a_fit_survives_its_file(result: fit.FitResult) -> None:
         "{": "Expecting",
     }.items():
         with pytest.raises(ValueError, match=f"not a fit.json: .*{reason}"):
-            fit.from_json(broken)
+            fitting.from_json(broken)
 
 
 def test_a_start_far_away_is_left(runs: dict) -> None:
     # First-order methods with default tolerances do not leave this start.
     law = CHINCHILLA
-    found = fit.fit(law, runs, starts=[HOFFMANN])
+    found = fitting.fit(law, runs, starts=[HOFFMANN])
     assert len(found.statuses) == len(law.starts(0.0)) + 1
     assert abs(found.objective - 0.00122400645673) < 1e-10
 
@@ -136,10 +138,10 @@ def test_many_points_are_fitted_in_smaller_pieces(
 ) -> None:
     reports: list[float] = []
     some = {name: column[:32] for name, column in runs.items()}
-    whole = fit.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    whole = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
     assert reports == [130]
     monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
-    parts = fit.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    parts = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
     assert reports == [130, 64, 128, 130]
     assert whole.samples is not None
     assert parts.samples is not None
@@ -150,15 +152,18 @@ def test_many_points_are_fitted_in_smaller_pieces(
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["huber", "lad", "mse"])
 def test_very_many_rows_are_fitted_whole_without_resamples(
-    runs: dict, result: fit.FitResult, loss: levenberg_marquardt.Loss, monkeypatch: Any
+    runs: dict,
+    result: fitting.FitResult,
+    loss: levenberg_marquardt.Loss,
+    monkeypatch: Any,
 ) -> None:
     drawn = result
     if loss != "huber":
-        drawn = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+        drawn = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
-    found = fit.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    assert fit.describe_thinning(200) == ""
-    assert "240 rows: laws are fitted to all of them," in fit.describe_thinning(240)
+    found = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    assert fitting.describe_thinning(200) == ""
+    assert "240 rows: laws are fitted to all of them," in fitting.describe_thinning(240)
     assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
     assert found.num_points == 240
     for name, value in found.coefficients.items():
@@ -181,30 +186,30 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 
 
 def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
-    seen = observations.make_observations(CHINCHILLA, rows, cluster=cluster)
+    seen = make_observations(CHINCHILLA, rows, cluster=cluster)
     problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen, "mse")
     truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
-    at = evaluation.coordinates(CHINCHILLA, truth, seen.centre)[0]
+    at = laws.coordinates(CHINCHILLA, truth, seen.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
 
 
 def test_predictions_of_many_points_come_in_pieces(
-    result: fit.FitResult, runs: dict, monkeypatch: Any
+    result: fitting.FitResult, runs: dict, monkeypatch: Any
 ) -> None:
-    whole = fit.predict(result, runs, "confidence")
+    whole = fitting.predict(result, runs, "confidence")
     monkeypatch.setattr(prediction, "_MAX_NUMBERS", 7 * 4000)
-    parts = fit.predict(result, runs, "confidence")
+    parts = fitting.predict(result, runs, "confidence")
     np.testing.assert_array_equal(parts, whole)
     monkeypatch.setattr(prediction, "MAX_SCORED", 100)
-    few = fit.score_fit(result, runs)
+    few = fitting.score_fit(result, runs)
     assert few.num_points == 240
     assert few.covered is not None
     assert few.covered == round(few.covered, 2) > 0.8  # of 100
 
 
-def test_a_file_keeps_some_of_very_many_residuals(result: fit.FitResult) -> None:
+def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> None:
     many = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
-    kept = fit.from_json(fit.to_json(many))
+    kept = fitting.from_json(fitting.to_json(many))
     for column in (kept.residuals, kept.noise):
         assert len(column) == 10_000
         np.testing.assert_array_equal(column[[0, -1]], [0, 30_000])
@@ -215,8 +220,8 @@ def test_weights_are_repetitions(runs: dict) -> None:
     some = {name: column[:60] for name, column in runs.items()}
     weights = np.arange(60) % 3
     twice = {name: np.repeat(column, weights) for name, column in some.items()}
-    weighted = fit.fit(CHINCHILLA, some, weights=weights)
-    repeated = fit.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
+    weighted = fitting.fit(CHINCHILLA, some, weights=weights)
+    repeated = fitting.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
     assert weighted.objective == pytest.approx(repeated.objective, rel=1e-9)
     for name, value in weighted.coefficients.items():
         assert value == pytest.approx(repeated.coefficients[name], rel=1e-5)
@@ -225,16 +230,16 @@ def test_weights_are_repetitions(runs: dict) -> None:
 @pytest.mark.thorough
 def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     rows = {name: column[:48] for name, column in runs.items()}
-    alone = fit.fit(CHINCHILLA, rows, bootstrap=200)
+    alone = fitting.fit(CHINCHILLA, rows, bootstrap=200)
     # Four near copies of every run: four times the rows, no more information.
     copies = {name: np.tile(column, 4) for name, column in rows.items()}
     copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
-    together = fit.fit(
+    together = fitting.fit(
         CHINCHILLA, copies, bootstrap=200, cluster=np.tile(np.arange(48), 4)
     )
-    apart = fit.fit(CHINCHILLA, copies, bootstrap=200)
+    apart = fitting.fit(CHINCHILLA, copies, bootstrap=200)
 
-    def width(found: fit.FitResult) -> float:
+    def width(found: fitting.FitResult) -> float:
         low, high = found.exponent_intervals["a"]
         return high - low
 
@@ -243,17 +248,17 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
 
 
 def test_a_fit_leaves_float32_arrays_elsewhere(runs: dict) -> None:
-    fit.fit(CHINCHILLA, runs)
+    fitting.fit(CHINCHILLA, runs)
     assert jax.jit(lambda x: x * 2)(np.ones(3)).dtype == jnp.float32
     assert not jax.config.jax_enable_x64
 
 
 @pytest.mark.thorough
 def test_a_coefficient_that_is_given_is_not_fitted(
-    runs: dict, result: fit.FitResult
+    runs: dict, result: fitting.FitResult
 ) -> None:
     given = {"E": 1.7, "alpha": 0.34}
-    held = fit.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
+    held = fitting.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
     assert {name: held.coefficients[name] for name in given} == given
     assert held.intervals["E"] == (1.7, 1.7)
     assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
@@ -261,53 +266,55 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     assert (held.covariance[2] == 0).all()
     assert held.covariance[1, 1] > 0
     # The objective over the plane of the two, found another way.
-    at = profile.profile_objective(
+    at = profile_objective(
         result, runs, ("alpha", "E"), np.array([0.34]), np.array([1.7])
     )
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
     # Fixing a coefficient narrows the other intervals; least squares gain a degree of
     # freedom.
-    free = fit.fit(CHINCHILLA, runs, loss="mse")
-    known = fit.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    free = fitting.fit(CHINCHILLA, runs, loss="mse")
+    known = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
     assert known.noise.std() < free.noise.std()
     for name in ("A", "B", "alpha", "beta"):
         assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
-    kept = fit.from_json(json.dumps(fit.to_json(held)))
+    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
     assert kept.fixed == given
-    assert profile.choose_pair(kept) is None
-    least = fit.predict(kept, runs, "confidence").low
-    assert (least < fit.predict(kept, runs)[0]).all()
+    assert choose_pair(kept) is None
+    least = fitting.predict(kept, runs, "confidence").low
+    assert (least < fitting.predict(kept, runs)[0]).all()
 
 
-def test_bounds_are_kept_and_reported(runs: dict, result: fit.FitResult) -> None:
-    held = fit.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
+def test_bounds_are_kept_and_reported(runs: dict, result: fitting.FitResult) -> None:
+    held = fitting.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
     assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
     assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
     assert "E=1.9 is at the bound that was set" in held.warnings[0]
-    kept = fit.from_json(json.dumps(fit.to_json(held)))
+    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
     assert kept.bounds == {"E": (1.9, np.inf)}
-    wide = fit.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
+    wide = fitting.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
     assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
     assert not wide.warnings
 
 
 @pytest.mark.slow
-def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> None:
+def test_a_size_is_given_in_natural_units(
+    runs: dict, result: fitting.FitResult
+) -> None:
     # Its coordinate contains the exponent: fitting must not confuse the two.
     for name in ("A", "B"):
         given = {name: result.coefficients[name]}
-        held = fit.fit(CHINCHILLA, runs, fixed=given)
+        held = fitting.fit(CHINCHILLA, runs, fixed=given)
         assert held.objective == pytest.approx(result.objective, rel=1e-10)
         assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
-    away = fit.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
+    away = fitting.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
     assert away.intervals["A"] == (500.0, 500.0)
     np.testing.assert_allclose(away.sampled()[:, 0], 500, rtol=1e-9)
     for share in (0.999, 1.001):
         other = {"A": 500.0, "alpha": share * away.coefficients["alpha"]}
-        assert fit.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
-    again = fit.predict(fit.from_json(fit.to_json(away)), runs)[0]
+        assert fitting.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
+    again = fitting.predict(fitting.from_json(fitting.to_json(away)), runs)[0]
     np.testing.assert_allclose(np.log(again / runs["loss"]), away.residuals, atol=1e-9)
-    bound = fit.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
+    bound = fitting.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
     assert bound.coefficients == pytest.approx(away.coefficients, rel=1e-6)
     assert bound.bounds_hit == ["A"]
 
@@ -315,7 +322,7 @@ def test_a_size_is_given_in_natural_units(runs: dict, result: fit.FitResult) -> 
 def test_held_out_runs_are_scored(runs: dict) -> None:
     flops = 6 * runs["num_params"] * runs["num_tokens"]
     is_large = flops > flops.max() / 10
-    found = fit.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
+    found = fitting.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
     held_out = found.held_out
     assert held_out is not None
     assert found.num_points + held_out.num_points == 240
@@ -325,7 +332,7 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
     assert held_out.covered is not None
     assert held_out.covered > 0.8
     with pytest.raises(ValueError, match="held_out has no row"):
-        fit.fit(CHINCHILLA, runs, held_out=np.zeros(240, bool))
+        fitting.fit(CHINCHILLA, runs, held_out=np.zeros(240, bool))
 
 
 def spoilt(**columns: object) -> dict:
@@ -364,7 +371,7 @@ def negative() -> np.ndarray:
 )
 def test_bad_data_is_refused(data: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fit.fit(CHINCHILLA, data)
+        fitting.fit(CHINCHILLA, data)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +400,7 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
 )
 def test_bad_options_are_refused(options: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fit.fit(CHINCHILLA, spoilt(), **options)
+        fitting.fit(CHINCHILLA, spoilt(), **options)
 
 
 def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
@@ -420,7 +427,7 @@ def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
     ],
 )
 def test_the_best_optimum_of_a_collinear_set_is_found(seed: int, least: float) -> None:
-    found = fit.fit(CHINCHILLA, nearly_collinear(seed))
+    found = fitting.fit(CHINCHILLA, nearly_collinear(seed))
     assert found.objective == pytest.approx(least, rel=2e-6)
     assert len(found.statuses) > 27
 
@@ -430,8 +437,8 @@ def test_no_optimum_of_collinear_sets_is_missed() -> None:
     """Compares with 1,024 other starts, of which the best 128 are run to the end."""
     for seed in range(24, 29):
         data = nearly_collinear(seed)
-        found = fit.fit(CHINCHILLA, data)
-        seen = observations.make_observations(CHINCHILLA, data)
+        found = fitting.fit(CHINCHILLA, data)
+        seen = make_observations(CHINCHILLA, data)
         problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen)
         weights = np.tile(problem.seen.weights, (1024, 1))
         starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
@@ -456,14 +463,14 @@ def test_a_target_that_rises_is_doubted_once() -> None:
     data = sixteen_runs(0.001)
     accuracy = data | {"loss": 0.9 - data["loss"] / 10}
     warning = "loss rises with num_params and num_tokens, and chinchilla only falls"
-    found = fit.fit(CHINCHILLA, accuracy)
+    found = fitting.fit(CHINCHILLA, accuracy)
     (warning_line,) = [x for x in found.warnings if "points are few" not in x]
     assert warning_line.startswith(warning)
     # Held-out runs do not repeat the warning.
     score = HeldOut(40, 0.1, 0.2, 0.1, 0.1)
-    assert not diagnostics.held_out_warnings(score, found.warnings)
-    assert diagnostics.held_out_warnings(score)
-    assert not fit.fit(CHINCHILLA, data).warnings
+    assert not held_out_warnings(score, found.warnings)
+    assert held_out_warnings(score)
+    assert not fitting.fit(CHINCHILLA, data).warnings
 
 
 def test_a_floor_above_every_loss_is_refused() -> None:
@@ -471,17 +478,17 @@ def test_a_floor_above_every_loss_is_refused() -> None:
     most = f"{data['loss'].max():.6g}"
     line = f"E=6 must be in (0, {most}): it is above every loss"
     with refused(line):
-        fit.fit(CHINCHILLA, data, fixed={"E": 6.0})
+        fitting.fit(CHINCHILLA, data, fixed={"E": 6.0})
     with refused(line):
-        fit.fit(CHINCHILLA, data, bounds={"E": (6.0, 7.0)})
-    found = fit.fit(CHINCHILLA, data, fixed={"E": 3.5})
+        fitting.fit(CHINCHILLA, data, bounds={"E": (6.0, 7.0)})
+    found = fitting.fit(CHINCHILLA, data, fixed={"E": 3.5})
     num_below = int((data["loss"] < 3.5).sum())
     assert f"E=3.5 is given, and above {num_below} of 16 loss values" in found.warnings
 
 
 def test_coefficients_at_walls_share_a_line() -> None:
     bounds = {"alpha": (0.5, 0.6), "beta": (0.5, 0.6)}
-    found = fit.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
+    found = fitting.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
     assert found.bounds_hit == ["alpha", "beta"]
     [line] = [x for x in found.warnings if "at the bound" in x]
     assert line == (

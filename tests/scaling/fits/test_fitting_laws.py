@@ -5,10 +5,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scaling.fits import diagnostics, goodness
-from scaling.fits import fit as fits_fit
-from scaling.fits.fit import HeldOut, compare
-from scaling.laws import published, synthetic
+from scaling.fits import fit as fit_law
+from scaling.fits import (
+    goodness,
+    held_out_warnings,
+)
+from scaling.fits.fitting import HeldOut, compare
+from scaling.laws import (
+    CHINCHILLA,
+    ILL_POSED,
+    LAWS,
+    compute_optimum,
+    find_law,
+    simulate_isoflop_runs,
+    simulate_runs,
+)
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 # Laws of the quick tests. The other laws compile as long and are slow tests.
@@ -22,26 +33,26 @@ FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in EXAMPLES],
 )
 def test_points_on_a_law(name: str) -> None:
-    law, truth = published.LAWS[name], EXAMPLES[name]
+    law, truth = LAWS[name], EXAMPLES[name]
     data = COLUMNS | {law.target: plainly(name, truth, COLUMNS)}
-    found = fits_fit.fit(law, data)
+    found = fit_law(law, data)
     assert np.abs(found.residuals).max() < 1e-8
     assert found.status == "converged"
     if name not in FREE:
         np.testing.assert_allclose([*found.coefficients.values()], truth, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", synthetic.ILL_POSED)
+@pytest.mark.parametrize("kind", ILL_POSED)
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
     # `fit_coverage` counts shares over many surfaces.
-    data, _ = synthetic.simulate_runs(kind, 32, seed=3)
-    assert fits_fit.fit(published.CHINCHILLA, data, bootstrap=100).warnings
+    data, _ = simulate_runs(kind, 32, seed=3)
+    assert fit_law(CHINCHILLA, data, bootstrap=100).warnings
 
 
 def test_texts_of_warnings() -> None:
     kind = "collinear: D = 20 N"
-    data, _ = synthetic.simulate_runs(kind, 32, seed=0)
-    found = fits_fit.fit(published.CHINCHILLA, data)
+    data, _ = simulate_runs(kind, 32, seed=0)
+    found = fit_law(CHINCHILLA, data)
     assert found.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
         "separated: vary them separately"
@@ -52,33 +63,29 @@ def test_texts_of_warnings() -> None:
     # A free coefficient has no narrow interval.
     low, high = found.intervals["A"]
     assert high > 1000 * low
-    data, _ = synthetic.simulate_runs("one wild outlier", 32, seed=0)
-    (warning,) = fits_fit.fit(published.CHINCHILLA, data).warnings
+    data, _ = simulate_runs("one wild outlier", 32, seed=0)
+    (warning,) = fit_law(CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
-    data, _ = synthetic.simulate_runs("floor near zero", 32, seed=0)
-    found = fits_fit.fit(published.CHINCHILLA, data, bootstrap=100)
+    data, _ = simulate_runs("floor near zero", 32, seed=0)
+    found = fit_law(CHINCHILLA, data, bootstrap=100)
     assert any(warning.startswith("E") for warning in found.warnings)
 
 
 def test_a_term_that_is_not_there_hits_its_bound() -> None:
-    data = dict(synthetic.simulate_isoflop_runs(60, noise="normal"))
+    data = dict(simulate_isoflop_runs(60, noise="normal"))
     data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
-    found = fits_fit.fit(published.CHINCHILLA, data)
+    found = fit_law(CHINCHILLA, data)
     assert set(found.bounds_hit) & {"A", "alpha"}
     assert found.status == "bound_hit"
     assert any("does not identify" in warning for warning in found.warnings)
 
 
 def test_compute_to_equal_loss() -> None:
-    better = synthetic.simulate_isoflop_runs(100, seed=0, noise="normal")
-    worse = {
-        x: y.copy() for x, y in synthetic.simulate_isoflop_runs(100, seed=1).items()
-    }
+    better = simulate_isoflop_runs(100, seed=0, noise="normal")
+    worse = {x: y.copy() for x, y in simulate_isoflop_runs(100, seed=1).items()}
     # The second needs three times the tokens for every loss.
     worse["num_tokens"] *= 3
-    fits = [
-        fits_fit.fit(published.CHINCHILLA, x, bootstrap=100) for x in (better, worse)
-    ]
+    fits = [fit_law(CHINCHILLA, x, bootstrap=100) for x in (better, worse)]
     found = compare(*fits, level=0.98)
     np.testing.assert_allclose(found.ratio, 3, rtol=0.1)
     assert np.all((found.low < found.ratio) & (found.ratio < found.high))
@@ -88,7 +95,7 @@ def test_compute_to_equal_loss() -> None:
     # Only for losses that both reached.
     for fit in fits:
         ends = [
-            published.compute_optimum(published.CHINCHILLA, fit.coefficients, x).loss
+            compute_optimum(CHINCHILLA, fit.coefficients, x).loss
             for x in fit.ranges["flops"]
         ]
         assert np.all(min(ends) * (1 - 1e-9) <= found.loss)
@@ -96,20 +103,20 @@ def test_compute_to_equal_loss() -> None:
     far = {x: y.copy() for x, y in worse.items()}
     far["loss"] = far["loss"] + 10
     with pytest.raises(ValueError, match="no loss was reached by both"):
-        compare(fits[0], fits_fit.fit(published.CHINCHILLA, far))
+        compare(fits[0], fit_law(CHINCHILLA, far))
 
 
 def test_compute_to_equal_loss_of_curves() -> None:
     flops = np.geomspace(1e17, 1e21, 12)
     first = {"flops": flops, "loss": 20 * flops**-0.05}
     second = {"flops": 4 * flops, "loss": 20 * flops**-0.05}
-    law = published.find_law("power")
-    a, b = (fits_fit.fit(law, x) for x in (first, second))
+    law = find_law("power")
+    a, b = (fit_law(law, x) for x in (first, second))
     found = compare(a, b)
     np.testing.assert_allclose(found.ratio, 4, rtol=1e-6)
     assert np.isnan(found.low).all()
     with pytest.raises(ValueError, match="flops of one fit cannot be compared with"):
-        compare(a, fits_fit.fit(law.over("steps"), {**first, "steps": flops}))
+        compare(a, fit_law(law.over("steps"), {**first, "steps": flops}))
     neither = a._replace(law="kaplan-steps", inputs=("num_params", "steps"))
     with pytest.raises(ValueError, match="neither a compute optimum nor a single"):
         compare(a, neither)
@@ -125,12 +132,10 @@ def test_compute_to_equal_loss_of_curves() -> None:
     ],
 )
 def test_misfit_gives_a_warning(change: Callable[..., np.ndarray], doubt: str) -> None:
-    runs = synthetic.simulate_isoflop_runs(60, noise="normal")
+    runs = simulate_isoflop_runs(60, noise="normal")
     x, y = (np.log10(runs[name]) for name in ("num_params", "num_tokens"))
     off = change((x - x.mean()) / x.std(), (y - y.mean()) / y.std())
-    result = fits_fit.fit(
-        published.CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)}
-    )
+    result = fit_law(CHINCHILLA, runs | {"loss": runs["loss"] * np.exp(off)})
     warnings = [line for line in result.warnings if "the law" in line]
     assert [line[: len(doubt)] for line in warnings[:1]] == ([doubt] if doubt else [])
 
@@ -159,9 +164,9 @@ def test_intervals_that_held_out_runs_leave_are_doubted(
     covered: float, num_points: int, doubted: bool
 ) -> None:
     score = HeldOut(num_points, 0.01, 0.02, 0.01, covered)
-    warnings = diagnostics.held_out_warnings(score)
+    warnings = held_out_warnings(score)
     assert warnings == doubted * [
         f"of {num_points} held-out runs {covered:.0%} are inside their 90 % "
         "intervals: those are too narrow beyond the runs fitted"
     ]
-    assert diagnostics.held_out_warnings(score._replace(covered=None)) == []
+    assert held_out_warnings(score._replace(covered=None)) == []

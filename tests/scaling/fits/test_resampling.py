@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.fits import intervals, levenberg_marquardt, observations
+from scaling.fits import intervals, levenberg_marquardt, make_observations
 from scaling.laws.published import CHINCHILLA
 from tests.support import mutation
 from tests.support.mutation import Bug
@@ -23,7 +23,7 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
         "loss": rng.uniform(2, 4, len(RUN)),
     }
     weights = rng.uniform(0.5, 2, len(RUN))
-    seen = observations.make_observations(CHINCHILLA, data, weights, RUN + 100)
+    seen = make_observations(CHINCHILLA, data, weights, RUN + 100)
     drawn = levenberg_marquardt.draw_weights(seen, 400, rng)
     counts = drawn / seen.weights
     np.testing.assert_allclose(counts, np.round(counts), atol=1e-9)

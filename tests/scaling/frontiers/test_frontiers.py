@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.interpolate import Akima1DInterpolator
 
-from scaling.frontiers import akima, envelope, isoflop, parabola
-from scaling.frontiers import frontier as frontiers_frontier
+from scaling.frontiers import akima, bootstrap_frontier, envelope, isoflop, vertex_shift
 from scaling.frontiers.frontier import (
     DEEP,
     DOWNWARD,
@@ -55,7 +54,7 @@ def optimum(alpha: float, beta: float) -> np.ndarray:
 
 
 def frontier(groups: IsoflopGroups, find: Find, resamples: int = 0) -> Frontier:
-    return frontiers_frontier.bootstrap_frontier(
+    return bootstrap_frontier(
         "x", find, groups.flops, groups.strata, resamples=resamples
     )
 
@@ -97,7 +96,7 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
     np.testing.assert_allclose(exponents(plain), (a, 1 - a), atol=1e-9)
     if not shift:
         decades = np.log10(plain.minima.num_params[0] / best)
-        expected = parabola.vertex_shift(alpha, beta, 1.0, 9)
+        expected = vertex_shift(alpha, beta, 1.0, 9)
         np.testing.assert_allclose(decades, expected, atol=1e-9)
     surface = isoflop.fit_group_surface(groups)
     np.testing.assert_allclose((surface.alpha, surface.beta), [[alpha], [beta]])
@@ -114,7 +113,7 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
 
 
 def test_the_vertex_shift_in_closed_form() -> None:
-    shift = parabola.vertex_shift
+    shift = vertex_shift
     np.testing.assert_allclose(shift(0.34, 0.28, 1.0, 9), 0.016974194774109, atol=1e-14)
     np.testing.assert_allclose(shift(0.5, 0.25, 1.0, 9), 0.069796453662046, atol=1e-14)
     np.testing.assert_allclose(shift(0.3, 0.3, 2.0, 5), 0, atol=1e-15)
@@ -216,9 +215,7 @@ def test_contradicting_methods_give_a_warning() -> None:
         squares = isoflop.fit_group_surface(groups)
         robust = isoflop.fit_group_surface(groups, robust=True)
         found = [
-            frontiers_frontier.bootstrap_frontier(
-                name, find, groups.flops, groups.strata, resamples=100
-            )
+            bootstrap_frontier(name, find, groups.flops, groups.strata, resamples=100)
             for name, find in (
                 ("parabola", isoflop.by_parabola(groups)),
                 ("projection", isoflop.by_projection(groups, squares)),
@@ -376,9 +373,7 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     curves = envelope.interpolate_curves(runs, n, d, 6 * n * d, loss, num_budgets=300)
     find = envelope.find_envelope(curves)
     strata = np.zeros(25, int)
-    found = frontiers_frontier.bootstrap_frontier(
-        "e", find, curves.flops, strata, resamples=100
-    )
+    found = bootstrap_frontier("e", find, curves.flops, strata, resamples=100)
     np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
     low, high = interval(found)
     assert low < 0.5 < high

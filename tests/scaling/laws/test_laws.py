@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scaling.laws import published
+from scaling.laws import CHINCHILLA, LAWS, compute_optimum, find_law, optimal_exponents
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 
-@pytest.mark.parametrize("name", published.LAWS)
+@pytest.mark.parametrize("name", LAWS)
 def test_a_law_in_any_units(name: str) -> None:
-    law, data = published.LAWS[name], COLUMNS
+    law, data = LAWS[name], COLUMNS
     expected = plainly(name, EXAMPLES[name], data)
     logs = np.log([data[column] for column in law.inputs])
     centre = law.centre(logs)
@@ -41,7 +41,7 @@ def test_a_law_in_any_units(name: str) -> None:
 
 
 def test_float32_without_the_switch() -> None:
-    law = published.CHINCHILLA
+    law = CHINCHILLA
     found = law.predict(jnp.array(EXAMPLES["chinchilla"]), COLUMNS)
     assert found.dtype == jnp.float32
     expected = plainly("chinchilla", EXAMPLES["chinchilla"], COLUMNS)
@@ -49,21 +49,21 @@ def test_float32_without_the_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in EXAMPLES if published.LAWS[x].two_powers is not None]
+    "name", [x for x in EXAMPLES if LAWS[x].two_powers is not None]
 )
 def test_the_optimum_is_where_a_search_finds_it(name: str) -> None:
-    law = published.LAWS[name]
+    law = LAWS[name]
     coefficients = dict(zip(law.coefficients, EXAMPLES[name], strict=True))
     flops = 5.76e23
-    best = published.compute_optimum(law, coefficients, flops)
+    best = compute_optimum(law, coefficients, flops)
     sizes = best.num_params * np.exp(np.linspace(-0.5, 0.5, 2001))
     data = COLUMNS | {"num_params": sizes, "num_tokens": flops / 6 / sizes}
     data["flops"] = np.full(2001, flops)
     losses = plainly(name, EXAMPLES[name], {**data, **_fill(2001)})
     assert abs(int(np.argmin(losses)) - 1000) <= 1
     np.testing.assert_allclose(best.loss, losses[1000], rtol=1e-12)
-    larger = published.compute_optimum(law, coefficients, np.array([100 * flops]))
-    a, b = published.optimal_exponents(law, coefficients)
+    larger = compute_optimum(law, coefficients, np.array([100 * flops]))
+    a, b = optimal_exponents(law, coefficients)
     np.testing.assert_allclose(larger.num_params / best.num_params, 100**a)
     np.testing.assert_allclose(larger.num_tokens / best.num_tokens, 100**b)
 
@@ -76,15 +76,15 @@ def _fill(n: int) -> dict[str, np.ndarray]:
 def test_refusals() -> None:
     message = r"no law 'chinchila'; there are mean-.*; did you mean chinchilla or"
     with pytest.raises(ValueError, match=message):
-        published.find_law("chinchila")
+        find_law("chinchila")
     with pytest.raises(ValueError, match="power does not define how loss falls"):
-        published.optimal_exponents(published.find_law("power"), {"a": 1.0, "b": 0.1})
+        optimal_exponents(find_law("power"), {"a": 1.0, "b": 0.1})
     with pytest.raises(ValueError, match="chinchilla needs a column num_tokens"):
-        published.CHINCHILLA.predict(jnp.ones(5), {"num_params": [1.0]})
-    assert published.find_law("power").over("num_tokens").inputs == ("num_tokens",)
+        CHINCHILLA.predict(jnp.ones(5), {"num_params": [1.0]})
+    assert find_law("power").over("num_tokens").inputs == ("num_tokens",)
     with pytest.raises(ValueError, match="power takes 1 columns"):
-        published.find_law("power").over("num_params", "num_tokens")
+        find_law("power").over("num_params", "num_tokens")
 
 
 def test_every_law_names_its_source() -> None:
-    assert all(law.source and law.formula for law in published.LAWS.values())
+    assert all(law.source and law.formula for law in LAWS.values())

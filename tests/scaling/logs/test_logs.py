@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.logs import doubts, files, rules
+from scaling.logs import files, find_doubts, rules
 from scaling.logs.log import LogColumns, read_log
 from tests.support import traces
 from tests.support.refusals import refused
@@ -274,19 +274,19 @@ def test_unused_columns_are_reported(
 ) -> None:
     columns = LogColumns(**flags)
     log = read_log(write(tmp_path, text), columns)
-    found = doubts.find_doubts(log, columns)
+    found = find_doubts(log, columns)
     assert len(found) == bool(lines)
     for line in lines:
         assert line in found[0]
     if log.names[-1] not in log.roles.values():  # a rule uses the column
-        assert not doubts.find_doubts(log, columns, [f"`{log.names[-1]}` == 1"])
+        assert not find_doubts(log, columns, [f"`{log.names[-1]}` == 1"])
 
 
 def test_published_runs_and_our_sweeps_are_not_doubted(tmp_path: Path) -> None:
     path = traces.find("losses/gadre_c4.csv")
-    assert not doubts.find_doubts(read_log(path), LogColumns())
+    assert not find_doubts(read_log(path), LogColumns())
     write_lines(tmp_path, RUNS)
-    assert not doubts.find_doubts(read_log(tmp_path), LogColumns())
+    assert not find_doubts(read_log(tmp_path), LogColumns())
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_names_that_could_mean_the_same_are_not_guessed(tmp_path: Path) -> None:
     both = write(tmp_path, "N,D,train/loss,val/loss\n1,2,3,4\n2,3,4,5\n")
     assert read_log(both).roles["loss"] == "val/loss"
     unit = write(tmp_path, "Params (M),D,loss\n70.5,1e9,4\n80,2e9,3\n")
-    [doubt] = doubts.find_doubts(read_log(unit), LogColumns())
+    [doubt] = find_doubts(read_log(unit), LogColumns())
     assert "N (Params (M)) is 70.5 to 80: parameters? --n-unit 1e+06" in doubt
 
 
@@ -466,12 +466,12 @@ def test_other_columns_of_states_are_reported(tmp_path: Path) -> None:
     places = write(tmp_path, "State,N,D,loss\nCA,1,2,3\nNY,2,3,4\n")
     assert len(read_log(places).runs) == 2
     text = "N,D,loss,outcome\n1e7,2e9,3,converged\n2e7,3e9,2,Crashed\n"
-    [doubt] = doubts.find_doubts(read_log(write(tmp_path, text)), LogColumns())
+    [doubt] = find_doubts(read_log(write(tmp_path, text)), LogColumns())
     assert doubt.startswith("outcome is not used, and 1 run is Crashed there: --ignore")
     rule = doubt.partition("--ignore '")[2].partition("'")[0]
     assert len(read_log(tmp_path / "log.csv", ignore=rule).runs) == 1
     text = "N,D,loss,is_finished\n1e7,2e9,3,True\n2e7,3e9,2,False\n"
-    [doubt] = doubts.find_doubts(read_log(write(tmp_path, text)), LogColumns())
+    [doubt] = find_doubts(read_log(write(tmp_path, text)), LogColumns())
     assert "--ignore 'is_finished == \"False\"'" in doubt
 
 
@@ -527,7 +527,7 @@ def test_numbers_that_can_be_read_in_two_ways_are_doubted(tmp_path: Path) -> Non
     text = "N;D;loss;x\n1000000;1e9;5,331;2,345\n2000000;2e9;4,821;2,346\n"
     log = read_log(write(tmp_path, text))
     np.testing.assert_array_equal(log.columns["loss"], [5.331, 4.821])
-    [doubt] = doubts.find_doubts(log, LogColumns())
+    [doubt] = find_doubts(log, LogColumns())
     assert doubt.startswith("loss: 5,331 is read as 5.331")
 
 
@@ -538,9 +538,7 @@ def test_a_kind_of_doubt_is_one_line(tmp_path: Path) -> None:
 90,4,2.5,b,x,False,False
 95,5,2.6,b,y,False,False
 """
-    groups, marks, sizes = doubts.find_doubts(
-        read_log(write(tmp_path, text)), LogColumns()
-    )
+    groups, marks, sizes = find_doubts(read_log(write(tmp_path, text)), LogColumns())
     assert groups.startswith("dataset is not used, and groups the runs (a, b)")
     assert groups.endswith("; the same holds for arch")
     assert marks.startswith("failed is not used, and marks 1 run")

@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from scaling.laws import published
+from scaling.laws import CHINCHILLA, CONSTANTS, LAWS, compute_optimum
 from scaling.laws.published import TwoPowers
-from scaling.plan import DataLimit, budgets, pricing
+from scaling.plan import DataLimit, best_offer, budgets, parse_offer
 
-LECTURE = budgets.law_two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
+LECTURE = budgets.law_two_powers(CHINCHILLA, CONSTANTS["lecture"])
 FLOPS = 5e6 / 4 * 3600 * 312e12 * 0.4
 KAPLAN = dict(Nc=6.4e13, Dc=1.8e13, alpha_N=0.076, alpha_D=0.103)
 C4 = budgets.law_two_powers(
-    published.CHINCHILLA,
+    CHINCHILLA,
     dict(
         A=math.exp(6.255414),
         B=math.exp(7.3049974),
@@ -27,15 +27,15 @@ C4 = budgets.law_two_powers(
 """Of Muennighoff et al. 2023, digits of their README."""
 
 
-@pytest.mark.parametrize("name", [*published.CONSTANTS, "kaplan"])
+@pytest.mark.parametrize("name", [*CONSTANTS, "kaplan"])
 def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
-    law = published.LAWS["kaplan"] if name == "kaplan" else published.CHINCHILLA
-    coefficients = KAPLAN if name == "kaplan" else published.CONSTANTS[name]
+    law = LAWS["kaplan"] if name == "kaplan" else CHINCHILLA
+    coefficients = KAPLAN if name == "kaplan" else CONSTANTS[name]
     powers = budgets.law_two_powers(law, coefficients)
     for flops in (1e15, 5.76e23, 1e28):
         found = budgets.allocate_budget(powers, flops)
         assert found == pytest.approx(
-            published.compute_optimum(law, coefficients, flops), rel=1e-12
+            compute_optimum(law, coefficients, flops), rel=1e-12
         )
         assert budgets.lifetime_flops(*found[:2]) == pytest.approx(flops, rel=1e-14)
         searched = budgets.search_params(powers, flops)
@@ -51,13 +51,13 @@ def test_the_lecture_and_the_paper() -> None:
     # Hoffmann et al.: 5.76e23 FLOPs; rounding the exponents of the source's digits
     # moves tokens per parameter from 59 to 93.
     for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
-        powers = budgets.law_two_powers(published.CHINCHILLA, published.CONSTANTS[name])
+        powers = budgets.law_two_powers(CHINCHILLA, CONSTANTS[name])
         optimum = budgets.allocate_budget(powers, 5.76e23)
         assert round(optimum.num_tokens / optimum.num_params) == ratio
 
 
 def test_serving_when_the_sum_is_raised_to_a_power() -> None:
-    powers = budgets.law_two_powers(published.LAWS["kaplan"], KAPLAN)
+    powers = budgets.law_two_powers(LAWS["kaplan"], KAPLAN)
     best = budgets.allocate_budget(powers, 1e23, inference_tokens=1e12)
     found = budgets.cheapest_model(powers, best.loss, inference_tokens=1e12)
     assert found == pytest.approx(best, rel=1e-9)
@@ -86,8 +86,8 @@ def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
 
 def test_serving_as_published() -> None:
     """Sardana et al. 2024, section 1: 7B for 13B, 2.1 times the data, 17 % saved."""
-    taken = published.CONSTANTS["hoffmann"] | {"alpha": 0.336, "beta": 0.283}
-    powers = budgets.law_two_powers(published.CHINCHILLA, taken)
+    taken = CONSTANTS["hoffmann"] | {"alpha": 0.336, "beta": 0.283}
+    powers = budgets.law_two_powers(CHINCHILLA, taken)
     # The FLOPs whose optimum has 13 billion parameters: N* = G (C/6)^a.
     scale = budgets.allocate_budget(powers, 6.0).num_params
     exponent = powers.beta / (powers.alpha + powers.beta)
@@ -102,7 +102,7 @@ def test_serving_as_published() -> None:
 
 
 def test_a_law_without_coefficients_has_no_optimum(no_type_checks) -> None:
-    wrong: Any = published.CHINCHILLA
+    wrong: Any = CHINCHILLA
     with pytest.raises(ValueError, match=r"^powers=Law.* must be a TwoPowers, such as"):
         budgets.allocate_budget(wrong, FLOPS)
 
@@ -133,7 +133,7 @@ def test_repeated_data_as_published() -> None:
 
 @pytest.mark.parametrize("powers", [C4, LECTURE])
 def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
-    law, halves = published.LAWS["data-constrained"], budgets.MUENNIGHOFF
+    law, halves = LAWS["data-constrained"], budgets.MUENNIGHOFF
     data = {
         "num_params": np.array([1e9, 4e10, 2e9, 1e10]),
         "num_tokens": np.array([1e10, 1e11, 3e12, 1e9]),
@@ -187,30 +187,28 @@ def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> Non
     ("name", "coefficients", "line"),
     [
         ("power", dict(a=1.0, b=0.1), "does not define how loss falls"),
-        ("chinchilla", published.CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
-        ("chinchilla", published.CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
-        ("chinchilla", published.CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
+        ("chinchilla", CONSTANTS["lecture"] | {"alpha": -0.1}, "alpha=-0.1"),
+        ("chinchilla", CONSTANTS["lecture"] | {"B": math.nan}, "B=nan"),
+        ("chinchilla", CONSTANTS["lecture"] | {"E": -1.0}, "floor of -1"),
     ],
 )
 def test_laws_without_an_optimum(name: str, coefficients: dict, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        budgets.law_two_powers(published.LAWS[name], coefficients)
+        budgets.law_two_powers(LAWS[name], coefficients)
 
 
 def test_offers() -> None:
-    offers = [
-        pricing.parse_offer(x) for x in ("t4:1.0:65", "a100:4.0:312", "v100:2.5:125")
-    ]
-    best = pricing.best_offer(offers, 0.4)
+    offers = [parse_offer(x) for x in ("t4:1.0:65", "a100:4.0:312", "v100:2.5:125")]
+    best = best_offer(offers, 0.4)
     assert (best.name, best.flops_per_s, best.memory_bytes) == ("a100", 312e12, 80e9)
     assert best.flops_per_usd(0.4) == pytest.approx(1.1232e17, rel=1e-12)
-    assert pricing.parse_offer("h100:2").flops_per_s == 989.4e12
-    assert pricing.parse_offer("mine:2:100").memory_bytes is None
+    assert parse_offer("h100:2").flops_per_s == 989.4e12
+    assert parse_offer("mine:2:100").memory_bytes is None
     # Two equally good offers: the first.
-    same = [pricing.parse_offer("x:1:10"), pricing.parse_offer("y:2:20")]
-    assert pricing.best_offer(same, 1.0).name == "x"
+    same = [parse_offer("x:1:10"), parse_offer("y:2:20")]
+    assert best_offer(same, 1.0).name == "x"
     with pytest.raises(ValueError, match="h100 has no price"):
-        pricing.best_offer([pricing.parse_offer("h100"), same[0]], 0.4)
+        best_offer([parse_offer("h100"), same[0]], 0.4)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +217,4 @@ def test_offers() -> None:
 )
 def test_malformed_offers(text: str) -> None:
     with pytest.raises(ValueError, match="must be NAME:USD_PER_HOUR:TFLOPS"):
-        pricing.parse_offer(text)
+        parse_offer(text)

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.costs import flops, parameters
-from scaling.laws import published
+from scaling.costs import count_parameters, training_step_flops
+from scaling.laws import CHINCHILLA, CONSTANTS
 from scaling.plan import budgets, designs
 from scaling.plan.designs import DesignFamily
 from scaling.shapes.description import HeadAttention
 
 FAMILY = DesignFamily()
 GRID = designs.make_grid(FAMILY)
-LECTURE = budgets.law_two_powers(published.CHINCHILLA, published.CONSTANTS["lecture"])
+LECTURE = budgets.law_two_powers(CHINCHILLA, CONSTANTS["lecture"])
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,8 @@ def test_counts_and_operations_of_the_grid_are_exact(family: DesignFamily) -> No
     for place in [0, len(grid.width) - 1, *rng.integers(0, len(grid.width), 20)]:
         found = designs.design_at(family, int(place))
         name = family.count.replace("-", "_")
-        assert found.num_params == getattr(
-            parameters.count_parameters(found.model), name
-        )
-        step = flops.training_step_flops(
+        assert found.num_params == getattr(count_parameters(found.model), name)
+        step = training_step_flops(
             found.model, sequence=family.sequence, attention=family.attention
         )
         assert found.flops_per_token == step.model / family.sequence

@@ -16,12 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import config_json
+from experiments.framework import config_dumps
+from scaling import training
 from scaling.logs import best_rates
-from scaling.sweeps import branching, executors, grid, planning, sweep
+from scaling.sweeps import (
+    SweepOutcome,
+    branching,
+    grid,
+    open_on_device,
+    planning,
+    run_sweep,
+)
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Cell, Lane, SweepConfig
-from scaling.training import objectives, train
+from scaling.training import score_stream
 from tests.support import sweeping
 from tests.support.impatience import Stopping
 from tests.support.sweeping import model
@@ -40,7 +48,7 @@ def small(config: SweepConfig) -> SweepConfig:
 
 @pytest.fixture(scope="module")
 def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
-    return sweep.run_sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
+    return run_sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -53,7 +61,7 @@ def losses(folder: Path) -> dict[str, Any]:
     return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
 
 
-def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> None:
+def test_every_run_is_made_and_described(whole: SweepOutcome, config) -> None:
     assert whole.num("done") == len(whole.records) >= 8
     assert whole.skipped == 0
     for row in whole.records:
@@ -73,34 +81,34 @@ def test_every_run_is_made_and_described(whole: sweep.SweepOutcome, config) -> N
 
 
 def test_a_branch_equals_the_separate_run(
-    whole: sweep.SweepOutcome, config, tmp_path
+    whole: SweepOutcome, config, tmp_path
 ) -> None:
     single = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
-    found = losses(sweep.run_sweep(single, tmp_path / "single").log)
+    found = losses(run_sweep(single, tmp_path / "single").log)
     assert len(found) >= 4
     for run_id, loss in found.items():
         assert losses(whole.log)[run_id] == loss
 
 
 def test_cosines_of_two_lengths_share_the_warm_up(
-    whole: sweep.SweepOutcome, config, tmp_path
+    whole: SweepOutcome, config, tmp_path
 ) -> None:
     cosine = dataclasses.replace(
         config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
     )
     assert grid.group_steps(cosine, (20, 40)) == 4 + 16 + 36
-    both = losses(sweep.run_sweep(cosine, tmp_path / "both").log)
+    both = losses(run_sweep(cosine, tmp_path / "both").log)
     single = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
-    found = losses(sweep.run_sweep(single, tmp_path / "single").log)
+    found = losses(run_sweep(single, tmp_path / "single").log)
     assert len(both) == 2
     assert len(found) == 1
     assert found.items() <= both.items()
     assert not both.keys() & losses(whole.log).keys()
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
-    corpus = executors.open_on_device(cosine.corpus)
+    corpus = open_on_device(cosine.corpus)
     (run_id,) = found
-    trained = train.train(run, tmp_path / "trained")
-    score = objectives.score_stream(
+    trained = training.train(run, tmp_path / "trained")
+    score = score_stream(
         trained.params,
         corpus.held_out,
         model=run.model,
@@ -111,16 +119,16 @@ def test_cosines_of_two_lengths_share_the_warm_up(
 
 
 @pytest.mark.thorough
-def test_a_stopped_sweep_continues(whole: sweep.SweepOutcome, config, tmp_path) -> None:
+def test_a_stopped_sweep_continues(whole: SweepOutcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
-    stopped = sweep.run_sweep(config, out, progress=Stopping(20))
+    stopped = run_sweep(config, out, progress=Stopping(20))
     assert stopped.is_stopped
     assert 0 < len(stopped.records) < len(whole.records)
     with (out / "runs.jsonl").open("a") as file:
         file.write('{"run_id": "half a li')  # a line of a killed process
     with (out / "curves.jsonl").open("a") as file:
         file.write('{"run_id": "no record", "step": 1.0}\n')
-    rest = sweep.run_sweep(config, out)
+    rest = run_sweep(config, out)
     assert rest.skipped == len(stopped.records)
     assert losses(out) == losses(whole.log)
     assert "no record" not in (out / "curves.jsonl").read_text()
@@ -130,7 +138,7 @@ def test_a_stopped_sweep_continues(whole: sweep.SweepOutcome, config, tmp_path) 
 @pytest.mark.parametrize("mode", ["loop", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     small = dataclasses.replace(small, mode=mode, cooldown=0.7)
-    unbroken = sweep.run_sweep(small, tmp_path / "unbroken")
+    unbroken = run_sweep(small, tmp_path / "unbroken")
     taken, real = [], branching._go
 
     def count(call, lanes, *args):
@@ -140,7 +148,7 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
 
     monkeypatch.setattr(branching, "_go", count)
     out, calls = tmp_path / "sweep", 1
-    while sweep.run_sweep(small, out, progress=Stopping(13)).is_stopped:
+    while run_sweep(small, out, progress=Stopping(13)).is_stopped:
         assert len([*(out / "paused").iterdir()]) == 1
         calls += 1
     assert calls > 1
@@ -159,11 +167,11 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
 
 def test_a_damaged_pause_raises_an_error_with_advice(small, tmp_path) -> None:
     out = tmp_path / "sweep"
-    assert sweep.run_sweep(small, out, progress=Stopping(1)).is_stopped
+    assert run_sweep(small, out, progress=Stopping(1)).is_stopped
     (place,) = (out / "paused").iterdir()
     (place / "half.json").write_text("{}")
     with pytest.raises(ValueError, match=r"paused/.* cannot be continued; delete it"):
-        sweep.run_sweep(small, out)
+        run_sweep(small, out)
 
 
 def test_divergence_is_recorded_once(config, tmp_path) -> None:
@@ -171,10 +179,10 @@ def test_divergence_is_recorded_once(config, tmp_path) -> None:
     wild = dataclasses.replace(
         config, models=(model(8),), learning_rates=(1e30,), num_tokens=(32 * 20,)
     )
-    first = sweep.run_sweep(wild, tmp_path / "sweep")
+    first = run_sweep(wild, tmp_path / "sweep")
     assert [row["status"] for row in first.records] == ["diverged"]
     assert first.records[0]["loss"] is None
-    again = sweep.run_sweep(wild, tmp_path / "sweep")
+    again = run_sweep(wild, tmp_path / "sweep")
     assert (again.skipped, len(again.records)) == (1, 1)
 
 
@@ -191,28 +199,28 @@ def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) ->
 
     monkeypatch.setattr(os, "write", write)
     with pytest.raises(ValueError, match=r"curves.jsonl: .*No space left on device"):
-        sweep.run_sweep(config, out)
+        run_sweep(config, out)
     monkeypatch.undo()
     for name in ("runs.jsonl", "curves.jsonl"):
         if (out / name).exists():
             assert (out / name).read_text()[-1:] in ("", "\n")
-    sweep.run_sweep(config, out)
+    run_sweep(config, out)
     assert losses(out) == losses(whole.log)
 
 
 def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
     other = dataclasses.replace(config, batch_size=4)
     with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
-        sweep.run_sweep(other, whole.log)
+        run_sweep(other, whole.log)
     folder = SweepFolder(whole.log)
     with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
-        sweep.run_sweep(config, whole.log)
+        run_sweep(config, whole.log)
     folder.close()
 
 
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
-    found = sweep.run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    found = run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
     vmapped, looped = losses(found.log), losses(whole.log)
     for run_id in vmapped.keys() & looped.keys():
         assert vmapped[run_id][0] == pytest.approx(looped[run_id][0], rel=1e-3)
@@ -232,7 +240,7 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
     monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
     lane = grid.Lane(1e-2, 0)
     run = grid.train_config(config, grid.list_cells(config)[0], lane)
-    corpus = executors.open_on_device(config.corpus)
+    corpus = open_on_device(config.corpus)
     found = branching.measure_speed([run], corpus, is_vmapped=False, patience_s=0.1)
     assert found > 1000  # with it, 4 steps in 0.4 s
 
@@ -300,7 +308,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
         monkeypatch.setitem(sys.modules, "ray", fake)
         far = dataclasses.replace(config, executor="ray", ray_address=address)
         with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
-            sweep.run_sweep(far, tmp_path / "out")
+            run_sweep(far, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -337,7 +345,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 
     expected = count() + num_new
     path = out.with_suffix(".json")
-    path.write_text(config_json.config_dumps(config))
+    path.write_text(config_dumps(config))
     args = [sys.executable, "-c", _CHILD, str(path), str(out)]
     with subprocess.Popen(args, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -353,7 +361,7 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 @pytest.mark.thorough
 def test_kill_9(whole, small, tmp_path) -> None:
     kept = kill(small, tmp_path / "sweep", 1, 0.1)
-    again = sweep.run_sweep(small, tmp_path / "sweep")
+    again = run_sweep(small, tmp_path / "sweep")
     assert 0 < kept == again.skipped < len(again.records) == 4
     for run_id, loss in losses(tmp_path / "sweep").items():
         assert losses(whole.log)[run_id] == loss
@@ -368,7 +376,7 @@ def test_kill_9_five_times(whole, config, tmp_path) -> None:
     ]
     assert kept == sorted(kept)
     assert 2 <= kept[-1] < len(whole.records)
-    sweep.run_sweep(config, tmp_path / "sweep")
+    run_sweep(config, tmp_path / "sweep")
     assert losses(tmp_path / "sweep") == losses(whole.log)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scaling.sweeps import sweep
+from scaling.sweeps import run_sweep
 from scaling.sweeps.grid import SweepConfig
 from tests.support import sweeping
 
@@ -42,8 +42,8 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
 
     here = config(tmp_path)
     there = dataclasses.replace(here, executor="ray", ray_address=cluster)
-    local = sweep.run_sweep(here, tmp_path / "here")
-    remote = sweep.run_sweep(there, tmp_path / "there")
+    local = run_sweep(here, tmp_path / "here")
+    remote = run_sweep(there, tmp_path / "there")
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
     losses = [
         {row["run_id"]: (row["status"], row["loss"]) for row in outcome.records}
@@ -55,11 +55,11 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
         assert losses[1][run_id] == (status, pytest.approx(loss, rel=1e-4))
     header = json.loads((tmp_path / "there" / "sweep.json").read_text())
     assert header["executor"] == "ray"
-    assert sweep.run_sweep(there, tmp_path / "there").skipped == 8
+    assert run_sweep(there, tmp_path / "there").skipped == 8
 
 
 @pytest.mark.skipif(HAS_RAY, reason="ray is installed")
 def test_without_ray_a_sweep_raises_an_error(tmp_path: Path) -> None:
     there = dataclasses.replace(config(tmp_path), executor="ray")
     with pytest.raises(ValueError, match="ray is missing"):
-        sweep.run_sweep(there, tmp_path / "out")
+        run_sweep(there, tmp_path / "out")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
+from jaxkv import models
 from scaling.corpora import streams
 from scaling.costs.parallelism import Layout
-from scaling.training import TrainConfig, consistency, step, train
+from scaling.training import TrainConfig, TrainState, make_records, train_in_memory
 from scaling.training.consistency import Consistency, Trajectory
 from tests.support import engines
 from tests.support.engines import MODEL
@@ -22,7 +22,7 @@ OBJECTIVE = Consistency(prompt_tokens=3, block_tokens=4, text_tokens=5, text_wei
 
 @jax.jit
 def law_of(params: Any, tokens: Any, place: Any) -> Any:
-    logits = transformer.logits(params, tokens, config=MODEL)
+    logits = models.logits(params, tokens, config=MODEL)
     return jax.nn.log_softmax(logits[0, place])
 
 
@@ -75,7 +75,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
         for i in range(6)
     ]
     sizes: Any = {"text_tokens": 5, "seed": 1}
-    stream = consistency.make_records(found, text, each=9, **sizes)
+    stream = make_records(found, text, each=9, **sizes)
     size = OBJECTIVE.record_tokens
     rows = stream.reshape(-1, size)
     # The final block is not an intermediate guess.
@@ -84,7 +84,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
     )
     assert (rows[:, 3:7] == rows[:, :1] - 40).all()
     assert (np.diff(rows[:, 11:], axis=1) == 1).all()
-    assert len(consistency.make_records(found, text, each=1, **sizes)) == 6 * size
+    assert len(make_records(found, text, each=1, **sizes)) == 6 * size
     seen = [
         np.asarray(
             streams.draw_windows(
@@ -110,7 +110,7 @@ def constant_texts(num: int, size: int, seed: int) -> np.ndarray:
 def trained(config: TrainConfig, stream: np.ndarray, **how: Any) -> Any:
     held_out = stream[: config.seq_len + 1]
     corpus = streams.make_corpus(stream, held_out, vocab_size=257, name="a toy")
-    return train.train_in_memory(config, corpus, **how)
+    return train_in_memory(config, corpus, **how)
 
 
 def guesses_of(params: Any, prompts: np.ndarray, num: int, model: Any) -> np.ndarray:
@@ -118,7 +118,7 @@ def guesses_of(params: Any, prompts: np.ndarray, num: int, model: Any) -> np.nda
     found = [np.zeros((len(prompts), num), np.int32)]
     for _ in range(num + 1):
         tokens = np.concatenate([prompts, found[-1]], axis=1).astype(np.int32)
-        logits = transformer.logits(params, jnp.asarray(tokens), config=model)
+        logits = models.logits(params, jnp.asarray(tokens), config=model)
         found.append(np.argmax(logits, axis=-1)[:, prompts.shape[1] - 1 : -1])
     return np.stack(found, axis=1).astype(np.int32)
 
@@ -149,14 +149,14 @@ def test_a_model_learns_to_predict_a_block_in_one_iteration() -> None:
     prompts = constant_texts(24, 4, 1)
     found = guesses_of(before.params, prompts, 8, model)
     took = steps_of(found)
-    stream = consistency.make_records(
+    stream = make_records(
         [*map(Trajectory, prompts.tolist(), found)],
         text,
         each=8,
         text_tokens=12,
         seed=0,
     )
-    start = step.TrainState(before.params, before.state.moments, jnp.int32(0))
+    start = TrainState(before.params, before.state.moments, jnp.int32(0))
     after = trained(
         dataclasses.replace(config, seq_len=objective.record_tokens),
         stream,
@@ -182,7 +182,7 @@ def test_invalid_records_are_refused() -> None:
     same = [Trajectory([1], np.array([[2], [2]]))]
     text = np.arange(9, dtype=np.uint16)
     with pytest.raises(ValueError, match="no trajectory has a guess"):
-        consistency.make_records(same, text, each=1, text_tokens=3, seed=0)
+        make_records(same, text, each=1, text_tokens=3, seed=0)
     with pytest.raises(ValueError, match="are not whole records of seq_len=4"):
         streams.draw_windows(
             jnp.arange(9, dtype=jnp.uint16),

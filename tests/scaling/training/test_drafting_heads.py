@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
-from jaxkv.speculation import EagleConfig, MedusaConfig, medusa
-from scaling.corpora import corpora
+from jaxkv import models
+from jaxkv.models import init_params, run_sequences
+from jaxkv.speculation import EagleConfig, MedusaConfig, head_logits
+from scaling.corpora import CorpusConfig, open_corpus
 from scaling.training import TrainConfig, drafting_heads
 from tests.support import engines, texts
 from tests.support.engines import MODEL
@@ -62,9 +63,9 @@ def test_guesses_of_medusa_are_for_the_token_after_each_place() -> None:
     heads = HEADS["medusa"]
     expected = engines.full_logits(engines.params(), tokens, config=MODEL)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
-    model = transformer.merge(MODEL, engines.params())
-    states = transformer.run_sequences(model, jnp.asarray(tokens)).last.T
-    every = medusa.head_logits(
+    model = models.merge(MODEL, engines.params())
+    states = run_sequences(model, jnp.asarray(tokens)).last.T
+    every = head_logits(
         weights_of(heads), engines.params(), states, config=heads
     ).reshape(DEPTH, *tokens.shape, -1)
     for depth in range(DEPTH):
@@ -138,7 +139,7 @@ LEARNT = dataclasses.replace(SMALL, num_layers=2)
 def recipe(pattern: str, num_steps: int) -> drafting_heads.HeadRecipe:
     run = TrainConfig(
         model=LEARNT,
-        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        corpus=CorpusConfig(pattern=pattern, held_out=0.2),
         batch_size=4,
         seq_len=24,
         num_steps=num_steps,
@@ -155,9 +156,9 @@ def recipe(pattern: str, num_steps: int) -> drafting_heads.HeadRecipe:
 def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS[kind], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
-    corpus = corpora.open_corpus(how.run.corpus)
+    corpus = open_corpus(how.run.corpus)
     # A model with predictions: its last states are those of its embeddings.
-    target = transformer.init_params(LEARNT, jax.random.key(1))
+    target = init_params(LEARNT, jax.random.key(1))
     target["embed"]["weight"] *= 20
     before = jax.tree.map(np.array, target)
     found = drafting_heads.train_heads(how, heads, target, corpus)
@@ -173,8 +174,8 @@ def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
 def test_a_stopped_run_has_its_status(tmp_path: Path) -> None:
     heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
-    target = transformer.init_params(LEARNT, jax.random.key(1))
-    corpus = corpora.open_corpus(how.run.corpus)
+    target = init_params(LEARNT, jax.random.key(1))
+    corpus = open_corpus(how.run.corpus)
     found = drafting_heads.train_heads(how, heads, target, corpus, progress=Stopping(0))
     assert (found.status, found.curve) == ("stopped", [])
 

@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, ModelConfig, transformer
-from jaxkv.parallel import collectives, experts, sequence
-from scaling.costs import parallelism, traffic
-from scaling.shapes import from_model
-from scaling.training import meshes, objectives, parallel
+from jaxkv.models import Experts, ModelConfig, init_params
+from jaxkv.parallel import experts, find_collectives, zigzag_order
+from scaling.costs import parse_layout, training_traffic
+from scaling.shapes import describe_config
+from scaling.training import (
+    check_trainable,
+    divided_gradient,
+    gather_tree,
+    make_training_mesh,
+    objectives,
+    place_training_tree,
+)
 from scaling.training.recipes import StepConfig
 from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
 
@@ -67,16 +74,16 @@ def check(
 ) -> None:
     """Checks loss, gradient and bytes of a layout."""
     config = dataclasses.replace(MODEL, **fields)
-    divided = parallelism.parse_layout(layout)
-    meshes.check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
-    params = transformer.init_params(config, jax.random.key(0))
+    divided = parse_layout(layout)
+    check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
+    params = init_params(config, jax.random.key(0))
     windows = jnp.asarray(windows)
-    placed = meshes.place_training_tree(config, divided, params)
+    placed = place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
-    run = jax.jit(parallel.divided_gradient(config, how))
+    run = jax.jit(divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
-    grads = meshes.gather_tree(config, divided, grads)
+    grads = gather_tree(config, divided, grads)
     (_, whole), expected = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
@@ -94,7 +101,7 @@ def check_bytes(
     config: ModelConfig, layout: Any, program: Any, *, remat: bool = False
 ) -> None:
     """Checks that the bytes sent by the program equal those of the formulas."""
-    found = collectives.collectives(str(program.as_text()))
+    found = find_collectives(str(program.as_text()))
     assert all(each.is_sure for each in found)
     formula = formula_of(config, layout, remat=remat)
     assert sum(each.sent(rank=1) for each in found) == formula
@@ -105,8 +112,8 @@ def check_bytes(
 
 def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> float:
     """Bytes that a device sends, by `traffic`."""
-    formula = traffic.training_traffic(
-        from_model.describe_config(config),
+    formula = training_traffic(
+        describe_config(config),
         layout,
         batch=BATCH // layout.data,
         sequence=SEQ,
@@ -222,9 +229,9 @@ def test_recomputation_repeats_traffic(layout: str, fields: dict[str, Any]) -> N
 
 
 def compiled(config: ModelConfig, layout: Any, **how: Any) -> Any:
-    params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place_training_tree(config, layout, params)
-    run = jax.jit(parallel.divided_gradient(config, StepConfig(layout=layout, **how)))
+    params = init_params(config, jax.random.key(0))
+    placed = place_training_tree(config, layout, params)
+    run = jax.jit(divided_gradient(config, StepConfig(layout=layout, **how)))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -242,19 +249,19 @@ def test_bytes_grow_with_the_layers(
     layout: str, fields: dict[str, Any], num_layers: int
 ) -> None:
     config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
-    how = parallelism.parse_layout(layout)
+    how = parse_layout(layout)
     check_bytes(config, how, compiled(config, how))
 
 
 @pytest.mark.thorough
 def test_bytes_of_micro_batches_one_after_another() -> None:
     """Gradients of weights are exchanged once, other tensors twice."""
-    layout = parallelism.parse_layout("tp=2,sp,dp=2")
+    layout = parse_layout("tp=2,sp,dp=2")
     program = compiled(MODEL, layout, accumulation=2)
-    found = collectives.collectives(str(program.as_text()))
+    found = find_collectives(str(program.as_text()))
     assert {each.trips for each in found} == {1, 2}
-    formula = traffic.training_traffic(
-        from_model.describe_config(MODEL),
+    formula = training_traffic(
+        describe_config(MODEL),
         layout,
         batch=BATCH // 4,
         sequence=SEQ,
@@ -282,9 +289,9 @@ def test_an_extra_exchange_is_counted(
 
     monkeypatch.setattr(experts, way, wasteful)
     how = {"gather_rows": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
-    layout = parallelism.parse_layout(how)
+    layout = parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
-    found = collectives.collectives(str(compiled(config, layout).as_text()))
+    found = find_collectives(str(compiled(config, layout).as_text()))
     sent = sum(each.sent(rank=1) for each in found)
     rows = BATCH // 2 * SEQ
     more = rows * MODEL.hidden_size * 4 * MODEL.num_layers
@@ -315,14 +322,12 @@ def test_indivisible_layouts_are_refused(
 ) -> None:
     config = dataclasses.replace(MODEL, **({"mlp_size": 32} | fields))
     with pytest.raises(ValueError, match=message):
-        meshes.check_trainable(
-            config, parallelism.parse_layout(layout), sequence_length=SEQ
-        )
+        check_trainable(config, parse_layout(layout), sequence_length=SEQ)
 
 
 def test_a_ring_is_fair() -> None:
     """Under a causal mask every device of a zigzag has as many pairs to compute."""
-    order = sequence.zigzag_order(48, ring=4).reshape(4, -1)
+    order = zigzag_order(48, ring=4).reshape(4, -1)
     assert sorted(order.reshape(-1).tolist()) == list(range(48))
     seen = (order + 1).sum(axis=1)
     assert len({*seen.tolist()}) == 1
@@ -330,4 +335,4 @@ def test_a_ring_is_fair() -> None:
 
 def test_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="asks for 16 devices, 8 are there"):
-        meshes.make_training_mesh(parallelism.parse_layout("dp=16"))
+        make_training_mesh(parse_layout("dp=16"))

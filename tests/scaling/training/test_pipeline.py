@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, ModelConfig, param_forms, transformer
+from jaxkv.models import Experts, ModelConfig, init_params, param_forms
 from jaxkv.parallel import collectives
-from scaling.costs import parallelism, traffic
+from scaling.costs import parse_layout, training_traffic
 from scaling.costs import stages as costs_stages
-from scaling.shapes import from_model
-from scaling.training import meshes, objectives, parallel, pipeline
+from scaling.shapes import describe_config
+from scaling.training import (
+    check_trainable,
+    divided_gradient,
+    objectives,
+    pipeline,
+    place_training_tree,
+)
 from scaling.training.recipes import StepConfig
 from tests.support.meshes import MODEL, SEQ, WINDOWS
 
@@ -57,13 +63,13 @@ def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
 
 def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     config = dataclasses.replace(MODEL, num_layers=4, **fields)
-    divided = parallelism.parse_layout(layout)
-    meshes.check_trainable(config, divided, sequence_length=SEQ)
-    params = transformer.init_params(config, jax.random.key(0))
+    divided = parse_layout(layout)
+    check_trainable(config, divided, sequence_length=SEQ)
+    params = init_params(config, jax.random.key(0))
     windows = jnp.asarray(WINDOWS)
-    placed = meshes.place_training_tree(config, divided, params)
+    placed = place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, accumulation=num_micro, schedule=kind)
-    run = jax.jit(parallel.divided_gradient(config, how))
+    run = jax.jit(divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     (_, whole), expected = jax.value_and_grad(
@@ -102,7 +108,7 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
         how.layout.pipeline, how.accumulation, how.schedule
     )
     found = dict.fromkeys(collectives.KINDS, 0.0)
-    for each in collectives.collectives(str(program.as_text())):
+    for each in collectives.find_collectives(str(program.as_text())):
         assert each.trips in (1, len(table.forward))
         share = 1.0 if each.is_sure else how.accumulation / len(table.forward)
         found[each.kind] += each.sent(rank=1) * share
@@ -113,8 +119,8 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
 def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
     """Returns the same by `traffic`, by scheme."""
     found: dict[str, float] = {}
-    for each in traffic.training_traffic(
-        from_model.describe_config(config),
+    for each in training_traffic(
+        describe_config(config),
         how.layout,
         batch=len(WINDOWS) // how.layout.data // how.accumulation,
         sequence=SEQ,
@@ -129,9 +135,9 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
 
 
 def compiled(config: ModelConfig, how: StepConfig) -> Any:
-    params = transformer.init_params(config, jax.random.key(0))
-    placed = meshes.place_training_tree(config, how.layout, params)
-    run = jax.jit(parallel.divided_gradient(config, how))
+    params = init_params(config, jax.random.key(0))
+    placed = place_training_tree(config, how.layout, params)
+    run = jax.jit(divided_gradient(config, how))
     return run.lower(placed, jnp.asarray(WINDOWS)).compile()
 
 
@@ -152,9 +158,7 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
     layout: str, kind: Any, fields: dict[str, Any]
 ) -> None:
     """Idle ticks, tables, and recomputed layers; for two layers and for four."""
-    how = StepConfig(
-        layout=parallelism.parse_layout(layout), accumulation=2, schedule=kind
-    )
+    how = StepConfig(layout=parse_layout(layout), accumulation=2, schedule=kind)
     each = []
     for num_layers in (2, 4):
         config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
@@ -171,7 +175,7 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
 @pytest.mark.thorough
 def test_an_extra_exchange_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug is a stage that sends unused data in each tick."""
-    how = StepConfig(layout=parallelism.parse_layout("pp=2"), accumulation=2)
+    how = StepConfig(layout=parse_layout("pp=2"), accumulation=2)
     whole = pipeline._Run._pass
 
     def wasteful(self: Any, x: Any, on: list[tuple[int, int]]) -> Any:

@@ -16,11 +16,18 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxkv import files
-from jaxkv.parallel import processes
-from scaling.corpora import corpora
-from scaling.costs import parallelism
+from jaxkv.parallel import gather_numbers
+from scaling import training
+from scaling.corpora import CorpusConfig
+from scaling.costs import Layout, parse_layout
 from scaling.sweeps import branching, paused
-from scaling.training import run_folder, step, train
+from scaling.training import (
+    TrainResult,
+    init_train_state,
+    restore_checkpoint,
+    run_folder,
+    save_checkpoint,
+)
 from scaling.training.recipes import OptimizerConfig, StepConfig, TrainConfig
 from scaling.training.step import TrainState
 from tests.support import texts
@@ -36,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     pattern = texts.write_functions(tmp_path_factory.mktemp("corpus") / "text")
     return TrainConfig(
         model=MODEL,
-        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        corpus=CorpusConfig(pattern=pattern, held_out=0.2),
         optimizer=OptimizerConfig(kind="adamw"),
         batch_size=4,
         seq_len=16,
@@ -52,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 @pytest.fixture(scope="module")
 def state(config: TrainConfig) -> TrainState:
     """A state after three steps, with numbers of both signs."""
-    begun = step.init_train_state(config.model, config.optimizer, jnp.int32(0))
+    begun = init_train_state(config.model, config.optimizer, jnp.int32(0))
     moved = jax.tree.map(lambda x: x.at[..., :1].set(-0.0), begun.params)
     return begun._replace(params=moved, step=jnp.int32(3))
 
@@ -105,20 +112,20 @@ def test_every_damaged_file_is_named_in_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "3"
-    train.save_checkpoint(folder, state)
-    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
+    save_checkpoint(folder, state)
+    assert raw(restore_checkpoint(folder, state)) == raw(state)
     paths = all_files(folder)
     assert len(paths) > 10
     for path in paths:
         for _ in damages(path, rng):
             with refused(f"{path}: is "):
-                train.restore_checkpoint(folder, state)
+                restore_checkpoint(folder, state)
     for extra in ("one", "state/d/more", ".hidden"):
         (folder / extra).write_text("")
         with refused(f"{folder / extra}: is not listed in SHA256SUMS"):
-            train.restore_checkpoint(folder, state)
+            restore_checkpoint(folder, state)
         (folder / extra).unlink()
-    assert raw(train.restore_checkpoint(folder, state)) == raw(state)
+    assert raw(restore_checkpoint(folder, state)) == raw(state)
     assert capfd.readouterr().err == ""
 
 
@@ -129,7 +136,7 @@ def test_a_checkpoint_without_digests_is_refused(
     with files.silencing_orbax(), ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "3", state)
     with refused(f"{tmp_path / '3' / 'SHA256SUMS'}: is missing"):
-        train.restore_checkpoint(tmp_path / "3", state)
+        restore_checkpoint(tmp_path / "3", state)
 
 
 def test_the_list_of_digests_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -150,11 +157,11 @@ def test_another_model_is_refused_without_noise(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    train.save_checkpoint(tmp_path / "3", state)
+    save_checkpoint(tmp_path / "3", state)
     wider = dataclasses.replace(MODEL, mlp_size=32, num_layers=2)
-    like = step.init_train_state(wider, config.optimizer, jnp.int32(0))
+    like = init_train_state(wider, config.optimizer, jnp.int32(0))
     with refused(f"{tmp_path / '3'}: cannot be continued: "):
-        train.restore_checkpoint(tmp_path / "3", like)
+        restore_checkpoint(tmp_path / "3", like)
     assert capfd.readouterr().err == ""
 
 
@@ -198,12 +205,12 @@ LINE = {"step": 3, "tokens": 192, "epoch": 0.1, "loss": 5.0, "duration_s": 1.0}
 def begun(config: TrainConfig, state: TrainState, tmp_path: Path) -> Path:
     """The folder of a run with checkpoints of steps 0 and 3; no program is compiled."""
     out = tmp_path / "out"
-    stopped = train.train(config, out, progress=Stopping(0))
+    stopped = training.train(config, out, progress=Stopping(0))
     assert stopped.checkpoint == out / "checkpoints" / "0"
     run = (stopped.checkpoint / run_folder.RUN).read_text()
     curve = json.dumps(LINE) + "\n"
     notes = {run_folder.RUN: run, run_folder.CURVE: curve}
-    train.save_checkpoint(out / "checkpoints" / "3", state, notes)
+    save_checkpoint(out / "checkpoints" / "3", state, notes)
     (out / run_folder.CURVE).write_text(curve)
     return out
 
@@ -212,9 +219,9 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
-def go_on(config: TrainConfig, out: Path, **settings: Any) -> train.TrainResult:
+def go_on(config: TrainConfig, out: Path, **settings: Any) -> TrainResult:
     """Resumes a run, and stops it before its next step."""
-    return train.train(config, out, progress=Stopping(0), **settings)
+    return training.train(config, out, progress=Stopping(0), **settings)
 
 
 def test_a_run_continues_from_the_newest_whole_checkpoint(
@@ -284,7 +291,7 @@ def test_the_first_step_is_that_of_the_checkpoint(
 def test_another_layout_resumes_the_same_bits(
     config: TrainConfig, state: TrainState, begun: Path
 ) -> None:
-    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
+    layout = parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     message = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
     with pytest.warns(UserWarning, match=message):
@@ -295,7 +302,7 @@ def test_another_layout_resumes_the_same_bits(
 
 def test_a_layout_that_changes_more_than_rounding_is_kept(tmp_path: Path) -> None:
     def described(experts: object, accumulation: int, **layout: Any) -> dict[str, Any]:
-        full = dataclasses.asdict(parallelism.Layout(**layout))
+        full = dataclasses.asdict(Layout(**layout))
         how = {"dtype": "float32", "accumulation": accumulation, "layout": full}
         return {"model": {"experts": experts}, "how": how}
 
@@ -322,21 +329,21 @@ def test_a_layout_that_changes_more_than_rounding_is_kept(tmp_path: Path) -> Non
 
 
 def test_numbers_of_one_process_are_its_own() -> None:
-    assert processes.gather_numbers(3) == [3]
+    assert gather_numbers(3) == [3]
 
 
 @pytest.mark.thorough
 def test_losses_after_a_change_of_layout_agree(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    unbroken = train.train(config, tmp_path / "unbroken")
+    unbroken = training.train(config, tmp_path / "unbroken")
     out = tmp_path / "changed"
-    half = train.train(config, out, progress=Stopping(2, "show"))
+    half = training.train(config, out, progress=Stopping(2, "show"))
     assert int(half.state.step) == 4
-    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
+    layout = parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     with pytest.warns(UserWarning, match="agree with those of the unbroken run"):
-        found = train.train(divided, out)
+        found = training.train(divided, out)
     assert found.status == "done"
     for line, expected in zip(found.curve, unbroken.curve, strict=True):
         assert line["step"] == expected["step"]
@@ -360,7 +367,7 @@ def test_no_damage_ends_in_other_weights(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Damages any file of a folder: an error names it, or the run is unchanged."""
-    whole = train.train(config, tmp_path / "whole")
+    whole = training.train(config, tmp_path / "whole")
     out, num_refused = tmp_path / "out", 0
     paths = [x.relative_to(tmp_path / "whole") for x in all_files(tmp_path / "whole")]
     for _ in range(num):
@@ -368,7 +375,7 @@ def test_no_damage_ends_in_other_weights(
         shutil.copytree(tmp_path / "whole", out)
         name = rng.choice(paths)
         what = next(damages(out / name, rng, 1))
-        found, line = outcome(train.train, config, out)
+        found, line = outcome(training.train, config, out)
         if found is None:
             assert str(out) in line, (name, what)
             num_refused += 1

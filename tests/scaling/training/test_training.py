@@ -19,11 +19,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import transformer
-from scaling.corpora import corpora
-from scaling.costs import parallelism
+from jaxkv.models import init_params, param_shapes
+from scaling import training
+from scaling.corpora import (
+    END,
+    CorpusConfig,
+    Document,
+    encode_documents,
+    load_documents,
+    open_corpus,
+)
+from scaling.costs import parse_layout
 from scaling.costs.parallelism import Layout
-from scaling.training import objectives, optimizers, step, train
+from scaling.training import (
+    TrainResult,
+    compiled_steps,
+    init_train_state,
+    objectives,
+    optimizers,
+    train_in_memory,
+)
 from scaling.training.recipes import (
     LearningRateSchedule,
     OptimizerConfig,
@@ -44,7 +59,7 @@ def config(tmp_path: Path) -> TrainConfig:
     pattern = texts.write_functions(tmp_path / "text")
     return TrainConfig(
         model=MODEL,
-        corpus=corpora.CorpusConfig(pattern=pattern, held_out=0.2),
+        corpus=CorpusConfig(pattern=pattern, held_out=0.2),
         batch_size=4,
         seq_len=16,
         num_steps=12,
@@ -70,19 +85,19 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     optimizer = OptimizerConfig(kind=kind)
     config = dataclasses.replace(config, optimizer=optimizer, num_steps=60)
     progress = Stopping(10**9, "show")
-    result = train.train(config, tmp_path / "out", progress=progress)
+    result = training.train(config, tmp_path / "out", progress=progress)
     assert result.status == "done"
     losses = [line["loss"] for line in result.curve]
     assert abs(losses[0] - math.log(257)) < 1.0
     assert losses[-1] < 2.6
-    assert isinstance(config.corpus, corpora.CorpusConfig)
-    split = corpora.load_documents(config.corpus)
+    assert isinstance(config.corpus, CorpusConfig)
+    split = load_documents(config.corpus)
     score = objectives.score_documents(
         result.params, split.held_out, model=MODEL, seq_len=16
     )
     assert score.bits_per_byte < 4.5
     assert progress.done[-1] == progress.total == 60 * 4 * 16
-    per_epoch = len(corpora.encode_documents(split.train)) // 16
+    per_epoch = len(encode_documents(split.train)) // 16
     assert result.curve[-1]["epoch"] == pytest.approx(60 * 4 / per_epoch)
     folder = tmp_path / "out"
     written = [json.loads(x) for x in (folder / "curve.jsonl").read_text().splitlines()]
@@ -90,7 +105,7 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
 
 
-def assert_same_run(found: train.TrainResult, expected: train.TrainResult) -> None:
+def assert_same_run(found: TrainResult, expected: TrainResult) -> None:
     assert equal(found.params, expected.params)
     assert without_time(found.curve) == without_time(expected.curve)
 
@@ -104,10 +119,10 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
     optimizer, seed = OptimizerConfig(), jnp.int32(0)
-    state = step.init_train_state(MODEL, optimizer, seed)
+    state = init_train_state(MODEL, optimizer, seed)
     warm = LearningRateSchedule.constant(1e-2)._replace(warmup=jnp.int32(5))
     schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
-    call = step.compiled_steps(MODEL, optimizer, 4, 16)
+    call = compiled_steps(MODEL, optimizer, 4, 16)
     state, _ = call(state, stream, schedule, seed, jnp.int32(390))
     _, loss = call(state, stream, schedule, seed, jnp.int32(10))
     assert abs(float(loss) - math.log(4)) < 0.05
@@ -117,36 +132,38 @@ def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
 def test_a_resumed_run_equals_the_uninterrupted_one(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    unbroken = train.train(config, tmp_path / "unbroken")
+    unbroken = training.train(config, tmp_path / "unbroken")
     out = tmp_path / "broken"
-    first = train.train(config, out, progress=Stopping(2, "show"))
+    first = training.train(config, out, progress=Stopping(2, "show"))
     assert first.status == "stopped"
     assert int(first.curve[-1]["step"]) == 4
     # Interrupted within a report, without a request: the report's state is saved.
-    second = train.train(config, out, progress=Stopping(2, "show", KeyboardInterrupt()))
+    second = training.train(
+        config, out, progress=Stopping(2, "show", KeyboardInterrupt())
+    )
     assert second.status == "stopped"
     assert second.checkpoint == out / "checkpoints" / "8"
-    third = train.train(config, out)
+    third = training.train(config, out)
     assert third.status == "done"
     assert_same_run(third, unbroken)
     # A finished run is not trained again.
-    assert without_time(train.train(config, out).curve) == without_time(third.curve)
+    assert without_time(training.train(config, out).curve) == without_time(third.curve)
 
 
 @pytest.mark.thorough
 def test_incomplete_output_of_a_killed_run_is_repaired(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    unbroken = train.train(config, tmp_path / "unbroken")
+    unbroken = training.train(config, tmp_path / "unbroken")
     out = tmp_path / "out"
     # A crash in the third report: the last checkpoint is that of step 4.
     with pytest.raises(RuntimeError):
-        train.train(config, out, progress=Stopping(3, "show", RuntimeError()))
+        training.train(config, out, progress=Stopping(3, "show", RuntimeError()))
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["4"]
     with (out / "curve.jsonl").open("a") as file:
         file.write('{"step": 7, "los')
     (out / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()
-    result = train.train(config, out)
+    result = training.train(config, out)
     assert_same_run(result, unbroken)
     assert len((out / "curve.jsonl").read_text().splitlines()) == len(result.curve)
 
@@ -171,32 +188,32 @@ def test_a_full_disk_raises_an_error_and_keeps_the_checkpoints(
         files_no_larger_than(10),
         pytest.raises(ValueError, match=r"config.json: cannot be written: File too"),
     ):
-        train.train(config, out)
+        training.train(config, out)
     assert not [path for path in out.rglob("*") if path.is_file()]
-    train.train(config, out, progress=Stopping(1, "show"))  # three steps
+    training.train(config, out, progress=Stopping(1, "show"))  # three steps
     with (
         files_no_larger_than(2000),
         pytest.raises(ValueError, match=r"checkpoints/4: cannot be written: File too"),
     ):
-        train.train(config, out)
+        training.train(config, out)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["3"]
     assert "Traceback" not in capfd.readouterr().err
-    unbroken = train.train(config, tmp_path / "unbroken")
-    result = train.train(config, out)
+    unbroken = training.train(config, tmp_path / "unbroken")
+    result = training.train(config, out)
     assert_same_run(result, unbroken)
 
 
 @pytest.mark.thorough
 def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
-    whole = train.train(config, tmp_path / "whole")
+    whole = training.train(config, tmp_path / "whole")
     trunk = dataclasses.replace(config, num_steps=8, cooldown_steps=0)
-    at = train.train(trunk, tmp_path / "trunk").checkpoint
-    branch = train.train(config, tmp_path / "branch", start=at)
+    at = training.train(trunk, tmp_path / "trunk").checkpoint
+    branch = training.train(config, tmp_path / "branch", start=at)
     assert equal(branch.params, whole.params)
     # Its curve counts its own tokens.
     assert branch.curve[-1]["tokens"] == 4 * 4 * 16
     longer = dataclasses.replace(config, seq_len=32, batch_size=2)
-    assert train.train(longer, tmp_path / "longer", start=at).status == "done"
+    assert training.train(longer, tmp_path / "longer", start=at).status == "done"
 
 
 @pytest.mark.thorough
@@ -204,15 +221,15 @@ def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> N
     """A mesh resumes it bit for bit, and another layout does, too."""
     model = dataclasses.replace(MODEL, num_kv_heads=2)
     config = dataclasses.replace(config, model=model)
-    layout = parallelism.parse_layout("tp=2,dp=2", zero=1)
+    layout = parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
-    unbroken = train.train(divided, tmp_path / "unbroken")
+    unbroken = training.train(divided, tmp_path / "unbroken")
     out = tmp_path / "broken"
-    first = train.train(divided, out, progress=Stopping(2, "show"))
+    first = training.train(divided, out, progress=Stopping(2, "show"))
     assert (first.status, int(first.state.step)) == ("stopped", 4)
-    other = train.train(config, tmp_path / "other", start=first.checkpoint)
-    assert_same_run(train.train(divided, out), unbroken)
-    shapes = transformer.param_shapes(model)
+    other = training.train(config, tmp_path / "other", start=first.checkpoint)
+    assert_same_run(training.train(divided, out), unbroken)
+    shapes = param_shapes(model)
     for a, b, x in zip(
         *(jax.tree.leaves(x) for x in (other.params, unbroken.params, shapes)),
         strict=True,
@@ -224,9 +241,9 @@ def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> N
 def test_a_run_in_memory_is_the_one_on_disk(
     config: TrainConfig, tmp_path: Path
 ) -> None:
-    on_disk = train.train(config, tmp_path / "out")
-    corpus = corpora.open_corpus(config.corpus)
-    in_memory = train.train_in_memory(config, corpus)
+    on_disk = training.train(config, tmp_path / "out")
+    corpus = open_corpus(config.corpus)
+    in_memory = train_in_memory(config, corpus)
     assert in_memory.checkpoint is None
     assert equal(in_memory.state, on_disk.state)
     # It stops at steps without a checkpoint.
@@ -234,23 +251,23 @@ def test_a_run_in_memory_is_the_one_on_disk(
     known = {line["step"]: line["loss"] for line in on_disk.curve}
     assert in_memory.curve[0]["loss"] == known[3]
     progress = Stopping(2, "show")
-    half = train.train_in_memory(config, corpus, progress=progress)
+    half = train_in_memory(config, corpus, progress=progress)
     assert half.status == "stopped"
     assert progress.done == [3 * 64, 6 * 64]
-    rest = train.train_in_memory(config, corpus, start=half.state)
+    rest = train_in_memory(config, corpus, start=half.state)
     assert equal(rest.state, on_disk.state)
     assert rest.curve[-1]["tokens"] == 6 * 64
     assert [x["loss"] for x in half.curve + rest.curve] == [
         x["loss"] for x in in_memory.curve
     ]
     with pytest.raises(ValueError, match=r"must be at least corpus\.vocab_size=300"):
-        train.train_in_memory(config, corpus._replace(vocab_size=300))
+        train_in_memory(config, corpus._replace(vocab_size=300))
 
 
 def test_one_compilation_for_all_lengths_rates_and_seeds(config: TrainConfig) -> None:
-    call = step.compiled_steps(MODEL, config.optimizer, 4, 16)
+    call = compiled_steps(MODEL, config.optimizer, 4, 16)
     stream = jnp.zeros((NUM_TOKENS,), jnp.uint16)
-    state = step.init_train_state(MODEL, config.optimizer, jnp.int32(0))
+    state = init_train_state(MODEL, config.optimizer, jnp.int32(0))
     call(state, stream, LearningRateSchedule.of(config), jnp.int32(0), jnp.int32(3))
     num_programs = call._cache_size()
     for num_steps, rate, kind in ((1, 1e-3, "cosine"), (2, 1e-2, "stable")):
@@ -265,7 +282,7 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 ) -> None:
     # A rate at which float32 overflows within the first reports.
     config = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
-    result = train.train(config, tmp_path / "out")
+    result = training.train(config, tmp_path / "out")
     assert result.status == "diverged"
     assert all(math.isfinite(line["loss"]) for line in result.curve)
     finite = jax.tree.map(lambda p: bool(jnp.isfinite(p).all()), result.params)
@@ -275,9 +292,7 @@ def test_divergence_is_a_result_with_the_last_whole_state(
 @pytest.mark.thorough
 def test_muon_takes_matrices_and_adam_the_rest() -> None:
     model = dataclasses.replace(MODEL, qkv_bias=True)
-    state = step.init_train_state(
-        model, OptimizerConfig(weight_decay=0.0), jnp.int32(0)
-    )
+    state = init_train_state(model, OptimizerConfig(weight_decay=0.0), jnp.int32(0))
     update = jax.jit(
         optimizers.make_optimizer(OptimizerConfig(weight_decay=0.0)).update
     )
@@ -299,16 +314,14 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
 
 def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     texts = [b"abcdefg", b"x", b"0123456789abcde"]
-    documents = [corpora.Document(str(t), tmp_path, t) for t in texts]
+    documents = [Document(str(t), tmp_path, t) for t in texts]
     windows, counts = objectives.cut_windows(documents, 8)
     seen = windows[:, 1:][counts]
-    assert seen.tolist() == corpora.encode_documents(documents).tolist()
-    assert windows[0, 0] == windows[1, 0] == windows[2, 0] == corpora.END
+    assert seen.tolist() == encode_documents(documents).tolist()
+    assert windows[0, 0] == windows[1, 0] == windows[2, 0] == END
     assert windows[3, 0] == ord("7")
     # A uniform model needs log2(257) bits for each.
-    nothing = jax.tree.map(
-        jnp.zeros_like, transformer.init_params(MODEL, jax.random.key(0))
-    )
+    nothing = jax.tree.map(jnp.zeros_like, init_params(MODEL, jax.random.key(0)))
     for batch_size in (1, 3):
         score = objectives.score_documents(
             nothing, documents, model=MODEL, seq_len=8, batch_size=batch_size
@@ -355,20 +368,20 @@ def test_the_folder_of_another_run_is_refused(
 ) -> None:
     config = dataclasses.replace(config, num_steps=4, cooldown_steps=0)
     out = tmp_path / "out"
-    at = train.train(config, out).checkpoint
+    at = training.train(config, out).checkpoint
     optimizer = OptimizerConfig(momentum=0.5)
     with pytest.raises(ValueError, match=r"differs in \['optimizer.momentum'\]$"):
-        train.train(dataclasses.replace(config, optimizer=optimizer), out)
+        training.train(dataclasses.replace(config, optimizer=optimizer), out)
     (tmp_path / "text" / "more.py").write_text("more")
     (tmp_path / "text" / "most.py").write_text("most")
     with pytest.raises(ValueError, match=r"differs in \['corpus_sha256'\]$"):
-        train.train(config, out)
+        training.train(config, out)
     with pytest.raises(ValueError, match="no such checkpoint"):
-        train.train(config, tmp_path / "new", start=tmp_path / "missing")
+        training.train(config, tmp_path / "new", start=tmp_path / "missing")
     wider = dataclasses.replace(MODEL, mlp_size=32)
     wider = dataclasses.replace(config, model=wider)
     with pytest.raises(ValueError, match="cannot be continued"):
-        train.train(wider, tmp_path / "new", start=at)
+        training.train(wider, tmp_path / "new", start=at)
     assert not (tmp_path / "new").exists()
 
 
@@ -377,13 +390,13 @@ def test_a_killed_process_loses_at_most_the_interval(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     config = dataclasses.replace(config, num_steps=400, checkpoint_every=20)
-    unbroken = train.train(config, tmp_path / "unbroken")
+    unbroken = training.train(config, tmp_path / "unbroken")
     out = tmp_path / "killed"
     program = (
         "import sys, pathlib\n"
         "from jaxkv.models.config import *\nfrom scaling.corpora.corpora import *\n"
         "from scaling.training.recipes import *\nfrom scaling.training import train\n"
-        f"train.train({config!r}, pathlib.Path({str(out)!r}))\n"
+        f"train({config!r}, pathlib.Path({str(out)!r}))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     for num_lines in (5, 40, 90):
@@ -400,7 +413,7 @@ def test_a_killed_process_loses_at_most_the_interval(
             int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit()
         ]
         assert max(kept, default=0) >= reported - config.checkpoint_every
-    result = train.train(config, out)
+    result = training.train(config, out)
     assert_same_run(result, unbroken)
 
 

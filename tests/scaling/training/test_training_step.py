@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.parallel import collectives
+from jaxkv.parallel import find_collectives
 from scaling.corpora import corpora
-from scaling.costs import parallelism, traffic
-from scaling.shapes import from_model
-from scaling.training import architectures, meshes, objectives, parallel
+from scaling.costs import parse_layout, training_traffic
+from scaling.shapes import describe_config
+from scaling.training import architectures, gather_tree, objectives, parallel
 from scaling.training import step as training_step
 from scaling.training.recipes import (
     LearningRateSchedule,
@@ -27,7 +27,7 @@ from scaling.training.recurrent import RecurrentConfig
 from scaling.training.step import TrainState, init_train_state
 from tests.support import mutation
 from tests.support.meshes import MODEL
-from tests.support.mutation import Bug
+from tests.support.mutation import Bug, replace
 from tests.support.shapes import SMALL
 
 DIVISIBLE = dataclasses.replace(MODEL, vocab_size=257, max_positions=16)
@@ -168,7 +168,7 @@ def test_a_mesh_trains_as_one_device(
 ) -> None:
     """Three steps; the divided state is gathered afterwards, and was divided before."""
     optimizer, model = OptimizerConfig(kind=kind), DIVISIBLE
-    divided = parallelism.parse_layout(layout, zero=zero)
+    divided = parse_layout(layout, zero=zero)
     found = []
     for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
         seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
@@ -180,7 +180,7 @@ def test_a_mesh_trains_as_one_device(
             jax.tree.leaves(state), jax.tree.leaves(new), strict=True
         ):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-        found.append((loss, meshes.gather_tree(model, how.layout, new), new))
+        found.append((loss, gather_tree(model, how.layout, new), new))
     (loss, expected, _), (one, whole, parts) = found
     assert float(one) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(whole) == jax.tree.structure(expected)
@@ -201,7 +201,7 @@ def test_a_mesh_trains_as_one_device(
 def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
     """With AdamW, exactly; Muon needs whole matrices, so it sends more."""
     model = dataclasses.replace(MODEL, max_positions=16)
-    layout = parallelism.parse_layout("dp=4", zero=1)
+    layout = parse_layout("dp=4", zero=1)
     optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
     state = training_step.divide_train_state(
         init_train_state(model, optimizer, seed), model, layout
@@ -216,9 +216,9 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
         seed,
         jnp.int32(1),
     )
-    found = collectives.collectives(str(call.lower(*given).compile().as_text()))
-    formula = traffic.training_traffic(
-        from_model.describe_config(model),
+    found = find_collectives(str(call.lower(*given).compile().as_text()))
+    formula = training_traffic(
+        describe_config(model),
         layout,
         batch=1,
         sequence=16,
@@ -231,7 +231,7 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    how = StepConfig(accumulation=2, layout=parallelism.parse_layout("dp=2"))
+    how = StepConfig(accumulation=2, layout=parse_layout("dp=2"))
     with pytest.raises(ValueError, match="batch_size=6 must be a multiple of"):
         how.check(6)
     with pytest.raises(ValueError, match="accumulation=0 must be at least 1"):
@@ -242,8 +242,8 @@ def test_batches_that_cannot_be_divided_are_refused() -> None:
 def test_four_rows_are_memorized(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(3).integers(0, 256, (4, 33), np.int32)
     rows[:, 0] = 10, 20, 30, 40
-    monkeypatch.setattr(
-        corpora, "draw_windows", lambda *args, **kwargs: jnp.asarray(rows)
+    replace(
+        monkeypatch, corpora, "draw_windows", lambda *args, **kwargs: jnp.asarray(rows)
     )
     model = dataclasses.replace(
         TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
@@ -297,8 +297,11 @@ def test_schedules_rise_stay_and_fall() -> None:
 def test_wrong_weights_of_pieces_are_detected(
     removed: str, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        training_step, "compiled_steps", inspect.unwrap(training_step.compiled_steps)
+    replace(
+        monkeypatch,
+        training_step,
+        "compiled_steps",
+        inspect.unwrap(training_step.compiled_steps),
     )
     check = test_step_settings_change_only_rounding
     arguments = StepConfig(accumulation=2), 1e-6

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, transformer
+from jaxkv import models
+from jaxkv.models import Experts, init_params
 from jaxkv.models.config import ModelConfig, RopeScaling
 from scaling.training import transformer_rows
 
@@ -57,11 +58,11 @@ def test_rows_give_what_columns_give(name: str) -> None:
     # Zero biases and unit scales would hide misplaced ones.
     params = jax.tree.map(
         lambda x: jnp.asarray(x + 0.3 * rng.standard_normal(x.shape), jnp.float32),
-        transformer.init_params(config, jax.random.key(0)),
+        init_params(config, jax.random.key(0)),
     )
     tokens = jnp.asarray(rng.integers(0, 31, (3, 11)), jnp.int32)
     actual, balance = transformer_rows.run_transformer(params, tokens, config=config)
-    served = transformer.outputs(params, tokens, config=config)
+    served = models.outputs(params, tokens, config=config)
     assert actual.dtype == served.logits.dtype
     np.testing.assert_allclose(actual, served.logits, rtol=1e-4, atol=1e-4)
     assert float(balance) == pytest.approx(float(served.auxiliary), rel=1e-5)

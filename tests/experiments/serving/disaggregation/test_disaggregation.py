@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models
+from experiments import harness
 from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
-from jaxkv.simulation import KVTransferred, costs, disaggregated
+from jaxkv.simulation import KVTransferred, disaggregated, make_work
 from jaxkv.simulation.disaggregated import PhasePlacement, RequestLoad, RequestTiming
-from jaxkv.workloads import lengths, metrics
+from jaxkv.workloads import Lengths, Objectives, fifo_finish_s
 from tests.support import smoke
 
 ONE = Instance("opt-13b", 1)
@@ -21,13 +21,13 @@ ONE = Instance("opt-13b", 1)
 def requests(
     arrival_s: list[float], prompt: list[int], output: list[int]
 ) -> RequestLoad:
-    tokens = lengths.Lengths(np.array(prompt), np.array(output))
+    tokens = Lengths(np.array(prompt), np.array(output))
     return RequestLoad(np.array(arrival_s), tokens)
 
 
 def test_received_sequences_cost_a_decode_step() -> None:
-    cost = cost_models.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
-    work = costs.make_work(
+    cost = harness.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    work = make_work(
         num_decodes=2,
         num_prompt_rows=51,
         decode_context=100,
@@ -42,7 +42,7 @@ def test_received_sequences_cost_a_decode_step() -> None:
 
 
 def test_transfers_are_serialized() -> None:
-    done = metrics.fifo_finish_s(np.array([0, 1, 5.0]), np.full(3, 2.0))
+    done = fifo_finish_s(np.array([0, 1, 5.0]), np.full(3, 2.0))
     assert done.tolist() == [2, 4, 7]
 
 
@@ -91,7 +91,7 @@ def test_late_requests_do_not_count_and_unanswered_ones_fail() -> None:
         transfer_s=np.array([0.01, 0.01, 0.01, 0.04, np.nan]),
         preempted=0,
     )
-    objectives = metrics.Objectives(first_s=0.2, per_token_s=0.1)
+    objectives = Objectives(first_s=0.2, per_token_s=0.1)
     placement = ("split", 2, 1, 1, 2, 1e9)
     found = runs.PlacementLoads.of(
         [runs.judge_load("x", answers, objectives, placement, 8.0)]

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry, run_folder, table
+from experiments.framework import field_values, load_experiment, read_run
 from experiments.framework.study import studies_of
 from experiments.serving.preemption import measurement, serving
 from experiments.serving.preemption.measurement import Config, Result
 from experiments.serving.preemption.serving import PreemptionSetting, Servings
-from jaxkv.models import checkpoints
+from jaxkv.models import load_model
 from jaxkv.progress import QUIET
 from tests.support import smoke
 from tests.support.folders import RECORDS
@@ -44,7 +44,7 @@ def result(model: str) -> Result:
 
 def served(result: Result) -> Servings:
     """Returns all servings in one table."""
-    found = table.field_values(result).values()
+    found = field_values(result).values()
     return Servings.joined(x for x in found if isinstance(x, Servings))
 
 
@@ -261,7 +261,7 @@ def test_an_empty_run_is_drawn_and_judged(model: str) -> None:
 
 
 def test_a_setting_must_fit_its_engine(model: str) -> None:
-    loaded = checkpoints.load_model(model)
+    loaded = load_model(model)
     requests, _ = measurement.cut_prompts(SMOKE, loaded)
     ways = [
         (PreemptionSetting("large", 21), measurement.tight_engine_config(SMOKE, 20, 4))
@@ -279,7 +279,7 @@ def test_the_model_must_be_long_enough(model: str) -> None:
 
 def test_the_record_shows_cheap_preemption() -> None:
     folder = RECORDS / "preemption"
-    run = run_folder.read_run(folder, registry.load_experiment("preemption"))
+    run = read_run(folder, load_experiment("preemption"))
     ways, hosts = run.result.ways, run.result.hosts
     again = rows(ways, name="recompute")
     # Holding new requests costs more steps than preemption.

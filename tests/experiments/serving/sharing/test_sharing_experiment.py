@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import registry
-from experiments.harness import length_distributions, stepper
+from experiments.framework import load_experiment
+from experiments.harness import draw_lengths, make_stepper, measured_page_saving
 from experiments.harness.prompts import PromptRequest
 from experiments.serving.sharing import measurement, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, PageTableScenes
 from experiments.serving.sharing.requests import Client
+from jaxkv import scheduling
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models import checkpoints
+from jaxkv.models import load_model
 from jaxkv.progress import QUIET
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import fcfs
-from jaxkv.workloads import lengths as load_lengths
+from jaxkv.workloads import ALPACA, SHAREGPT, Pair
 from jaxkv.workloads.lengths import Lengths
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
@@ -41,10 +41,10 @@ def result() -> measurement.Result:
 def client(model: str) -> Client:
     """Returns a client with the run's engine, whose programs are compiled."""
     loaded, bounds = (
-        checkpoints.load_model(model),
+        load_model(model),
         measurement.ample_engine_config(measurement.CONFIGS["smoke"]),
     )
-    engine = stepper.make_stepper(loaded, bounds, requests.step_with_tables)
+    engine = make_stepper(loaded, bounds, requests.step_with_tables)
     return Client(engine, loaded, ASK, QUIET)
 
 
@@ -87,27 +87,23 @@ def test_the_saving_worked_by_hand(
     prompt: int, answer: int, n: int, share: float
 ) -> None:
     lengths = Lengths(np.array([prompt]), np.array([answer]))
-    assert length_distributions.measured_page_saving(lengths, n, 16) == pytest.approx(
-        share
-    )
+    assert measured_page_saving(lengths, n, 16) == pytest.approx(share)
     # Set counts agree, except for the prefill step.
     logical, distinct = pages_by_hand(prompt, answer, n)
     assert 1 - sum(distinct[1:]) / sum(logical[1:]) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("law", [load_lengths.ALPACA, load_lengths.SHAREGPT])
+@pytest.mark.parametrize("law", [ALPACA, SHAREGPT])
 @pytest.mark.parametrize("num", [1, 16, 300])
-def test_lengths_have_the_printed_means(law: load_lengths.Pair, num: int) -> None:
-    lengths = length_distributions.draw_lengths(
-        law, num, 1024, np.random.default_rng(3)
-    )
+def test_lengths_have_the_printed_means(law: Pair, num: int) -> None:
+    lengths = draw_lengths(law, num, 1024, np.random.default_rng(3))
     assert lengths.prompt.mean() == pytest.approx(law.prompt.mean, rel=0.05)
     assert lengths.output.mean() == pytest.approx(law.output.mean, rel=0.05)
     assert (lengths.prompt + lengths.output).max() <= 1024
     assert lengths.prompt.min() >= 1
     assert lengths.output.min() >= 2
     with pytest.raises(ValueError, match="do not fit max_length=100"):
-        length_distributions.draw_lengths(law, num, 100, np.random.default_rng(3))
+        draw_lengths(law, num, 100, np.random.default_rng(3))
 
 
 @pytest.mark.slow
@@ -146,7 +142,7 @@ def test_a_prompt_is_computed_once_for_any_chunk_size(
     num = 4 if beams else 8
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
-    policy = fcfs.fcfs(chunk_size=chunk_size)
+    policy = scheduling.fcfs(chunk_size=chunk_size)
     asked = [request_of(n, ask) for n in (37, 3, 64)]
     done = served_by(client, asked, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
@@ -270,7 +266,7 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
         assert [*measured.values()] == pytest.approx([100 * apart])
     else:
         assert not measured
-    (study, _) = registry.load_experiment("sharing").studies
+    (study, _) = load_experiment("sharing").studies
     assert study.metrics(result)["prefixes"] == []
     assert len(study.report_parts(result)) >= 1
     nothing = dataclasses.replace(result, picture=PageTableScenes.of([]))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models
+from experiments import harness
 from experiments.serving.sharing import simulation
 from experiments.serving.sharing.simulation import (
     Result,
@@ -18,7 +18,7 @@ from tests.support.commands import Command, document
 
 
 def test_decoding_sequences_attend_to_the_shared_prefix() -> None:
-    plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+    plain = harness.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
     work = Work(*(jnp.int32(0) for _ in Work._fields))._replace(
         num_decodes=jnp.int32(7), decode_context=jnp.int32(100)
     )

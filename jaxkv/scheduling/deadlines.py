@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
@@ -15,7 +15,7 @@ class EarliestDeadline(NamedTuple):
     Source: Liu and Layland 1973, section 7, without preemption of running requests.
     """
 
-    inner: fcfs.FCFS
+    inner: first_come.FCFS
 
     holds_finished = False
 
@@ -26,6 +26,6 @@ class EarliestDeadline(NamedTuple):
         return interface.plan_by(self.inner, c, deadline)
 
 
-def earliest_deadline(inner: fcfs.FCFS | None = None) -> EarliestDeadline:
-    """Makes an `EarliestDeadline` policy; `inner` None means `fcfs.fcfs()`."""
-    return EarliestDeadline(fcfs.fcfs() if inner is None else inner)
+def earliest_deadline(inner: first_come.FCFS | None = None) -> EarliestDeadline:
+    """Makes an `EarliestDeadline` policy; `inner` None means `fcfs()`."""
+    return EarliestDeadline(first_come.fcfs() if inner is None else inner)

@@ -18,11 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxkv import files
-from jaxkv.models import transformer
-from jaxkv.parallel import processes
+from jaxkv import files, parallel
+from jaxkv.models import Params
+from jaxkv.parallel import (
+    broadcast_from_first,
+    check_all_used,
+    gather_numbers,
+    is_first,
+)
 from jaxkv.progress import QUIET, Progress
-from scaling.corpora import corpora, streams
+from scaling.corpora import Corpus, open_corpus, windows_per_epoch
 from scaling.training import meshes, objectives, run_folder, step
 from scaling.training.recipes import LearningRateSchedule, TrainConfig
 from scaling.training.step import TrainState, compiled_steps, init_train_state
@@ -65,7 +70,7 @@ class TrainResult(NamedTuple):
     status: Literal["done", "stopped", "diverged"]
 
     @property
-    def params(self) -> transformer.Params:
+    def params(self) -> Params:
         """The final parameters."""
         return self.state.params
 
@@ -109,13 +114,13 @@ def train(
         is missing or too short, `start` is missing, or the checkpoint to resume from is
         damaged.
     """
-    processes.check_all_used(config.how.layout.num_devices)
-    corpus = corpora.open_corpus(config.corpus)
-    corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+    check_all_used(config.how.layout.num_devices)
+    corpus = open_corpus(config.corpus)
+    windows_per_epoch(len(corpus.stream), config.seq_len)
     state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
-    if not processes.is_first():
+    if not is_first():
         # Only the first process has the folder; all processes gather the state.
-        state, first_step = processes.broadcast_from_first((state, 0))
+        state, first_step = broadcast_from_first((state, 0))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         for line in run.reports():
             if line["step"] % config.checkpoint_every == 0:
@@ -132,8 +137,8 @@ def train(
         if last is not None:
             state = _read_arrays(last, state)
         layout = dataclasses.asdict(config.how.layout)
-        curve = folder.go_on(last, int(state.step), processes.num(), layout)
-        state, first_step = processes.broadcast_from_first((state, folder.first_step))
+        curve = folder.go_on(last, int(state.step), parallel.num(), layout)
+        state, first_step = broadcast_from_first((state, folder.first_step))
         run = _Run(config, corpus, state, int(first_step), objective, progress)
         run.curve = curve
         try:
@@ -143,7 +148,7 @@ def train(
                 if line["step"] % config.checkpoint_every == 0:
                     _save(folder, run.state)
         except KeyboardInterrupt:
-            if processes.num() > 1:  # other processes do not see the interrupt
+            if parallel.num() > 1:  # other processes do not see the interrupt
                 raise
             run.status = "stopped"
         state = run.state
@@ -152,7 +157,7 @@ def train(
 
 def train_in_memory(
     config: TrainConfig,
-    corpus: streams.Corpus,
+    corpus: Corpus,
     *,
     start: TrainState | None = None,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
@@ -200,7 +205,7 @@ class _Run:
     def __init__(
         self,
         config: TrainConfig,
-        corpus: streams.Corpus,
+        corpus: Corpus,
         state: TrainState,
         first_step: int,
         objective: objectives.Objective,
@@ -216,7 +221,7 @@ class _Run:
         self._config, self._first, self._progress = config, first_step, progress
         self._objective = objective
         self._stream = corpus.stream
-        self._per_epoch = corpora.windows_per_epoch(len(corpus.stream), config.seq_len)
+        self._per_epoch = windows_per_epoch(len(corpus.stream), config.seq_len)
         total = (config.num_steps - first_step) * config.batch_size * config.seq_len
         self._update = progress.bar("training", total, "tokens")
 
@@ -242,7 +247,7 @@ class _Run:
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (taken := int(self._state.step)) < config.num_steps:
-            if any(processes.gather_numbers(int(self._progress.stopped))):
+            if any(gather_numbers(int(self._progress.stopped))):
                 self.status = "stopped"
                 return
             every = (config.report_every, config.checkpoint_every)
@@ -289,7 +294,7 @@ def restore_checkpoint(checkpoint: Path, like: TrainState) -> TrainState:
 
 def _read_arrays(checkpoint: Path, like: TrainState) -> TrainState:
     """Reads the arrays of an undamaged checkpoint."""
-    if processes.num() > 1:  # read by one process, not over the mesh
+    if parallel.num() > 1:  # read by one process, not over the mesh
         like = jax.tree.map(np.asarray, like)
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
@@ -325,7 +330,7 @@ def save_checkpoint(
     ) as new:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         files.check_disk_space(new, num_bytes)
-        if processes.num() > 1:
+        if parallel.num() > 1:
             state = jax.tree.map(np.asarray, state)
         with (
             files.silencing_orbax(),

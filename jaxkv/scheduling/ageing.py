@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxkv import validation
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
@@ -17,7 +17,7 @@ class AgeingPriority(NamedTuple):
     is smaller by 1. All other decisions are those of `inner`.
     """
 
-    inner: fcfs.FCFS
+    inner: first_come.FCFS
     level_ms: Int32[Array, ""]
     """Time in ms that outweighs one level of priority, in [1, 1000000]."""
 
@@ -33,9 +33,9 @@ class AgeingPriority(NamedTuple):
 
 
 def ageing_priority(
-    *, level_ms: int = 10_000, inner: fcfs.FCFS | None = None
+    *, level_ms: int = 10_000, inner: first_come.FCFS | None = None
 ) -> AgeingPriority:
-    """Makes an `AgeingPriority` policy; `inner` None means `fcfs.fcfs()`.
+    """Makes an `AgeingPriority` policy; `inner` None means `fcfs()`.
 
     Raises:
       ValueError: `level_ms` is not in [1, 1000000].
@@ -44,5 +44,5 @@ def ageing_priority(
         "level_ms", level_ms, low=1, below=1_000_001, hint="in [1, 1000000]"
     )
     return AgeingPriority(
-        fcfs.fcfs() if inner is None else inner, jnp.asarray(level_ms, jnp.int32)
+        first_come.fcfs() if inner is None else inner, jnp.asarray(level_ms, jnp.int32)
     )

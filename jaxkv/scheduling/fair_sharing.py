@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.attributes import NO_SESSION
 from jaxkv.scheduling.interface import Counts, Plan
 
@@ -19,7 +19,7 @@ class FairShare(NamedTuple):
     Source: max-min fairness as in Demers et al. 1989, counted in slots.
     """
 
-    inner: fcfs.FCFS
+    inner: first_come.FCFS
 
     holds_finished = False
 
@@ -38,6 +38,6 @@ class FairShare(NamedTuple):
         return interface.plan_by(self.inner, c, slots)
 
 
-def fair_share(inner: fcfs.FCFS | None = None) -> FairShare:
-    """Makes a `FairShare` policy; `inner` None means `fcfs.fcfs()`."""
-    return FairShare(fcfs.fcfs() if inner is None else inner)
+def fair_share(inner: first_come.FCFS | None = None) -> FairShare:
+    """Makes a `FairShare` policy; `inner` None means `fcfs()`."""
+    return FairShare(first_come.fcfs() if inner is None else inner)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays, ledger
+from jaxkv import arrays, ledger, scheduling
 from jaxkv.engine import (
-    apply_plan,
     counts,
     drafting,
     emitting,
     groups,
     model_runner,
+    plan_application,
     prefix_caching,
     swapping,
 )
@@ -28,9 +28,17 @@ from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
-from jaxkv.memory import Eviction, invariants, kv_pages, prefix_cache, swap_buffer
-from jaxkv.models import interface as models_interface
-from jaxkv.scheduling import interface as scheduling_interface
+from jaxkv.memory import (
+    Eviction,
+    Violations,
+    count_prefix_faults,
+    count_swap_faults,
+    move_tokens,
+    shared_writes,
+)
+from jaxkv.memory import violations as count_violations
+from jaxkv.models import Forward
+from jaxkv.scheduling import Policy
 
 
 class StepInfo(NamedTuple):
@@ -77,7 +85,7 @@ class StepInfo(NamedTuple):
     """True if the host should move swapped pages, see `swapping.asks_host`."""
     enough: Bool[Array, ""]
     """True if the plan's pages were available; if not, the step fed no tokens."""
-    violations: invariants.Violations | None
+    violations: Violations | None
     """Violated invariants at the end of the step; None unless in debug mode."""
     num_drafts: Int32[Array, " slots"] | None = None
     """Drafts fed; `num_emitted - 1` of them were accepted. None without speculation."""
@@ -96,8 +104,8 @@ def step(
     state: EngineState,
     *,
     config: EngineConfig,
-    forward: models_interface.Forward,
-    policy: scheduling_interface.Policy,
+    forward: Forward,
+    policy: Policy,
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     speculation: Speculation | None = None,
@@ -154,7 +162,7 @@ def step(
     state = _retire(state, emitted, policy.holds_finished, eviction)
     info = _info(planned, applied, emitted, state, config)
     if config.debug:
-        unsafe = invariants.shared_writes(
+        unsafe = shared_writes(
             planned.pool, planned.table, info.num_rows, page_size=config.page_size
         )
         info = info._replace(violations=_audit(state, config)._replace(i3=unsafe))
@@ -165,7 +173,7 @@ def step(
 def _accept(
     state: EngineState,
     emitted: emitting.SamplerOutput,
-    applied: apply_plan.AppliedPlan,
+    applied: plan_application.AppliedPlan,
     drafts: Drafts | None,
     drafter: Drafter,
     config: EngineConfig,
@@ -196,7 +204,7 @@ def _compact_accepted_path(state: EngineState, verified: VerifyOutput) -> Engine
     accepted = jnp.where(verified.num_drafts > 0, verified.accepted, 0)
     stays = index < jnp.where(verified.emits, accepted, 0)[:, None]
     length = state.table.length[:, None]
-    pages = kv_pages.move_tokens(
+    pages = move_tokens(
         state.pages,
         state.table.page_ids,
         length - 1 + verified.path,
@@ -208,7 +216,7 @@ def _compact_accepted_path(state: EngineState, verified: VerifyOutput) -> Engine
 @jax.named_scope("info")
 def _info(
     planned: EngineState,
-    applied: apply_plan.AppliedPlan,
+    applied: plan_application.AppliedPlan,
     emitted: emitting.SamplerOutput,
     state: EngineState,
     config: EngineConfig,
@@ -249,10 +257,10 @@ def plan_step(
     state: EngineState,
     *,
     config: EngineConfig,
-    policy: scheduling_interface.Policy,
+    policy: Policy,
     eviction: Eviction | None = None,
     drafter: Drafter | None = None,
-) -> tuple[EngineState, apply_plan.AppliedPlan]:
+) -> tuple[EngineState, plan_application.AppliedPlan]:
     """Plans one step and applies the plan: all of a step before the model runs.
 
     Returns:
@@ -261,9 +269,11 @@ def plan_step(
     with jax.named_scope("counts"):
         observed, found = counts.observe_engine(state, config, drafter)
     with jax.named_scope("schedule"):
-        plan = scheduling_interface.schedule(observed, policy)
+        plan = scheduling.schedule(observed, policy)
     with jax.named_scope("apply_plan"):
-        state, applied = apply_plan.apply_plan(state, plan, found, config, eviction)
+        state, applied = plan_application.apply_plan(
+            state, plan, found, config, eviction
+        )
     return state, applied
 
 
@@ -273,8 +283,8 @@ def run_steps(
     clock: Int32[Array, " 2"],
     *,
     config: EngineConfig,
-    forward: models_interface.Forward,
-    policy: scheduling_interface.Policy,
+    forward: Forward,
+    policy: Policy,
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     speculation: Speculation | None = None,
@@ -343,10 +353,10 @@ def _finish_call(
     return state, infos
 
 
-def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
+def _audit(state: EngineState, config: EngineConfig) -> Violations:
     """Counts violated invariants at the end of a step."""
     live = ledger.is_occupied(state.slots)
-    found = invariants.violations(
+    found = count_violations(
         state.pool,
         state.table,
         live,
@@ -354,16 +364,14 @@ def _audit(state: EngineState, config: EngineConfig) -> invariants.Violations:
         pins=prefix_caching.pinned_pages(state),
     )
     if state.prefixes is not None:
-        found = found._replace(
-            i7=prefix_cache.count_prefix_faults(state.prefixes, state.pool)
-        )
+        found = found._replace(i7=count_prefix_faults(state.prefixes, state.pool))
     if state.staging is None:
         return found
     progress = ledger.unpack_columns(ledger.SequenceProgress, state.ledger.progress)
     events = ledger.unpack_columns(ledger.SequenceEvents, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
     waits = arrays.put(waits, state.slots.sequence, False)
-    faults = swap_buffer.count_swap_faults(
+    faults = count_swap_faults(
         state.staging, state.sequences.group, waits, page_size=config.page_size
     )
     return found._replace(swap=faults)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
@@ -17,7 +17,7 @@ class ShortestRemaining(NamedTuple):
     arXiv:2404.08509 (predicted lengths).
     """
 
-    inner: fcfs.FCFS
+    inner: first_come.FCFS
 
     holds_finished = False
 
@@ -28,6 +28,6 @@ class ShortestRemaining(NamedTuple):
         return interface.plan_by(self.inner, c, expected - c.waiting_cached)
 
 
-def shortest_remaining(inner: fcfs.FCFS | None = None) -> ShortestRemaining:
-    """Makes a `ShortestRemaining` policy; `inner` None means `fcfs.fcfs()`."""
-    return ShortestRemaining(fcfs.fcfs() if inner is None else inner)
+def shortest_remaining(inner: first_come.FCFS | None = None) -> ShortestRemaining:
+    """Makes a `ShortestRemaining` policy; `inner` None means `fcfs()`."""
+    return ShortestRemaining(first_come.fcfs() if inner is None else inner)

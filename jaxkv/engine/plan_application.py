@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger
+from jaxkv import arrays, ledger, memory
 from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
-from jaxkv.memory import Eviction, kv_pages, page_table
-from jaxkv.scheduling import interface
+from jaxkv.memory import Eviction, move_slots, num_new_pages
+from jaxkv.scheduling import Plan
 
 
 class SchedulingCounts(NamedTuple):
@@ -59,7 +59,7 @@ class _Batch(NamedTuple):
 
 def apply_plan(
     state: EngineState,
-    plan: interface.Plan,
+    plan: Plan,
     found: prefix_caching.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
@@ -111,7 +111,7 @@ def apply_plan(
 
 def _preempt_and_admit(
     carry: tuple[EngineState, _Batch],
-    plan: interface.Plan,
+    plan: Plan,
     found: prefix_caching.PrefixMatch,
     *,
     config: EngineConfig,
@@ -151,9 +151,7 @@ def _preempt_and_admit(
     )
     source, num_slots = new.source, new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
-    state = state._replace(
-        ledger=books, table=page_table.move_slots(state.table, stays)
-    )
+    state = state._replace(ledger=books, table=move_slots(state.table, stays))
     # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
@@ -192,15 +190,13 @@ def _reserve(
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:
         places, num_rows = places + drafts, num_rows + drafts
-    wanted = page_table.num_new_pages(
-        state.pool, state.table, places, num_rows, page_size=size
-    )
+    wanted = num_new_pages(state.pool, state.table, places, num_rows, page_size=size)
     if batch.num_back is not None:
         wanted += batch.num_back
     state = prefix_caching.evict_until_free(state, wanted)
     if batch.back is not None:
         state = swapping.swap_in(state, batch.back)
-    pool, table, copies, enough = page_table.reserve(
+    pool, table, copies, enough = memory.reserve(
         state.pool,
         state.table,
         places,
@@ -208,6 +204,6 @@ def _reserve(
         page_size=size,
         max_new_pages=config.max_pages_per_slot,
     )
-    pages = kv_pages.copy(state.pages, copies.source, copies.target)
+    pages = memory.copy(state.pages, copies.source, copies.target)
     num_copied = jnp.sum(copies.source >= 0, dtype=jnp.int32)
     return state._replace(pages=pages, pool=pool, table=table), num_copied, enough

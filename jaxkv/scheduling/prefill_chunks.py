@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.scheduling import fcfs, interface
+from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
 
@@ -28,7 +28,7 @@ class ChunkedPrefill(NamedTuple):
     algorithms 1 to 3.
     """
 
-    inner: fcfs.FCFS
+    inner: first_come.FCFS
     whole: Bool[Array, ""]
     """True if a request is admitted only when its whole prompt fits into the budget."""
     first: Bool[Array, ""]
@@ -77,7 +77,7 @@ def chunked_prefill(
     if max_running is not None and max_running < 1:
         raise ValueError(f"{max_running=} must be at least 1, or None")
     return ChunkedPrefill(
-        inner=fcfs.fcfs(),
+        inner=first_come.fcfs(),
         whole=jnp.asarray(whole),
         first=jnp.asarray(first),
         max_running=jnp.asarray(max_running or interface.NO_LIMIT, jnp.int32),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv import validation
+from scaling import laws
 from scaling.fits import (
     assemble,
     diagnostics,
@@ -32,7 +33,7 @@ from scaling.fits.levenberg_marquardt import (
 from scaling.fits.observations import Observations, make_observations
 from scaling.fits.prediction import Prediction, predict, score_fit
 from scaling.fits.result import FitResult, HeldOut, from_json, to_json
-from scaling.laws import Law, evaluation
+from scaling.laws import Law
 
 __all__ = [
     "Comparison",
@@ -281,4 +282,4 @@ def _coordinates(
     values = np.array(rows)
     if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
         raise ValueError("coefficients to start from must be finite, sizes positive")
-    return evaluation.coordinates(law, values, seen.centre)
+    return laws.coordinates(law, values, seen.centre)
