@@ -9,6 +9,7 @@ whose relative links are kept intact.
 """
 
 import functools
+import itertools
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 from pallas_kernels.lazy_exports import read_exports
@@ -142,6 +144,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             )
         files.append(file)
     return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Leaves notebooks out of the links to the previous and the next page."""
+    pages = [page for page in nav.pages if page.file.is_documentation_page()]
+    for page, next_page in itertools.pairwise(pages):
+        page.next_page, next_page.previous_page = next_page, page
+    return nav
 
 
 def on_page_markdown(

@@ -458,7 +458,7 @@ The shapes of an engine are fixed when it is loaded, so some requests need a lar
 
 ## Model families
 
-`served`: `Engine.load` reads the family. `counted`: `jaxkv cost` computes its parameters, FLOPs and bytes.
+`served`: `Engine.load` reads the family. `counted`: `jaxkv cost` computes its parameters, FLOPs and bytes. Any other architecture is served as a forward pass of your own, see [A model family with new arithmetic](tutorials/model_family.md).
 
 @families@
 

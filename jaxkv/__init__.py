@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from jaxkv.serving import Completion, Engine, Event, make_requests
     from jaxkv.speculation.methods import SpeculationConfig
 
+__version__ = "0.1.0"
+
 # Names load on first use, so that importing the package costs little more than
 # importing JAX.
 _HOMES = {
@@ -160,7 +162,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES})
+    return sorted({*__all__, *_PACKAGES, "__version__"})
 
 
 def __getattr__(name: str) -> Any:

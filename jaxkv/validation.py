@@ -349,12 +349,18 @@ def instance(name: str, value: object, *kinds: Any) -> Any:
     A class is refused even if it has the methods of a protocol.
 
     Raises:
-      ValueError: the value is of another type.
+      ValueError: the value is of another type; for a protocol, the message has the
+        attributes that it lacks.
     """
     if isinstance(value, type) or not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         wanted = wanted.replace("NoneType", "None")
-        raise ValueError(f"{name}={format_value(value)} must be a {wanted}")
+        members = getattr(kinds[0], "__protocol_attrs__", ())
+        lacks = " and ".join(x for x in sorted(members) if not hasattr(value, x))
+        hint = f", but has no {lacks}" if lacks else ""
+        if isinstance(value, type):
+            hint = ", not a class"
+        raise ValueError(f"{name}={format_value(value)} must be a {wanted}{hint}")
     return value
 
 

@@ -4,33 +4,41 @@ The README's programs are in `test_readme.py`.
 """
 
 import ast
+import contextlib
 import importlib.util
+import io
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import jaxkv
 from tests.support import pages
 from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; the programs of all other pages are thorough."""
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
 def programs() -> Iterator:
-    """Yields the pages that have a program."""
+    """Yields pages with a program; a notebook replaces a thorough page."""
     for path in sorted(DOCS.rglob("*.md")):
         if any(block.language == "python" for block in pages.fenced_blocks(path)):
             name = path.relative_to(DOCS).as_posix()
+            if name not in QUICK and path.with_suffix(".ipynb") in NOTEBOOKS:
+                continue
             marks = () if name in QUICK else (pytest.mark.thorough,)
             yield pytest.param(name, marks=marks)
 
@@ -41,6 +49,44 @@ def test_a_program_runs_and_prints_the_shown_output(page, tmp_path, monkeypatch)
     _, printed = pages.run_blocks(DOCS / page)
     wrong = pages.wrong_outputs(DOCS / page, printed)
     assert not wrong, "\n\n".join(wrong)
+
+
+def test_notebooks_are_made_from_their_pages() -> None:
+    spec = importlib.util.spec_from_file_location("_", DOCS / "make_notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = script.notebook_pages()
+    assert sorted(found) == NOTEBOOKS
+    for path, page in found.items():
+        notebook = script.make_notebook(page)
+        is_equal = path.read_text(encoding="utf-8") == notebook
+        assert is_equal, f"{path.name}: run `python docs/make_notebooks.py`"
+        assert len(notebook.encode()) < 100_000
+        code = [x for x in json.loads(notebook)["cells"] if x["cell_type"] == "code"]
+        blocks = pages.fenced_blocks(page)
+        python = [x.text.strip("\n") for x in blocks if x.language == "python"]
+        assert ["".join(x["source"]) for x in code] == python
+        outputs = [x for cell in code for x in cell["outputs"]]
+        assert len(outputs) == sum(x.language == "text" for x in blocks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_prints_its_outputs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space: dict = {"__name__": "__main__"}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        source = "".join(cell["source"])
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), pages.user_promotion():
+            exec(compile(source, f"{path.name}, {cell['id']}", "exec"), space)
+        for shown in cell["outputs"]:
+            expected = "".join(shown["text"])
+            assert pages.is_same_output(expected, output.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -83,6 +129,12 @@ def test_each_package_has_a_page_of_the_reference() -> None:
         assert page == f"# {name}\n\n::: {name}\n"
         assert f"]({name}.md)" in listed
         assert f"- api/{name}.md\n" in config
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {jaxkv.__version__}\n" in citation
+    assert jaxkv.__version__ == metadata.version("jaxkv")
 
 
 # The built site

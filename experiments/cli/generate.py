@@ -47,7 +47,7 @@ class ModelOptions:
     drafts: Annotated[
         int | None, parsing.describe_default("3, or 7 with --adaptive")
     ] = None
-    """Largest number of draft tokens per step, at least 1."""
+    """Largest number of draft tokens per step, at least 1; `max_drafts` in Python."""
     adaptive: bool = False
     """Adapt the draft length to the measured acceptance rate and costs."""
     draft_model: Annotated[str | None, parsing.describe_default("none")] = None
@@ -56,7 +56,8 @@ class ModelOptions:
     heads: Annotated[str | None, parsing.describe_default("a bundled model's own")] = (
         None
     )
-    """Folder of draft heads trained for the model, for medusa and eagle."""
+    """Folder of draft heads trained for the model, for medusa and eagle;
+    `SpeculationConfig.heads_folder` in Python."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and pages."""
     parallel: str = ""

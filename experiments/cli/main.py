@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import jaxkv
 from experiments import framework
 from experiments.cli import compilation_cache, multiprocess, run
 from experiments.cli.console import (
@@ -61,6 +62,9 @@ def main(args: list[str] | None = None) -> int:
             return status
         with exit_on_interrupt():
             return multiprocess.exit_unjoined(main(sys.argv[1:]))
+    if args == ["--version"]:
+        print(f"jaxkv {jaxkv.__version__}")
+        return 0
     as_json = "--json" in args
     args = [arg for arg in args if arg != "--json"]
     # Unencodable characters are replaced; JSON is always UTF-8.
@@ -299,7 +303,9 @@ def _experiment(name: str, args: list[str], prog: str) -> CommandOutput:
         if is_named:
             raise ValueError(f"{prog}: {name} and --config {file} exclude each other")
         base, name = experiment.config_loads(files.read_text(file), file), ""
-    description = f"{experiment.question} Configs: {', '.join(configs)}."
+    first, *others = configs
+    listed = ", ".join([f"{first} (the default)", *others])
+    description = f"{experiment.question} Configs: {listed}."
     asked = _changed(base, flags, f"{prog} [CONFIG]", description)
     return run.run(experiment, *asked, config_name=name)
 

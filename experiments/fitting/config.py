@@ -17,12 +17,13 @@ class Config:
     law: str = "chinchilla"
     """Laws to fit, separated by commas; `jaxkv plan` reads the first one."""
     where: str = ""
-    """Rule for the rows to fit, such as 'N <= 4e8 and seed == 0', in the units of
-    --n-unit and so on; all other rows are held out and scored."""
+    """Rule for the rows to fit, such as 'N <= 400M and seed == 0': N, D, C and L after
+    --n-unit and so on, or columns of the file; all other rows are held out and
+    scored."""
     hold_out: str = ""
     """Rule for the rows to hold out and score."""
     ignore: str = ""
-    """Rule for rows to ignore completely."""
+    """Rule, over the columns of the file, for rows to ignore completely."""
     last_of: str = ""
     """Columns, separated by commas: of rows that agree in them, only the one with the
     most tokens is read, such as the last checkpoint of each run."""

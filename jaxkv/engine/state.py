@@ -78,7 +78,8 @@ class EngineConfig:
     """Compiled draft lengths: `max_drafts`, half of it, a quarter, and so on. More
     lengths make steps with few drafts faster and compilation longer."""
     queue_head: int = 0
-    """Waiting requests visible to the policy, at most 511; 0 means `max_slots`."""
+    """Waiting requests visible to the policy, at most 511; 0 means `max_slots`, which
+    is enough for `fcfs`, but not for a policy that sorts the queue."""
     submit_width: int = 8
     """Rows of requests in one call of `submit`."""
     steps_per_call: int = 16

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxkv import validation
 from jaxkv.files import (
     check_replaceable,
+    model_folder,
     read_json,
     read_text,
     replace_folder,
@@ -81,7 +82,8 @@ def load_model(
     """Reads a model with its parameters and its tokenizer.
 
     Args:
-      folder: a Hugging Face folder with safetensors, single or sharded.
+      folder: a Hugging Face folder with safetensors, single or sharded; or the name of
+        a bundled model, such as "stdlib-bytes".
       dtype: dtype of the parameters: float32, bfloat16, float16, or float64 if JAX has
         it enabled. It may differ from the dtype of the file.
       place: function of the configuration that returns a function to put each parameter
@@ -94,9 +96,8 @@ def load_model(
       ValueError: a file is missing, truncated or not supported, or a tensor is missing,
         unexpected, of another shape or not finite; the message names the file.
     """
-    folder, dtype = validation.path("folder", folder), checked_dtype(dtype)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+    validation.path("folder", folder)
+    folder, dtype = model_folder(folder), checked_dtype(dtype)
     config = read_config(folder)
     put = None if place is None else place(config)
     params = load_params(folder, config, dtype, put)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
         Counts,
         Plan,
         Policy,
+        check_policy,
         limit_draft_lengths,
+        plan_by,
         plan_in_order,
         schedule,
     )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import Size, missing_pages, pages_for
 from jaxkv.scheduling.attributes import RequestAttributes
 
@@ -168,9 +168,32 @@ class Policy(Protocol):
         ...
 
 
+def check_policy(policy: object) -> None:
+    """Checks the type of a policy.
+
+    Raises:
+      ValueError: it is no `Policy`, or no pytree, so that no program can take it.
+    """
+    validation.instance("policy", policy, Policy)
+    if jax.tree.structure(policy) == jax.tree.structure(0):
+        raise ValueError(
+            f"policy={validation.format_value(policy)} must be a NamedTuple of arrays, "
+            "or another pytree"
+        )
+
+
 def schedule(counts: Counts, policy: Policy) -> Plan:
-    """Plans the next step by a policy, and grants drafts if the policy did not."""
+    """Plans the next step by a policy, and grants drafts if the policy did not.
+
+    Raises:
+      ValueError: the policy returns no `Plan`.
+    """
     plan = policy.plan(counts)
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"{type(policy).__name__}.plan returns {validation.format_value(plan)}, "
+            "which must be a Plan"
+        )
     if counts.drafts is not None and plan.drafts is None:
         return plan._replace(drafts=_grant_drafts(counts, plan, counts.drafts))
     return plan

@@ -259,9 +259,9 @@ class Engine:
         Raises:
           ValueError: it is not a policy.
         """
-        kinds = (Policy, type(None))
-        policy = validation.instance("policy", policy, *kinds)
-        self.core.policy = scheduling.fcfs() if policy is None else policy
+        policy = scheduling.fcfs() if policy is None else policy
+        scheduling.check_policy(policy)
+        self.core.policy = policy
 
     @property
     def trace(self) -> outputs.Trace:

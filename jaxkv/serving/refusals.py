@@ -18,7 +18,7 @@ from jaxkv.memory import Eviction, Pages
 from jaxkv.models import Forward
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import Policy
+from jaxkv.scheduling import check_policy
 
 
 def check_parts(
@@ -42,13 +42,14 @@ def check_parts(
         ("config", config, (EngineConfig,)),
         ("pages", pages, (Pages,)),
         ("forward", forward, (Forward,)),
-        ("policy", policy, (Policy, type(None))),
         ("eviction", eviction, (Eviction, type(None))),
         ("logits_fn", logits_fn, (Callable, type(None))),
         ("speculation", speculation, (Speculation, type(None))),
         ("tokenizer", tokenizer, (TextTokenizer, type(None))),
     ):
         validation.instance(name, value, *kinds)
+    if policy is not None:
+        check_policy(policy)
     check_mesh(mesh)
     assert isinstance(config, EngineConfig)
     if isinstance(speculation, Speculation):

@@ -7,6 +7,7 @@ kept in float64; full traces are optional.
 """
 
 import concurrent.futures
+import inspect
 import os
 import threading
 from collections.abc import Sequence
@@ -15,10 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.scheduling import check_policy
 from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
 from jaxkv.simulation.results import SimulationResult, select_members
 from jaxkv.simulation.step import SimulationMember
+from jaxkv.simulation.work import Cost
 from jaxkv.workloads import Workload
 
 STEPS_PER_CALL = 1024
@@ -30,15 +34,27 @@ over threads, and the hand-over takes longer than the work: see `experiments/LOG
 def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     """Stacks members, or tuples of their fields.
 
-    Workloads with fewer requests are padded with empty requests.
+    Workloads with fewer requests are padded with empty requests. A cost may be a plain
+    function if it is the same one in all members.
 
     Raises:
-      ValueError: there are no members, or they differ in the types of their policies,
-        costs or reservations, or in `max_drafts`.
+      ValueError: there are no members, a policy or cost has another type, or members
+        differ in the types of their policies, costs or reservations, or in
+        `max_drafts`.
     """
     if not members:
         raise ValueError("members=[] must have at least one member")
     singles = [SimulationMember(*member) for member in members]
+    for member in singles:
+        check_policy(member.policy)
+        validation.instance("cost", member.cost, Cost)
+    # A function becomes part of the type, a pytree without leaves.
+    singles = [
+        x._replace(cost=jax.tree_util.Partial(x.cost))
+        if inspect.isfunction(x.cost)
+        else x
+        for x in singles
+    ]
     kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
@@ -107,8 +123,14 @@ def simulate(
       The results of all members.
 
     Raises:
+      ValueError: the members are not stacked.
       StallError: a policy makes no progress; the message names the member.
     """
+    if not isinstance(members, SimulationMember):
+        raise ValueError(
+            f"members={validation.format_value(members)} must be stacked: "
+            "simulate(stack(members), ...)"
+        )
     members = jax.tree.map(np.asarray, members)
     num = members.workload.prompt.shape[0]
     size, num_threads = part_size(num, max_slots), os.cpu_count() or 1

@@ -108,9 +108,11 @@ def init_simulation(
       The state. Callers should donate it to `step`.
 
     Raises:
-      ValueError: a size is below 1, or `max_samples` is above 1 with a reservation.
-        Sequences cannot share contiguous places; use a request for each instead.
+      ValueError: `policy` is no policy, a size is below 1, or `max_samples` is above 1
+        with a reservation. Sequences cannot share contiguous places; use a request for
+        each instead.
     """
+    validation.instance("policy", policy, Policy)
     w, c = arrays.to_jax_arrays((workload, capacity))
     max_slots = validation.integer("max_slots", max_slots, low=1)
     max_samples = validation.integer("max_samples", max_samples, low=1)

@@ -164,7 +164,10 @@ def build_speculative(
         )
     kind = None if heads is None else head_folders.heads_kind(heads.config)
     if kind is None and method in head_folders.KINDS:
-        raise ValueError(f"speculate={method!r} needs trained heads")
+        raise ValueError(
+            f"speculate={method!r} needs trained heads: "
+            f"SpeculationConfig({method!r}, heads_folder=...)"
+        )
     if kind is not None and kind != method:
         raise ValueError(f"{kind} heads do not go with speculate={method!r}")
     layers = None if speculation is None else speculation.draft_layers

@@ -142,6 +142,7 @@ def bursty(
 
     Source: Li et al. 2023 (AlpaServe), arXiv:2302.11665, where rate and cv vary.
     """
+    validation.instance("rng", rng, np.random.Generator)
     largest, above_0 = sys.float_info.max, math.ulp(0.0)
     rate = validation.number(
         "rate",

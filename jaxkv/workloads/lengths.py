@@ -166,9 +166,10 @@ class Pair:
           num: requests, at least 1.
 
         Raises:
-          ValueError: `num` is below 1; or the bounds reject more than 99 % of pairs,
-            or, with `keeps_means`, no scale gives these means.
+          ValueError: `rng` is no generator; `num` is below 1; or the bounds reject more
+            than 99 % of pairs, or, with `keeps_means`, no scale gives these means.
         """
+        validation.instance("rng", rng, np.random.Generator)
         num = validation.integer("num", num, low=1)
         stretch = _scale_factors(self)
         prompt, output = np.empty(0, np.int64), np.empty(0, np.int64)

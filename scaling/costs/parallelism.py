@@ -204,7 +204,8 @@ def check_layout(
         divided.append((name, layout.context * inside, "tokens", sequence))
     for name, degree, what, size in divided:
         if size % degree:
-            raise ValueError(f"{name}={degree} must divide the {size} {what}")
+            parts = what.removesuffix("s") if size == 1 else what
+            raise ValueError(f"{name}={degree} must divide the {size} {parts}")
     if isinstance(model.attention, LatentAttention):
         return
     by_heads = {"tensor": layout.tensor, "ulysses": layout.ulysses * layout.tensor}

@@ -100,11 +100,13 @@ def fit(
 
     Raises:
       ValueError: the data cannot be fitted (see `observations.make_observations`), an
-        argument is outside its range, or `held_out` has no row.
+        argument has another type or is outside its range, or `held_out` has no row.
 
     Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
     section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
     """
+    validation.instance("law", law, Law)
+    validation.instance("data", data, Mapping)
     validation.choice("loss", loss, typing.get_args(Loss))
     validation.choice("space", space, typing.get_args(Space))
     if not 0 < delta < np.inf:
@@ -116,6 +118,10 @@ def fit(
     larger = None
     if held_out is not None:
         mask = np.asarray(held_out, bool)
+        if mask.ndim != 1:
+            raise ValueError(
+                "held_out must be a mask of rows, such as log.select(rule)"
+            )
         if not mask.any():
             raise ValueError("held_out has no row: at least one run must be scored")
         columns = {name: np.asarray(column) for name, column in data.items()}

@@ -126,8 +126,7 @@ def make_observations(
 
 
 def _column(law: Law, data: Mapping[str, Any], name: str) -> np.ndarray:
-    if name not in data:
-        raise ValueError(f"{law.name} needs a column {name}")
+    law.check_columns(data, [name])
     try:
         column = np.asarray(data[name], np.float64)
     except (TypeError, ValueError) as error:

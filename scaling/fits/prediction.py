@@ -130,9 +130,8 @@ def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
 
 def _logs(law: Law, data: Mapping[str, Any]) -> np.ndarray:
     columns = []
+    law.check_columns(data, law.inputs)
     for name in law.inputs:
-        if name not in data:
-            raise ValueError(f"{law.name} needs a column {name}")
         column = np.atleast_1d(np.asarray(data[name], float))
         if not (np.isfinite(column) & (column > 0)).all():
             raise ValueError(f"{name} must be positive and finite")

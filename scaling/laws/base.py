@@ -9,7 +9,7 @@ effect of that on the coordinates.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -132,11 +132,21 @@ class Law:
         Raises:
           ValueError: a column is missing.
         """
-        if missing := [name for name in self.inputs if name not in data]:
-            raise ValueError(f"{self.name} needs a column {missing[0]}")
+        self.check_columns(data, self.inputs)
         x = jnp.asarray(coefficients)
         logs = [jnp.log(jnp.asarray(data[name], x.dtype)) for name in self.inputs]
         return jnp.exp(self.log_loss(self.encode(x), jnp.stack(logs)))
+
+    def check_columns(self, data: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Checks that data has the columns that the law needs.
+
+        Raises:
+          ValueError: a column is missing; the message has the columns that exist.
+        """
+        for name in names:
+            if name not in data:
+                there = ", ".join(data) or "none"
+                raise ValueError(f"{self.name} needs a column {name}; there is {there}")
 
     def encode(self, coefficients: Float[Array, " k"]) -> Float[Array, " k"]:
         """Turns coefficients into coordinates."""

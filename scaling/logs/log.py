@@ -29,6 +29,7 @@ from jaxkv.workloads import make_dataframe
 from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
 from scaling.logs.columns import (
+    LETTERS,
     STEPS,
     ColumnRoles,
     LogColumns,
@@ -129,18 +130,21 @@ class Log(NamedTuple):
         Args:
           rule: a rule (see `rules`) over `row`, the file's columns as written, numeric
             columns in the units of `columns`, and `num_params`, `num_tokens`, `flops`
-            and `loss`.
+            and `loss`, or their letters N, D, C and L.
 
         Raises:
           ValueError: the rule is invalid, or cannot be applied to a row.
         """
-        test = rules.parse_rule(rule, (*self.names, "row", *self.columns))
+        letters = {x: y for x, y in LETTERS.items() if x in self.columns}
+        names = (*self.names, "row", *self.columns, *letters.values())
+        test = rules.parse_rule(rule, dict.fromkeys(names))
         read = {self.roles[x]: y for x, y in self.columns.items() if x in self.roles}
         found = []
         for i, row in enumerate(self.raw):
             ours = {name: column[i] for name, column in self.columns.items()}
             named = {name: column[i] for name, column in read.items()}
-            cells = {**ours, **row.cells, **named, "row": row.number}
+            short = {letter: ours[name] for name, letter in letters.items()}
+            cells = {**short, **ours, **row.cells, **named, "row": row.number}
             found.append(_ask(test, row, cells))
         return np.asarray(found, bool)
 
@@ -156,7 +160,7 @@ class Log(NamedTuple):
 
 
 def read_log(
-    path: Path,
+    path: str | Path,
     columns: LogColumns | None = None,
     *,
     needs: Iterable[str] = (),
@@ -187,7 +191,7 @@ def read_log(
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
         occurs twice; or no row remains. One line with the place.
     """
-    columns = columns or LogColumns()
+    path, columns = Path(path), columns or LogColumns()
     is_sweep = path.is_dir()
     if is_sweep and not (path / files.RUNS).exists():
         raise ValueError(f"{path}: holds no {files.RUNS}; name a file")

@@ -26,7 +26,8 @@ Test = Callable[[Mapping[str, Any]], bool]
 _Value = Callable[[Mapping[str, Any]], Any]
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)(?![\w.])"
+    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[KMBGTkmbgt]?)"
+    r"(?![\w.])"
     r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<quoted>`[^`]+`)|(?P<name>[^\W\d][\w.]*)"
     r"|(?P<mark><=|>=|==|!=|<|>|\(|\)))"
 )
@@ -148,7 +149,7 @@ class _Reader:
             raise self._error("needs a column or a value before", self._here())
         self._next += 1
         if token.kind == "number":
-            number = float(token.text)
+            number = parse_number(token.text, 1.0)
             return token.text, lambda row: number
         text = token.text[1:-1]
         if token.kind == "text":

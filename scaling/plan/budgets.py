@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, divide_budget, loss_powers
 
 type Amount = float | Float[np.ndarray, "..."]
@@ -112,9 +113,17 @@ def allocate_budget(
       inference_tokens: D_inf, tokens read and written in serving, at least 0.
       repeating: limit on unique tokens; no limit by default.
 
+    Raises:
+      ValueError: `powers` has another type; `law_two_powers` makes it from a fit.
+
     Source: Hoffmann et al. 2022, arXiv:2203.15556, equation 4; Sardana et al. 2024,
     arXiv:2401.00448, section 2; Muennighoff et al. 2023, arXiv:2305.16264, section 5.
     """
+    if not isinstance(powers, TwoPowers):
+        raise ValueError(
+            f"powers={validation.format_value(powers)} must be a TwoPowers, such as "
+            "law_two_powers(law, fit.coefficients)"
+        )
     if inference_tokens == 0:
         free = divide_budget(powers, flops)
     else:

@@ -10,7 +10,7 @@ import random
 import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -497,6 +497,24 @@ def test_errors_of_other_functions(name: str) -> None:
     assert wanted in refusal(call)
 
 
+class NotAPytree:
+    """A policy that no program can take."""
+
+    holds_finished = False
+
+    def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
+        return jaxkv.fcfs().plan(counts)
+
+
+class Planless(NamedTuple):
+    """A policy without a plan."""
+
+    holds_finished = False
+
+    def plan(self, counts: jaxkv.Counts) -> None:
+        """Returns no plan."""
+
+
 def test_invalid_engine_components_are_refused() -> None:
     parts: dict[str, Any] = dict(
         params={},
@@ -508,8 +526,9 @@ def test_invalid_engine_components_are_refused() -> None:
         ("config", vars(BOUNDS), "must be a EngineConfig"),
         ("pages", (1, 2), "must be a Pages"),
         ("forward", 3, "must be a Forward"),
-        ("policy", jaxkv.fcfs, "must be a Policy or None"),
-        ("policy", 3, "must be a Policy or None"),
+        ("policy", jaxkv.fcfs, "must be a Policy, but has no holds_finished and plan"),
+        ("policy", type(jaxkv.fcfs()), "must be a Policy, not a class"),
+        ("policy", NotAPytree(), "must be a NamedTuple of arrays, or another pytree"),
         ("eviction", jaxkv.fcfs(), "must be a Eviction or None"),
         ("logits_fn", "x", "must be a Callable or None"),
         ("host_pages", 1.5, "must be a whole number"),
@@ -521,6 +540,12 @@ def test_invalid_engine_components_are_refused() -> None:
         given = parts | {name: value}
         message = refusal(lambda given=given: api.Engine(**given))
         assert message.startswith(f"{name}={validation.format_value(value)} {wanted}")
+
+
+def test_a_policy_must_return_a_plan() -> None:
+    policy: Any = Planless()
+    message = refusal(lambda: jaxkv.schedule(cast(Any, None), policy))
+    assert message == "Planless.plan returns None, which must be a Plan"
 
 
 @pytest.mark.parametrize(

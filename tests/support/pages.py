@@ -5,6 +5,7 @@ import io
 import math
 import re
 import textwrap
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,10 +39,15 @@ def fenced_blocks(path: Path) -> list[Block]:
     ]
 
 
+@contextlib.contextmanager
+def user_promotion() -> Generator[None]:
+    """JAX promotes dtypes and ranks as for users, not as the tests configure it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def run_blocks(path: Path) -> tuple[dict, list[str]]:
     """Runs the `python` blocks of a page in order, as one program.
-
-    JAX promotes dtypes and ranks as it does for users, not as the tests configure it.
 
     Returns:
       The names that the program has defined, and the printed output of each block.
@@ -53,11 +59,7 @@ def run_blocks(path: Path) -> tuple[dict, list[str]]:
             continue
         # Tracebacks then name the line of the page.
         source = "\n" * (block.line - 1) + block.text
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as output,
-            jax.numpy_rank_promotion("allow"),
-            jax.numpy_dtype_promotion("standard"),
-        ):
+        with contextlib.redirect_stdout(io.StringIO()) as output, user_promotion():
             exec(compile(source, str(path), "exec"), space)
         printed.append(output.getvalue())
     return space, printed

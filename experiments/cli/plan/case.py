@@ -106,7 +106,9 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
     try:
         document = json.loads(read_log_text(path))
     except json.JSONDecodeError as error:
-        raise ValueError(f"not a fit.json: {error}") from None
+        raise ValueError(
+            f"not a fit.json, as `jaxkv fit LOG --out DIR` writes it: {error}"
+        ) from None
     except RecursionError:
         raise ValueError("not a fit.json: nested too deeply") from None
     document = _of_group(document, group)

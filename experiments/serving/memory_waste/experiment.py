@@ -294,7 +294,12 @@ def summary(result: Result) -> list[ReportPart]:
         _sheet(
             "percentage of the token places",
             {"system": names} | uses | printed,
-            f"Means over time and {many} loads, and the standard deviation over loads.",
+            "Means over time"
+            + (
+                f" and {many} loads; standard deviation over loads."
+                if many > 1
+                else "."
+            ),
         ),
         _sheet("served requests", {"system": names} | served),
         _sheet(

@@ -66,7 +66,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any])
     safetensors.numpy.save_file(tensors, folder / WEIGHTS)
 
 
-def refusal(folder: Path, **kwargs: Any) -> str:
+def refusal(folder: Path | str, **kwargs: Any) -> str:
     """Returns the error with which a folder is refused, on one line."""
     with pytest.raises(ValueError, match=re.escape(str(folder))) as info:
         load_model(folder, **kwargs)
@@ -352,6 +352,8 @@ def test_config_that_its_family_cannot_express_is_refused(
 
 def test_missing_files(llama: Path, tmp_path: Path) -> None:
     assert "no such folder" in refusal(tmp_path / "nowhere")
+    assert "unknown model" in refusal("stdlib-byte")
+    assert load_model("stdlib-bytes").config.num_layers == 4
     (llama / WEIGHTS).rename(llama / "other.safetensors")
     assert "neither model.safetensors nor" in refusal(llama)
     (llama / "pytorch_model.bin").write_bytes(b"\x80\x04.")

@@ -15,6 +15,7 @@ from jaxkv.scheduling import NO_LIMIT, Counts, Plan
 from jaxkv.simulation import (
     SimulationMember,
     SimulationResult,
+    Work,
     read_outcomes,
     simulate_workload,
 )
@@ -123,13 +124,39 @@ def test_a_stopped_run_returns_partial_results() -> None:
     assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
 
 
-def test_members_of_different_types_are_refused() -> None:
+def test_members_of_different_types_are_refused(no_type_checks) -> None:
     member = SimulationMember(LOADS[0], BOUNDS, scheduling.fcfs(), COST)
     other = member._replace(policy=scheduling.fcfs(victim="cheapest"))
     with pytest.raises(ValueError, match="policy must have the same type in all"):
         simulation.stack([member, other])
     with pytest.raises(ValueError, match="must have at least one member"):
         simulation.stack([])
+    for field, value in (("policy", scheduling.fcfs), ("cost", 0.02)):
+        wrong: dict[str, Any] = {**member._asdict(), field: value}
+        with pytest.raises(ValueError, match=rf"^{field}=.* must be a "):
+            simulation.stack([SimulationMember(**wrong)])
+
+
+def test_unstacked_members_are_refused(no_type_checks) -> None:
+    members: Any = [SimulationMember(LOADS[0], BOUNDS, scheduling.fcfs(), COST)]
+    with pytest.raises(ValueError, match=r"must be stacked: simulate\(stack\("):
+        simulation.simulate(members, max_slots=6)
+
+
+def test_a_cost_may_be_a_function() -> None:
+    def step_s(work: Work) -> jax.Array:
+        return COST(work)
+
+    members = [
+        SimulationMember(load, BOUNDS, scheduling.fcfs(), step_s) for load in LOADS
+    ]
+    found = simulation.simulate(
+        simulation.stack(members), max_slots=6, steps_per_call=50
+    )
+    np.testing.assert_array_equal(found.finish_s, served().finish_s)
+    other = members[0]._replace(cost=lambda work: jnp.float32(0.1))
+    with pytest.raises(ValueError, match="cost must have the same type in all"):
+        simulation.stack([members[1], other])
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> EngineParts:
     ("make", "line"),
     [
         (lambda: served("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
-        (lambda: served("eagle"), "speculate='eagle' needs trained heads"),
+        (lambda: served("eagle"), "needs trained heads: SpeculationConfig('eagle',"),
         (
             lambda: served("eagle", heads=HEADS),
             "medusa heads do not go with speculate='eagle'",

@@ -363,7 +363,10 @@ def negative() -> np.ndarray:
         ({x: np.tile(y, 2) for x, y in spoilt().items()}, "rows 0 and 30 are the same"),
         (spoilt(loss=np.ones(29)), "columns of different lengths: .* loss 29"),
         (spoilt(loss=["a"] * 30), "loss is not numeric"),
-        ({"num_params": [1.0], "loss": [1.0]}, "chinchilla needs a column num_tokens"),
+        (
+            {"num_params": [1.0], "loss": [1.0]},
+            "chinchilla needs a column num_tokens; there is num_params, loss",
+        ),
     ],
 )
 def test_bad_data_is_refused(data: dict, reason: str) -> None:
@@ -378,6 +381,10 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
         ({"bootstrap": 1}, "bootstrap=1 must be"),
         ({"level": 1.0}, "level=1.0 must be"),
         ({"weights": np.zeros(30)}, "not all 0"),
+        (
+            {"held_out": "flops > 1e9"},
+            r"held_out must be a mask of rows, such as log\.",
+        ),
         ({"cluster": np.zeros(9)}, "9 cluster labels for 30 rows"),
         ({"starts": [{"A": 1.0}]}, "a start needs A, B, E, alpha, beta"),
         ({"fixed": {"gamma": 1.0}}, "gamma=1: chinchilla has no such coefficient; it"),

@@ -108,6 +108,8 @@ def test_rules_select_and_ignore(tmp_path: Path) -> None:
         ("num_params<=2000 or num_params >= +4e3", [True, False, True]),
         ("not (row < 3 or row == 4)", [False, True, False]),
         ("recipe.rate == 0.01", [True, True, True]),
+        ("N <= 2K or N >= .004M", [True, False, True]),
+        ("C > 1.2G and L > 0", [False, False, True]),
     ):
         np.testing.assert_array_equal(log.select(rule), selected)
     assert log.take(log.select("row == 3")).runs == ("r2",)

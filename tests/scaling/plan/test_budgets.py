@@ -101,6 +101,12 @@ def test_serving_as_published() -> None:
     assert 1 - after / before == pytest.approx(0.17, abs=0.005)
 
 
+def test_a_law_without_coefficients_has_no_optimum(no_type_checks) -> None:
+    wrong: Any = CHINCHILLA
+    with pytest.raises(ValueError, match=r"^powers=Law.* must be a TwoPowers, such as"):
+        budgets.allocate_budget(wrong, FLOPS)
+
+
 def test_nothing_served_is_the_compute_optimum() -> None:
     free = budgets.allocate_budget(LECTURE, FLOPS)
     assert budgets.cheapest_model(LECTURE, free.loss) == pytest.approx(free, rel=1e-9)
