@@ -296,7 +296,7 @@ def pair_table(trials: Trials) -> list[str]:
             name += f"({type(drafter.drafter).__name__}())"
         cells = [f"`{name}`"]
         for verifier in verifiers:
-            line = error_of(speculation.Speculation, drafter, verifier)
+            line = error_of(jaxkv.Speculation, drafter, verifier)
             line = re.sub(r"drafter=.*?: it", "drafter=...: it", line)
             cells.append(trials.cell(line))
         lines.append(cells)

@@ -108,6 +108,7 @@ def module_name(path: Path) -> str:
 
 
 TESTS = [*(ROOT / "tests").rglob("test_*.py")]
+DOCS_SCRIPTS = [*(ROOT / "docs").glob("*.py")]
 MODULES = {module_name(path): path for path in source_files()}
 
 
@@ -253,6 +254,18 @@ def test_exported_names_exist() -> None:
             assert not names or package.startswith(f"{EXPERIMENTS}."), package
         missing = [x for x in names if x not in modules and not hasattr(module, x)]
         assert not missing, (package, missing)
+
+
+def test_imported_names_exist() -> None:
+    """A type checker accepts any name of a package that has a `__getattr__`."""
+    wrong = []
+    for path in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *DOCS_SCRIPTS]:
+        for line, name in imports(path):
+            package, _, member = name.rpartition(".")
+            exports = package in MODULES and read_exports(MODULES[package])
+            if exports and member not in exports and name not in MODULES:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_folders_have_a_limited_number_of_entries() -> None:
