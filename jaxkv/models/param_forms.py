@@ -69,7 +69,7 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
 
 def has_transposed_weights(params: Params) -> bool:
     """Returns True if parameters have the form of `add_transposed_weights`."""
-    return "transposed" in params["layers"][0]["qkv"]
+    return "transposed" in params["layers"][0]["out"]
 
 
 def add_transposed_weights(params: Params) -> Params:

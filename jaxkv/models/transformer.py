@@ -38,8 +38,9 @@ type Attend[C] = Callable[
 
     It is the only function that combines rows. `qkv` is `[kv_heads, group + 2,
     head_dim, rows]`, or the form of an `Orientation` with rows: for each KV head the
-    group's queries, the key and the value, without positions. `angles` encode the
-    positions; None if they are learned. `out` has the queries' outputs."""
+    group's queries, the key and the value, without positions; or a
+    `rotary.LatentProjection`. `angles` encode the positions; None if they are learned.
+    `out` has the queries' outputs."""
 
 COLUMNS = Orientation()
 
@@ -380,14 +381,15 @@ def run_sequences(
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
 
     def attend(layer, qkv, angles, carry):
-        # To [batch, seq, heads, head_dim] and back.
+        # To [batch, seq, heads, width] and back.
+        split = rotary.split_and_rotate(qkv, angles)
         q, k, v = (
-            x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
-            for x in rotary.split_and_rotate(qkv, angles)
+            x.reshape(-1, x.shape[-2], batch, seq).transpose(2, 3, 0, 1) for x in split
         )
-        y, _ = tiled.flash_attention(q, k, v, window=config.window)
+        how: Any = {"window": config.window, "scale": config.score_scale}
+        y, _ = tiled.flash_attention(q, k, v, **how)
         y = y.transpose(2, 3, 0, 1)
-        return y.reshape(len(qkv), -1, config.head_dim, batch * seq), carry
+        return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
 
     how: Any = {"taps": taps, "only": only}
     return model.hidden(tokens.reshape(-1), position, attend, (), **how)

@@ -108,9 +108,7 @@ class RowOrientation(Orientation):
         """Multiplies rows by a matrix."""
         return self.matmul(linear.matrix, x)
 
-    def expand(
-        self, linear: Linear, x: Activations, then: Function | None = None
-    ) -> Activations:
+    def expand(self, linear: Any, x: Activations, then: Function | None = None) -> Any:
         """Multiplies all rows by this device's columns of a matrix.
 
         With sequence parallelism rows are gathered, and gathered again for the weights'
@@ -130,7 +128,7 @@ class RowOrientation(Orientation):
         return super().add_up(x, part=part, whole=whole)
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`."""
+        """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`, as `shape`."""
         return x.reshape(*self.shape, *shape)
 
     def fuse(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -174,13 +172,19 @@ class RowOrientation(Orientation):
 
     def attend(
         self, _: Any, qkv: rotary.Projected, angles: rotary.Angles | None, carry: Any
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], Any]:
         """Attends within each sequence: a `transformer.Attend`."""
-        q, k, v = qkv if isinstance(qkv, tuple) else rotary.split_heads(qkv, self.axis)
-        if angles is not None:
-            q, k = (rotary.rotate(x, *angles, self.axis) for x in (q, k))
+        if isinstance(qkv, rotary.LatentProjection):
+            assert angles is not None
+            q, k, v = rotary.expand_latent(qkv, angles, self.axis)
+        else:
+            split = isinstance(qkv, tuple)
+            q, k, v = qkv if split else rotary.split_heads(qkv, self.axis)
+            if angles is not None:
+                q, k = (rotary.rotate(x, *angles, self.axis) for x in (q, k))
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
         how: Any = {"degree": self.layout.ring, "window": self.config.window}
+        how["scale"] = self.config.score_scale
         attend = functools.partial(sequence.ring_attention, **how)
         return sequence.ulysses_attention(
             *heads, attend, degree=self.layout.ulysses
