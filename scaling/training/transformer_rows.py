@@ -193,17 +193,23 @@ class RowOrientation(Orientation):
     def auxiliary(
         self, routings: Sequence[moe.Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
-        """Returns the mean auxiliary loss of the mixtures of experts, weighted."""
+        """Returns the mean auxiliary loss of the mixtures of experts, weighted.
+
+        With selection biases, their gradient is the load: see `moe.load_as_gradient`.
+        """
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance = meshes.batch_axes(self.layout), []
+        copies, balance, carried = meshes.batch_axes(self.layout), [], []
         for routing in routings:
             loads = moe.expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
             balance.append(moe.balance_loss(routing, loads))
-        total = functools.reduce(jnp.add, balance)
-        if self.layout.sequence:  # equal on every device
-            total = lax.pmean(total, TENSOR)
+            if every.gate_bias:
+                carried.append(moe.load_as_gradient(routing, loads))
         num_mixtures = self.config.num_layers - every.num_dense_layers
-        return (total * (every.balance_weight / num_mixtures)).astype(dtype)
+        terms = [functools.reduce(jnp.add, each) for each in (balance, carried) if each]
+        if self.layout.sequence:  # equal on every device
+            terms = [lax.pmean(term, TENSOR) for term in terms]
+        terms[0] = terms[0] * (every.balance_weight / num_mixtures)
+        return functools.reduce(jnp.add, terms).astype(dtype)
