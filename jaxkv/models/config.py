@@ -295,6 +295,22 @@ class ModelConfig:
             return scale
         return scale * self.rope_scaling.score_magnitude**2
 
+    @property
+    def ahead_config(self) -> "ModelConfig":
+        """Shape of a model whose layers are those for multi-token prediction.
+
+        They are of the kind of the last layer.
+        """
+        experts = self.experts
+        if experts is not None:
+            experts = dataclasses.replace(experts, num_dense_layers=0)
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_ahead_layers,
+            num_ahead_layers=0,
+            experts=experts,
+        )
+
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""
         return self.experts is not None and layer >= self.experts.num_dense_layers

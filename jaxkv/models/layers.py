@@ -202,15 +202,15 @@ class Linear(nnx.Module):
         std=0.02,
         bias=False,
         dtype=jnp.float32,
+        bias_dtype=None,
         with_transposed=False,
     ):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
         self.transposed = nnx.Param(normal) if with_transposed else None
         self.num_inputs = shape[-1]
-        self.bias = (
-            nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
-        )
+        zeros = jnp.zeros(shape[:-1], bias_dtype or dtype)
+        self.bias = nnx.Param(zeros, axes=axes[:-1]) if bias else None
 
     @property
     def matrix(self) -> Float[Array, "outputs inputs"]:
@@ -265,7 +265,15 @@ class Mixture(nnx.Module):
         assert x is not None  # only models with experts have such layers
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
         each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
-        self.router = make(x.num_experts, c.hidden_size, axes=("experts", "hidden"))
+        # The bias is for selection only, see `moe.route`. It is at least float32 for
+        # any weights, since training changes it by thousandths.
+        self.router = make(
+            x.num_experts,
+            c.hidden_size,
+            axes=("experts", "hidden"),
+            bias=x.gate_bias,
+            bias_dtype=np.promote_types(dtype, np.float32),
+        )
         # Gate and up are one matrix, so that one product computes both.
         self.up = each(
             x.num_experts,
@@ -301,11 +309,8 @@ class Mixture(nnx.Module):
             x.astype(wide),
             precision=jax.lax.Precision.HIGHEST,
         )
-        routing = moe.route(
-            orientation.transpose(scores),
-            top_k=experts.top_k,
-            renormalise=experts.renormalise,
-        )
+        bias = None if self.router.bias is None else self.router.bias[...].astype(wide)
+        routing = moe.route(orientation.transpose(scores), experts, bias)
         gate = None
         if experts.shared_gate:
             gate = jax.nn.sigmoid(self.shared_gate(x, orientation))

@@ -58,14 +58,62 @@ def run_transformer(
     Raises:
       ValueError: the model has fewer learned positions than `seq`.
     """
+    return run_with_ahead(params, tokens, config=config, layout=layout, num_ahead=0)[0]
+
+
+def run_with_ahead(
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    config: ModelConfig,
+    layout: Layout = ONE,
+    num_ahead: int,
+) -> list[ForwardOutput]:
+    """Runs a model and its first modules for multi-token prediction over sequences.
+
+    Row p of every module has token p and a state of token p - 1: the model's after the
+    final norm in module 1, that of module k - 1 in module k. Its logits are those of
+    token p + 1; the model itself has read the tokens up to p - k. The paper's module k
+    has rows from k on only. Here earlier rows exist too, with zeros for the missing
+    states, as in drafting, where every row has K and V.
+
+    Args:
+      params: as in `run_transformer`.
+      tokens: as in `run_transformer`.
+      config: shape of the model.
+      layout: as in `run_transformer`; with modules, each device has whole sequences and
+        all of their rows.
+      num_ahead: number of modules to run, at most `config.num_ahead_layers`.
+
+    Returns:
+      The output of the model, then those of its modules. The auxiliary losses of all
+      modules add up to the weighted mean over them.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 23.
+    """
     config.check_length(tokens.shape[1] * layout.context, "seq")
     model = transformer.merge(config, params)
     rows = RowOrientation(config=config, shape=tokens.shape, layout=layout)
-    x = model.embedded(tokens.reshape(-1), rows.positions(), rows)
-    found = model.run(x, rows.positions(), rows.attend, (), rows)
-    logits = model.logits(model.final_norm(found.last, rows.axis), rows)
-    auxiliary = rows.auxiliary(found.routings, logits.dtype)
-    return ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
+    positions, token = rows.positions(), tokens.reshape(-1)
+    outputs, only = [], None
+    x = model.embedded(token, positions, rows)
+    for index in range(1 + num_ahead):
+        found = model.run(x, positions, rows.attend, (), rows, only=only)
+        states = model.final_norm(found.last, rows.axis)
+        logits = model.logits(states, rows)
+        auxiliary = rows.auxiliary(found.routings, logits.dtype)
+        output = ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
+        outputs.append(output)
+        if index == num_ahead:
+            break
+        module, model = transformer.merge_ahead(config, params, index)
+        rows, only = dataclasses.replace(rows, config=model.config), (index,)
+        before = states.reshape(*tokens.shape, -1)[:, :-1]
+        before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(states.shape)
+        embeddings = rows.embed(model.embed.weight[...], token, config.vocab_size)
+        x = module.inputs(embeddings, before, rows)
+        x = model.embedded(token, positions, rows, x)
+    return outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,17 +241,23 @@ class RowOrientation(Orientation):
     def auxiliary(
         self, routings: Sequence[moe.Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
-        """Returns the mean auxiliary loss of the mixtures of experts, weighted."""
+        """Returns the mean auxiliary loss of the mixtures of experts, weighted.
+
+        With selection biases, their gradient is the load: see `moe.load_as_gradient`.
+        """
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance = meshes.batch_axes(self.layout), []
+        copies, balance, carried = meshes.batch_axes(self.layout), [], []
         for routing in routings:
             loads = moe.expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
             balance.append(moe.balance_loss(routing, loads))
-        total = functools.reduce(jnp.add, balance)
-        if self.layout.sequence:  # equal on every device
-            total = lax.pmean(total, TENSOR)
+            if every.gate_bias:
+                carried.append(moe.load_as_gradient(routing, loads))
         num_mixtures = self.config.num_layers - every.num_dense_layers
-        return (total * (every.balance_weight / num_mixtures)).astype(dtype)
+        terms = [functools.reduce(jnp.add, each) for each in (balance, carried) if each]
+        if self.layout.sequence:  # equal on every device
+            terms = [lax.pmean(term, TENSOR) for term in terms]
+        terms[0] = terms[0] * (every.balance_weight / num_mixtures)
+        return functools.reduce(jnp.add, terms).astype(dtype)

@@ -37,7 +37,7 @@ from experiments.harness import sweep_tables
 from experiments.plotting import style, systems
 from experiments.training.experts import runs
 from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
-from jaxkv.models import moe
+from jaxkv.models import Experts, moe
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import fit
 from scaling.laws import published
@@ -236,7 +236,8 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     """
     x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
     scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
-    routing = moe.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
+    rules = Experts(num_experts=len(router), top_k=top_k, size=1)
+    routing = moe.route(jnp.asarray(scores), rules)
     p = np.exp(scores.astype("f8"))
     p /= p.sum(axis=1, keepdims=True)
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]

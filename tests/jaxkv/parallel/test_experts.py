@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxkv.models import moe
+from jaxkv.models import Experts, moe
 from jaxkv.parallel import experts
 from tests.support import mutation
 from tests.support.mutation import Bug
@@ -24,7 +24,7 @@ def routing(num_rows: int, seed: int) -> moe.Routing:
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
     scores = jnp.asarray(scores, jnp.float32)
-    return moe.route(scores, top_k=TOP_K, renormalise=True)
+    return moe.route(scores, Experts(num_experts=scores.shape[1], top_k=TOP_K, size=1))
 
 
 def kept(found: moe.Routing, capacity: int) -> np.ndarray:

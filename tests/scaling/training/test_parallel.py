@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, ModelConfig, transformer
+from jaxkv.models import Experts, ModelConfig, param_forms, transformer
 from jaxkv.models.config import LatentConfig
 from jaxkv.parallel import collectives, experts, sequence
 from scaling.costs import parallelism, traffic
@@ -54,6 +54,13 @@ NARROW: dict[str, Any] = {"experts": Experts(num_experts=8, top_k=2, size=18)}
 BALANCED: dict[str, Any] = {
     "experts": Experts(num_experts=8, top_k=2, size=24, balance_weight=0.5)
 }
+BIASED: dict[str, Any] = {
+    "experts": Experts(
+        **{"num_experts": 8, "top_k": 3, "size": 24, "shared_size": 16},
+        **{"scoring": "sigmoid", "gate_bias": True, "bias_rate": 0.01},
+        **{"num_groups": 4, "top_groups": 2, "scale": 2.5, "balance_weight": 0.5},
+    )
+}
 LAYOUTS = (
     "tp=2",
     "tp=4",
@@ -82,7 +89,14 @@ def check(
     config = dataclasses.replace(MODEL, **fields)
     divided = parallelism.parse_layout(layout)
     meshes.check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
-    params = transformer.init_params(config, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jax.random.normal(jax.random.key(1), x.shape) / 8
+            if param_forms.is_selection_bias(path)
+            else x
+        ),
+        transformer.init_params(config, jax.random.key(0)),
+    )
     windows = jnp.asarray(windows)
     placed = meshes.place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
@@ -194,6 +208,11 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
         pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),
+        pytest.param("ep=2,dp=4,gather", BIASED, marks=pytest.mark.thorough),
+        pytest.param("tp=2,sp", BIASED, marks=pytest.mark.slow),
+        pytest.param("tp=2,dp=2", BIASED, marks=pytest.mark.slow),
+        pytest.param("ep=4,capacity=4", BIASED, marks=pytest.mark.slow),
+        pytest.param("ring=2,dp=2", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,dp=2", BALANCED, marks=pytest.mark.slow),
         pytest.param("ep=2,dp=4,gather", BALANCED, marks=pytest.mark.slow),
         pytest.param("ep=4,capacity=4", BALANCED, marks=pytest.mark.slow),
@@ -207,7 +226,8 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
 def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
     """The capacity of each expert is large enough that no row is dropped.
 
-    The load-balancing loss covers the rows of all devices.
+    The load-balancing loss covers the rows of all devices, and so does the gradient of
+    selection biases, which is the load.
     """
     check(layout, **fields)
 
