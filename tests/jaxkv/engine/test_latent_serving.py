@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +28,7 @@ from jaxkv.speculation import (
     eagle,
 )
 from tests.support import batches, engines, latent_models
-from tests.support.asks import alike
+from tests.support.asks import alike, groups
 from tests.support.engines import Ask, Run
 from tests.support.latent_models import LATENT, YARN
 from tests.support.trees import assert_same
@@ -98,7 +99,9 @@ def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
     """Answers with copies, swapping and cache hits equal those of single requests."""
     config = sized(4, kv_dtype=kind, max_swap_pages=8, prefix_cache=True)
     how: Any = {"policy": fcfs(preemption="swap")}
-    asks, alone = alike(1, 24), {}
+    drawn = enumerate((*groups(1, 16), *alike(1, 12)))
+    asks = [ask._replace(request_id=index) for index, ask in drawn]
+    alone: dict[Any, Any] = {}
     for ask in asks:
         alone |= tokens_of(serve([ask], config, **how))
     space = host_swap.HostSpace(16, programs.LOCAL.move)
@@ -130,7 +133,8 @@ def test_drafts_change_no_token(name: str) -> None:
     """The drafts of EAGLE are a token tree, whose layer has latents of its own."""
     asks, weights = greedy(6), latent_models.params()
     fields = {"max_drafts": 8, "token_budget": 60, "max_swap_pages": 8}
-    config, how = sized(4, **fields), {}
+    config = sized(4, **fields)
+    how: dict[str, Any] = {}
     if name == "layers":
         drafter: Any = build_self_speculative(paged.PagedForward(LATENT), [0])
         params: Any = weights
@@ -145,8 +149,8 @@ def test_drafts_change_no_token(name: str) -> None:
         how = {"forward": TargetWithEagle(target, heads)}
         pages = pages._replace(draft_pages=draft_pages)
         how |= {"state": init(config, pages, ())}
-        tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
-        features = np.ones((2, 6, 3 * LATENT.hidden_size), np.float32)
+        tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+        features = jnp.ones((2, 6, 3 * LATENT.hidden_size))
         steps: Any = {"config": heads, "num_steps": 3}
         logits = eagle.unroll_drafts(own, weights, tokens, features, **steps)
         assert logits.shape == (3, 2, 6, 61)
@@ -161,6 +165,7 @@ def test_drafts_change_no_token(name: str) -> None:
         **how,
     )
     assert tokens_of(run) == engines.plain(asks, config, model=LATENT, weights=weights)
+    assert run.info.num_drafts is not None
     assert run.info.num_drafts.sum() > 100
 
 
