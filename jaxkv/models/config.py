@@ -46,6 +46,9 @@ class RopeScaling:
     original_max_positions: int = 8192
     magnitude: float = 1.0
     """Factor on cosines and sines ("yarn")."""
+    truncate: bool = True
+    """True if the ramp between kept and divided frequencies begins and ends at a whole
+    pair of features ("yarn")."""
     score_magnitude: float = 1.0
     """Factor on queries and on keys: scores are scaled by its square, in addition to
     `magnitude` (DeepSeek's `mscale_all_dim` with "yarn")."""
@@ -273,6 +276,40 @@ class ModelConfig:
     def group_size(self) -> int:
         """Number of query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a query or key head that encode positions."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        scale = self.head_dim**-0.5
+        if self.rope_scaling is None:
+            return scale
+        return scale * self.rope_scaling.score_magnitude**2
+
+    @property
+    def ahead_config(self) -> "ModelConfig":
+        """Shape of a model whose layers are those for multi-token prediction.
+
+        They are of the kind of the last layer.
+        """
+        experts = self.experts
+        if experts is not None:
+            experts = dataclasses.replace(experts, num_dense_layers=0)
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_ahead_layers,
+            num_ahead_layers=0,
+            experts=experts,
+        )
 
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""

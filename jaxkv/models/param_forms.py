@@ -79,7 +79,7 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
 
 def has_transposed_weights(params: Params) -> bool:
     """Returns True if parameters have the form of `add_transposed_weights`."""
-    return "transposed" in params["layers"][0]["qkv"]
+    return "transposed" in params["layers"][0]["out"]
 
 
 def add_transposed_weights(params: Params) -> Params:
@@ -108,7 +108,16 @@ def add_transposed_weights(params: Params) -> Params:
         index: {name: each(part) for name, part in layer.items()}
         for index, layer in params["layers"].items()
     }
-    return {**params, "layers": layers}
+    changed = {"layers": layers}
+    if "ahead" in params:  # never stacked
+        changed["ahead"] = {
+            index: {
+                **module,
+                "layer": {name: both(part) for name, part in module["layer"].items()},
+            }
+            for index, module in params["ahead"].items()
+        }
+    return {**params, **changed}
 
 
 def drop_transposed_weights(params: Params) -> Params:

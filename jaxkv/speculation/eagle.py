@@ -181,13 +181,13 @@ def unroll_drafts(
 
 def _attend(
     _: Any,
-    qkv: Float[Array, "kv_heads group_and_2 head_dim rows"],
+    qkv: Any,
     angles: rotary.Angles | None,
     keys: tuple[tuple[Array, Array], ...],
     *,
     config: ModelConfig,
     shape: tuple[int, int],
-) -> tuple[Float[Array, "kv_heads group head_dim rows"], Any]:
+) -> tuple[Float[Array, "kv_heads group value_dim rows"], Any]:
     """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
     q, k, v = (
@@ -207,7 +207,7 @@ def _attend(
     for age, (key, _) in aged:
         one = jnp.einsum("kgdbq,kdbq->kgbq", q, jnp.roll(key, age, axis=-1))
         scores.append(one[..., None])
-    scale = jnp.asarray(config.head_dim**-0.5, q.dtype)
+    scale = jnp.asarray(config.score_scale, q.dtype)
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * scale, axis=-1)
     out = jnp.einsum("kgbqs,kdbs->kgdbq", weights[..., :seq], keys[0][1])
     for index, (age, (_, value)) in enumerate(aged):

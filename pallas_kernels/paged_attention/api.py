@@ -36,7 +36,7 @@ class AttentionState(NamedTuple):
 
 def paged_attention(
     q: Float[Array, "rows q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"],
+    k_pages: Num[Array, "pages kv_heads page_size key_width"],
     v_pages: Num[Array, "pages kv_heads page_size value_width"] | None,
     page_ids: Int[Array, "slots pages_per_slot"],
     positions: Int[Array, " rows"],
@@ -52,6 +52,7 @@ def paged_attention(
     sinks: Float[Array, " q_heads"] | None = None,
     k_scales: Float[Array, "pages kv_heads *k_places"] | None = None,
     v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
+    k_rest: Float[Array, "pages kv_heads page_size rest"] | None = None,
     layer: Layer = 0,
     num_layers: int = 1,
     numerics: Literal["fast", "reproducible"] = "fast",
@@ -95,6 +96,8 @@ def paged_attention(
       k_scales: only for 8-bit pages, scale of the keys of a page and head, or with one
         more axis of page_size, of each key.
       v_scales: only for 8-bit pages, scales of the values.
+      k_rest: only for 8-bit pages without `v_pages`, further numbers of the keys, which
+        are not quantized: head_dim is the sum of both widths.
       layer: index of the layer in the pages, in [0, num_layers).
       num_layers: number of layers in the pages, a divisor of the number of pages.
       numerics: "reproducible" makes the bits of a row independent of the batch.
@@ -123,7 +126,7 @@ def paged_attention(
     section 2.
     """
     value_width = checks.check_arrays(
-        q, k_pages, v_pages, k_scales, v_scales, value_width
+        q, k_pages, v_pages, k_scales, v_scales, value_width, k_rest
     )
     checks.check_heads(q, sinks=sinks, alibi=alibi)
     if slots is None and (not page_ids.shape[0] or q.shape[0] % page_ids.shape[0]):
@@ -205,7 +208,7 @@ def paged_attention(
     out, lse = reference.differentiable(
         attend,
         q.reshape(rows, *by_head, head_dim),
-        PagedKV(k_pages, v_pages, k_scales, v_scales, value_width),
+        PagedKV(k_pages, v_pages, k_scales, v_scales, value_width, k_rest),
         reference.View(page_ids, positions, slots, context, ancestors, window),
         scoring._replace(
             slopes=None if alibi is None else alibi.reshape(by_head),
@@ -218,7 +221,7 @@ def paged_attention(
 
 def make_plan(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Num[Array, "pages kv_heads page_size key_width"] | jax.ShapeDtypeStruct,
     page_ids: Int[Array, "slots pages_per_slot"],
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None = None,
@@ -269,7 +272,7 @@ def make_plan(
 
 def choose_attention(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Num[Array, "pages kv_heads page_size head_dim"] | jax.ShapeDtypeStruct,
+    k_pages: Num[Array, "pages kv_heads page_size key_width"] | jax.ShapeDtypeStruct,
     *,
     value_width: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",

@@ -312,6 +312,7 @@ def save_params(
         huggingface_tensors.list_leaves(config), arrays, strict=True
     ):
         num_bytes = array.size * leaf.dtype_in(dtype).itemsize
+        num_bytes *= 1 + len(leaf.copies)
         if num_bytes > room:
             shards.append([])
             room = max_shard_bytes
@@ -329,6 +330,14 @@ def save_params(
             for part_name, part in zip(
                 leaf.names, split_parameter(leaf, np.asarray(array)), strict=True
             )
+        }
+        # DeepSeek's layers for multi-token prediction have copies of the tables.
+        _, head = embed_and_head(config)
+        tensors |= {
+            copy: tensors[leaf.names[0]]
+            for leaf, _ in shard
+            for copy in leaf.copies
+            if copy != head
         }
         _save_file(tensors, folder / name)
         places |= dict.fromkeys(tensors, name)
