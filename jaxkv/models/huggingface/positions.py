@@ -155,10 +155,10 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _magnitude(factor: float, weight: float = 1.0) -> float:
-    """Returns yarn's factor on cosines and sines, or its square root on scores.
+    """Returns yarn's factor on queries and on keys.
 
-    Source: Peng et al. 2023, arXiv:2309.00071, equation 22; the weight is DeepSeek's
-    `mscale`.
+    Source: Peng et al. 2023, arXiv:2309.00071, equation 22. The weight is DeepSeek's:
+    `mscale` for the rotary features, relative to `mscale_all_dim` for all features.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -497,6 +499,36 @@ def test_biases_are_found_in_both_places() -> None:
         if param_forms.is_selection_bias(path)
     }
     assert len(wide) == 3
+
+
+PEER = os.environ.get("JAXKV_PEER_PYTHON")
+PEER_SCRIPT = """
+import sys, numpy, torch, transformers
+model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=torch.float32, output_loading_info=True
+)
+assert not loading["missing_keys"] and not loading["mismatched_keys"], loading
+ids = torch.tensor(numpy.load(sys.argv[2])["ids"])
+with torch.no_grad():
+    numpy.save(sys.argv[3], model(ids.long()).logits.numpy())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v2", "deepseek_v3"])
+def test_transformers_reads_a_saved_folder(name: str, tmp_path: Path) -> None:
+    config, params, *_ = checkpoints.load_model(GOLDEN / name)
+    folder = checkpoints.save_model(
+        tmp_path / "m", config, params, max_shard_bytes=50_000
+    )
+    given, found = GOLDEN / name / "expected.npz", tmp_path / "logits.npy"
+    subprocess.run(
+        [str(PEER), "-c", PEER_SCRIPT, str(folder), str(given), str(found)], check=True
+    )
+    np.testing.assert_allclose(
+        np.load(found), np.load(given)["logits"], rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
