@@ -54,8 +54,8 @@ OF_BOTH = {
 MORE_OF_BOTH = {
     "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass"),
     "wait for the last results": (
-        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
-        "pass",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n        shared.out[",
+        "shared.out[",
     ),
 }
 OF_ROWS = "out = softmax.add_product(state.out, weights, values, emulated)"

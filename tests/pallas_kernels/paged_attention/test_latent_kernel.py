@@ -1,6 +1,7 @@
 """The decode kernel over latent rows: results, programs, choice, and seeded bugs."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -277,11 +278,9 @@ def test_the_public_function_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
     case = make_case([(66, 1), (0, 0)], page_size=64, group=128, decode=True, **ROWS)
     tiling = dispatch.KernelTilings(decode=SMALL, prefill=emulating.TILES)
     with emulating.emulator_of_races() as interpret:
-        run = decode.attend_decode
+        emulated = functools.partial(decode.attend_decode, interpret=interpret)
         monkeypatch.setattr(
-            decode,
-            "attend_decode",
-            lambda *x, **y: run(*x, **y | {"interpret": interpret}),
+            decode, "attend_decode", lambda *x, interpret, **y: emulated(*x, **y)
         )
         arrays = case.arrays()
         found = jax.jit(
