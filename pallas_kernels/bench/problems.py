@@ -170,7 +170,7 @@ def make_attention(
       spec: a spec of any kind but "copy".
       num_turns: number of page tables over disjoint pages.
       seed: seed of all random numbers.
-      feature: one of `FEATURES`, or ""; no 8-bit types over latent rows.
+      feature: one of `FEATURES`, or "".
     """
     rng, heads = np.random.default_rng(seed), spec.heads
     lengths = spec.contexts() + spec.rows
@@ -192,7 +192,8 @@ def make_attention(
     if feature in quantizing.NUMBERS:
         kind: Any = feature
         k, options["k_scales"] = quantizing.quantize(k, kind)
-        v, options["v_scales"] = quantizing.quantize(v, kind)
+        if v is not None:
+            v, options["v_scales"] = quantizing.quantize(v, kind)
     num_rows = spec.batch * spec.rows
     q = jax.random.normal(keys[2], (num_rows, heads.q_heads, heads.head_dim), dtype)
     slot = np.repeat(np.arange(spec.batch), spec.rows)

@@ -175,9 +175,8 @@ def run_decode_consumer(
     """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
     own, tile = _own_share(shared, outputs.out.shape[3]), tiling.tile
     kv_heads, shape = inputs.q.shape[1], (WGMMA_ROWS, tile)
-    is_latent, v_free = shared.v is None, shared.v_free
-    if shared.v is None:
-        v_free = shared.k_free
+    is_latent = shared.v is None
+    v_free = shared.k_free if shared.v_free is None else shared.v_free
 
     def values_at(stage):
         if shared.v is not None:
@@ -357,7 +356,8 @@ def run_decode_producer(
                 plgpu.copy_gmem_to_smem(slopes, shared.slopes.at[stage, i], full)
 
     def visit(piece: _Piece) -> None:
-        ask_for_rows(piece)
+        if inputs.v is not None:
+            ask_for_rows(piece)
         head = piece.head
         if items_per_head > 1:
             head = lax.div(head, jnp.int32(items_per_head))
@@ -379,6 +379,10 @@ def run_decode_producer(
                 num_layers=num_layers,
                 tiling=tiling,
             )
+            if inputs.v is None:
+                # Queries wait until the last output is sent; the first keys do not.
+                last = jnp.minimum(piece.take, tiling.stages) - 1
+                pl.when(i == last)(lambda: ask_for_rows(piece))
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, tiling, visit)
 

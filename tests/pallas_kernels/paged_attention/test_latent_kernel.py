@@ -32,6 +32,7 @@ def check(slots: list[tuple[int, int]], tiling: Tiling = SMALL, **fields: Any) -
     assert_within_rule(case, *emulating.run(case, tiling))
 
 
+@pytest.mark.thorough
 def test_one_row() -> None:
     check([(66, 1)], ONE, page_size=64, group=3, decode=True)
 
