@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
@@ -115,6 +116,7 @@ BUGS = {
     ),
     "both write": ("@pl.when(own.column == 0)", "@pl.when(True)"),
 }
+TWO_ITEMS = [(130, 1), (70, 1)]
 QUICK_BUGS = ("early release", "results over queries in use")
 
 
@@ -130,7 +132,8 @@ QUICK_BUGS = ("early release", "results over queries in use")
 )
 def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulating.seed_bug(monkeypatch, decode_body, *BUGS[bug])
-    case = make_case([(130, 1), (70, 1)], page_size=64, group=1, decode=True, **ROWS)
+    monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
+    case = make_case(TWO_ITEMS, page_size=64, group=1, decode=True, **ROWS)
 
     def is_noticed() -> bool:
         try:
@@ -142,6 +145,12 @@ def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
         return False
 
     assert any(is_noticed() for _ in range(25))
+
+
+@pytest.mark.slow
+def test_without_a_bug_no_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plgpu, "wgmma", emulating.watched_product)
+    check(TWO_ITEMS, ONE, page_size=64, group=1, decode=True)
 
 
 @pytest.mark.slow
