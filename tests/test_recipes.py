@@ -388,8 +388,8 @@ def test_new_norm_and_activation_work_in_serving_and_training(
     run = compiled_steps(shape, optimizer, 4, 16)
     for _ in range(2):
         rate = LearningRateSchedule.constant(1e-2)
-        state, loss = run(state, stream, rate, jnp.int32(0), jnp.int32(20))
-        losses.append(float(loss))
+        state, info = run(state, stream, rate, jnp.int32(0), jnp.int32(20))
+        losses.append(float(info.loss))
     assert losses[1] < 0.5 * losses[0]
 
 

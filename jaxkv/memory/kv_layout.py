@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,15 @@ from pallas_kernels.quantizing import QuantizedArray
 from pallas_kernels.row_packing import Packing
 
 
+class PartlyQuantizedKeys(NamedTuple):
+    """Keys whose first numbers, the values, have 8 bits."""
+
+    values: QuantizedArray
+    """The values, with one scale for each token."""
+    rest: Float[Array, "layers pages kv_heads page_size rest"]
+    """The remaining numbers of the keys, in the dtype of the model."""
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
@@ -58,7 +67,8 @@ class KVLayout:
     value_width: int | None = None
     """None: values have a leaf of their own. Otherwise the values are the first
     `value_width` numbers of the keys, as in the latent attention of DeepSeek-V2,
-    arXiv:2405.04434, section 2.1."""
+    arXiv:2405.04434, section 2.1. The remaining numbers of the keys then have the dtype
+    of the model for any `kv_dtype`."""
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Pages:
         """Makes pages of zeros.
@@ -66,14 +76,21 @@ class KVLayout:
         `shape` is the shape of the keys, and `dtype` the dtype of the model.
         """
 
-        def leaf() -> Any:  # called twice: a buffer can be donated only once
+        def leaf(width: int) -> Any:  # new each time: buffers are donated only once
+            sizes = *shape[:4], width
             if self.kv_dtype == "model":
-                return jnp.zeros(shape, dtype)
+                return jnp.zeros(sizes, dtype)
             scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
-            numbers = jnp.zeros(shape, quantizing.NUMBERS[self.kv_dtype])
+            numbers = jnp.zeros(sizes, quantizing.NUMBERS[self.kv_dtype])
             return QuantizedArray(numbers, scales)
 
-        return Pages(leaf(), leaf() if self.value_width is None else None, self)
+        width, own = shape[4], self.value_width
+        if own is None:
+            return Pages(leaf(width), leaf(width), self)
+        if self.kv_dtype == "model" or own == width:
+            return Pages(leaf(width), None, self)
+        rest = jnp.zeros((*shape[:4], width - own), dtype)
+        return Pages(PartlyQuantizedKeys(leaf(own), rest), None, self)
 
     def write(
         self,
@@ -114,7 +131,10 @@ class KVLayout:
             )
 
         new_v = None if v is None else put(pages.v, v)
-        return pages._replace(k=put(pages.k, k), v=new_v)
+        if not isinstance(pages.k, PartlyQuantizedKeys):
+            return pages._replace(k=put(pages.k, k), v=new_v)
+        parts = jnp.split(k, [pages.k.values.shape[-1]], axis=-1)
+        return pages._replace(k=PartlyQuantizedKeys(*map(put, pages.k, parts)))
 
     def read(
         self, pages: Pages, layer: Layer, page_ids: Int32[Array, "n columns"]
@@ -141,6 +161,9 @@ class KVLayout:
             tokens = found.swapaxes(2, 3)
             return tokens.reshape(num_rows, columns * page_size, heads, width)
 
+        if isinstance(pages.k, PartlyQuantizedKeys):
+            v, rest = map(one, pages.k)
+            return jnp.concatenate([v, rest.astype(v.dtype)], axis=-1), v
         k = one(pages.k)
         return k, k[..., : self.value_width] if pages.v is None else one(pages.v)
 
@@ -159,10 +182,13 @@ class KVLayout:
         `dtype` is the dtype of the queries; `window` and `numerics` are those of
         `attend`.
         """
-        k, num_rows = pages.k, rows.position.shape[0]
+        num_rows, keys = rows.position.shape[0], jax.tree.leaves(pages.k)[0]
+        width = keys.shape[-1]
+        if isinstance(pages.k, PartlyQuantizedKeys):
+            width += pages.k.rest.shape[-1]
         return make_plan(
-            jax.ShapeDtypeStruct((num_rows, num_q_heads, k.shape[-1]), dtype),
-            jax.ShapeDtypeStruct(k.shape[1:], k.dtype),
+            jax.ShapeDtypeStruct((num_rows, num_q_heads, width), dtype),
+            jax.ShapeDtypeStruct(keys.shape[1:], keys.dtype),
             value_width=self.value_width,
             numerics=numerics,
             **_local_attention_args(pages, rows, window),
@@ -202,7 +228,10 @@ class KVLayout:
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
-        k_pages, k_scales = quantizing.split_quantized(flatten_layers(pages.k))
+        keys, rest = flatten_layers(pages.k), None
+        if isinstance(keys, PartlyQuantizedKeys):
+            keys, rest = keys
+        k_pages, k_scales = quantizing.split_quantized(keys)
         v_pages, v_scales = quantizing.split_quantized(flatten_layers(pages.v))
         state = paged_attention(
             q,
@@ -211,6 +240,7 @@ class KVLayout:
             value_width=self.value_width,
             k_scales=k_scales,
             v_scales=v_scales,
+            k_rest=rest,
             layer=layer,
             num_layers=pages.num_layers,
             scale=scale,
@@ -249,18 +279,19 @@ def make_pages(
     head_dim: int,
     dtype: DTypeLike,
     kv_dtype: Literal["model", "int8", "fp8"] = "model",
+    value_width: int | None = None,
     num_features: int = 0,
 ) -> Pages:
     """Makes pages of K and V, filled with zeros; all sizes are at least 1.
 
-    `dtype` is the dtype of the model, and `kv_dtype` that of a `KVLayout`. If positive,
-    `num_features` numbers per token are kept as well, in the model's dtype for any
-    `kv_dtype`.
+    `dtype` is the dtype of the model, and `kv_dtype` and `value_width` are those of a
+    `KVLayout`. If positive, `num_features` numbers per token are kept as well, in the
+    model's dtype for any `kv_dtype`.
 
     Returns:
       The pages, with 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
-      elements, a scale for every head_dim of them if they have 8 bits, and num_pages *
-      page_size * num_features features.
+      elements, half of them with a `value_width`; a scale for every key and value if
+      they have 8 bits; and num_pages * page_size * num_features features.
 
     Raises:
       ValueError: a size is below 1, the dtype is not floating, or memory is too small.
@@ -277,11 +308,15 @@ def make_pages(
         raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
     dtype = validation.floating("dtype", dtype)
     validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
+    if value_width is not None:
+        validation.integer("value_width", value_width, low=1)
+        if value_width > head_dim:
+            raise ValueError(f"{value_width=} must be at most {head_dim=}")
     width = validation.integer("num_features", num_features, low=0)
     if width % 2:
         raise ValueError(f"{num_features=} must be even")
     try:
-        pages = KVLayout(kv_dtype).make(shape, dtype)
+        pages = KVLayout(kv_dtype, value_width).make(shape, dtype)
         if not width:
             return pages
         kept = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)

@@ -51,8 +51,8 @@ class Pages(NamedTuple):
     """
 
     k: Any
-    """Keys with encoded positions: an array, or a tree of arrays such as a `Quantized`.
-    """
+    """Keys with encoded positions: an array, or a tree of arrays such as a
+    `QuantizedArray`."""
     v: Any
     """Values of the same tokens; None in a layout whose values are part of the keys."""
     layout: "KVLayout"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         save_model,
         save_tree,
     )
-    from jaxkv.models.config import Experts, ModelConfig
+    from jaxkv.models.config import Experts, LatentConfig, ModelConfig
     from jaxkv.models.huggingface.configs import (
         read_fields,
         refuse_other_values,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         balance_loss,
         expert_load,
         imbalance,
+        load_as_gradient,
         mix,
         route,
     )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from jaxkv.models.param_forms import (
         add_transposed_weights,
         index_leaves,
+        is_selection_bias,
         is_stacked,
         stack_layers,
     )
@@ -58,17 +60,22 @@ if TYPE_CHECKING:
     )
     from jaxkv.models.rotary import (
         Angles,
+        LatentProjection,
         Projected,
+        expand_latent,
         rotate,
         split_and_rotate,
         split_heads,
     )
     from jaxkv.models.row_parts import divide_rows
     from jaxkv.models.transformer import (
+        COLUMNS,
+        SHARED_PARAMS,
         Transformer,
         init_params,
         logits,
         merge,
+        merge_ahead,
         outputs,
         param_axes,
         param_shapes,

@@ -16,6 +16,8 @@ type FamilyName = Literal[
     "qwen3_moe",
     "gpt2",
     "opt",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 """Model families whose folders can be read and written."""
 
@@ -26,16 +28,30 @@ class RopeScaling:
     """Scaling of rotary frequencies for contexts longer than those of training.
 
     Source: Llama-3's report, section 3.4.2; "linear": Chen et al. 2023,
-    arXiv:2306.15595, section 3.2.
+    arXiv:2306.15595, section 3.2; "yarn": Peng et al. 2023, arXiv:2309.00071, section
+    3.
     """
 
-    kind: Literal["llama3", "linear"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
     """"llama3" divides low frequencies by `factor`; "linear" divides all of them and
-        ignores the remaining fields."""
+        ignores the remaining fields; "yarn" divides low frequencies, and scales cosines
+        and sines by `magnitude`."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
+    """Rotations over the original positions below which a frequency is divided
+    ("llama3"; `beta_slow` of "yarn")."""
     high_frequency_factor: float = 4.0
+    """Rotations over the original positions above which a frequency is kept ("llama3";
+    `beta_fast` of "yarn")."""
     original_max_positions: int = 8192
+    magnitude: float = 1.0
+    """Factor on cosines and sines ("yarn")."""
+    truncate: bool = True
+    """True if the ramp between kept and divided frequencies begins and ends at a whole
+    pair of features ("yarn")."""
+    score_magnitude: float = 1.0
+    """Factor on queries and on keys: scores are scaled by its square, in addition to
+    `magnitude` (DeepSeek's `mscale_all_dim` with "yarn")."""
 
     def __post_init__(self):
         """Validates the fields."""
@@ -48,12 +64,14 @@ class Experts:
     """A mixture of experts (MoE) in place of the MLP; each token uses `top_k` experts.
 
     Source: Jiang et al. 2024, Mixtral of Experts, arXiv:2401.04088, section 2; shared
-    experts: Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066, section 3.2.
+    experts: Dai et al. 2024, DeepSeekMoE, arXiv:2401.06066, section 3.2; groups:
+    DeepSeek-V2, arXiv:2405.04434, section 2.2.2; sigmoid scores and the selection bias:
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
 
     num_experts: int
     top_k: int
-    """Number of experts of a token, those with the largest probabilities."""
+    """Number of experts of a token, those with the largest selection scores."""
     size: int
     """FFN width of an expert."""
     shared_size: int = 0
@@ -62,16 +80,32 @@ class Experts:
     """True if a sigmoid gate scales each token's shared part (Qwen2)."""
     renormalise: bool = True
     """True if the probabilities of the chosen experts are scaled to sum to one."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to the scores of the experts."""
+    gate_bias: bool = False
+    """True if a bias for each expert is added to its score for selection; the share of
+    a chosen expert excludes it. The score of a group is then the sum of its two largest
+    selection scores, else the largest one."""
+    num_groups: int = 1
+    """Number of equal groups of consecutive experts."""
+    top_groups: int = 1
+    """Number of groups, those with the largest scores, from which a token's experts are
+    chosen."""
+    scale: float = 1.0
+    """Factor on the shares of the routed experts."""
     num_dense_layers: int = 0
     """Number of first layers that have an MLP."""
     balance_weight: float = 0.01
     """Weight of the load-balancing loss in training; 0.01 in Fedus et al. 2021,
     arXiv:2101.03961, section 2.2."""
+    bias_rate: float = 0.0
+    """Change of the selection bias in each training step: up for experts with less than
+    the mean load, down for experts with more; 0.001 in DeepSeek-V3, section 4.2."""
 
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(
-            self, shared_size=0, num_dense_layers=0, balance_weight=0
+            self, shared_size=0, num_dense_layers=0, balance_weight=0, bias_rate=0
         )
         if self.top_k > self.num_experts:
             raise ValueError(
@@ -79,6 +113,55 @@ class Experts:
             )
         if self.shared_gate and not self.shared_size:
             raise ValueError(f"shared_gate={self.shared_gate!r} needs shared experts")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts={self.num_experts} must be a multiple of "
+                f"num_groups={self.num_groups}"
+            )
+        size = self.num_experts // self.num_groups
+        if (
+            not self.top_groups <= self.num_groups
+            or self.top_groups * size < self.top_k
+        ):
+            raise ValueError(
+                f"top_groups={self.top_groups} must be at most "
+                f"num_groups={self.num_groups}, with top_k={self.top_k} experts or more"
+            )
+        if self.gate_bias and self.num_groups > 1 and size < 2:
+            raise ValueError(
+                f"num_groups={self.num_groups} must leave 2 experts or more in a group"
+            )
+        if self.bias_rate and not self.gate_bias:
+            raise ValueError(f"bias_rate={self.bias_rate} needs gate_bias=True")
+
+
+@validation.suggests_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA).
+
+    Keys and values of all heads are projections of one latent per token. The cache of a
+    token is the latent and one rotary key, `kv_rank + rope_dim` numbers per layer.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    """Width of the latent."""
+    q_rank: int | None = None
+    """Width of the compressed query; None for queries without compression."""
+    nope_dim: int
+    """Part of a query or key head without positions."""
+    rope_dim: int
+    """Rotary part of a query head, and of the key that all heads share; even."""
+    value_dim: int
+    """Width of a value head."""
+
+    def __post_init__(self):
+        """Validates the fields."""
+        validation.check_fields(self)
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim={self.rope_dim} must be even")
 
 
 @validation.suggests_keywords
@@ -116,6 +199,12 @@ class ModelConfig:
     tie_embeddings: bool = True
     window: int | None = None
     """Sliding window: number of latest tokens that a query sees, itself included."""
+    latent: LatentConfig | None = None
+    """Latent attention in place of KV heads: `num_kv_heads` is then `num_q_heads`, and
+    `head_dim` is `latent.nope_dim + latent.rope_dim`."""
+    num_ahead_layers: int = 0
+    """Layers for multi-token prediction, in addition to `num_layers` (DeepSeek-V3,
+    section 2.2)."""
     experts: Experts | None = None
     """Experts in place of the MLP, except in the first dense layers; None for a dense
     model."""
@@ -124,7 +213,7 @@ class ModelConfig:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.check_fields(self, position_offset=0)
+        validation.check_fields(self, position_offset=0, num_ahead_layers=0)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads} must be a multiple of "
@@ -134,6 +223,20 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even for rotary positions"
             )
+        if (latent := self.latent) is not None:
+            width = latent.nope_dim + latent.rope_dim
+            for name, value, needed in (
+                ("num_kv_heads", self.num_kv_heads, self.num_q_heads),
+                ("head_dim", self.head_dim, width),
+                ("positions", self.positions, "rope"),
+                ("qk_norm", self.qk_norm, False),
+                ("qkv_bias", self.qkv_bias, False),
+                ("window", self.window, None),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"{name}={value!r} must be {needed!r} with latent attention"
+                    )
         if self.experts is None:
             return
         if self.experts.num_dense_layers >= self.num_layers:
@@ -173,6 +276,40 @@ class ModelConfig:
     def group_size(self) -> int:
         """Number of query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a query or key head that encode positions."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        scale = self.head_dim**-0.5
+        if self.rope_scaling is None:
+            return scale
+        return scale * self.rope_scaling.score_magnitude**2
+
+    @property
+    def ahead_config(self) -> "ModelConfig":
+        """Shape of a model whose layers are those for multi-token prediction.
+
+        They are of the kind of the last layer.
+        """
+        experts = self.experts
+        if experts is not None:
+            experts = dataclasses.replace(experts, num_dense_layers=0)
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_ahead_layers,
+            num_ahead_layers=0,
+            experts=experts,
+        )
 
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.models import moe, nonlinear, partition, rotary
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import LatentConfig, ModelConfig
 from pallas_kernels import devices
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -125,10 +125,11 @@ class Orientation:
         """Sums over devices, if each has the sum over `part` of `whole` numbers."""
         return partition.sum_parts(x, part=part, whole=whole)
 
-    def expand(
-        self, linear: "Linear", x: Activations, then: Function | None = None
-    ) -> Activations:
+    def expand(self, linear: Any, x: Activations, then: Function | None = None) -> Any:
         """Applies a product with divided outputs, followed by `then(y, axis)`.
+
+        `linear` is a `Linear`, or without `then` any function of activations and the
+        orientation.
 
         CPU kernels read the first operand in place and pack the second. For many rows
         and more outputs than inputs, multiplying rows is 8 to 19 % faster if `then`
@@ -201,15 +202,15 @@ class Linear(nnx.Module):
         std=0.02,
         bias=False,
         dtype=jnp.float32,
+        bias_dtype=None,
         with_transposed=False,
     ):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
         self.transposed = nnx.Param(normal) if with_transposed else None
         self.num_inputs = shape[-1]
-        self.bias = (
-            nnx.Param(jnp.zeros(shape[:-1], dtype), axes=axes[:-1]) if bias else None
-        )
+        zeros = jnp.zeros(shape[:-1], bias_dtype or dtype)
+        self.bias = nnx.Param(zeros, axes=axes[:-1]) if bias else None
 
     @property
     def matrix(self) -> Float[Array, "outputs inputs"]:
@@ -264,7 +265,15 @@ class Mixture(nnx.Module):
         assert x is not None  # only models with experts have such layers
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
         each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
-        self.router = make(x.num_experts, c.hidden_size, axes=("experts", "hidden"))
+        # The bias is for selection only, see `moe.route`. It is at least float32 for
+        # any weights, since training changes it by thousandths.
+        self.router = make(
+            x.num_experts,
+            c.hidden_size,
+            axes=("experts", "hidden"),
+            bias=x.gate_bias,
+            bias_dtype=np.promote_types(dtype, np.float32),
+        )
         # Gate and up are one matrix, so that one product computes both.
         self.up = each(
             x.num_experts,
@@ -300,11 +309,8 @@ class Mixture(nnx.Module):
             x.astype(wide),
             precision=jax.lax.Precision.HIGHEST,
         )
-        routing = moe.route(
-            orientation.transpose(scores),
-            top_k=experts.top_k,
-            renormalise=experts.renormalise,
-        )
+        bias = None if self.router.bias is None else self.router.bias[...].astype(wide)
+        routing = moe.route(orientation.transpose(scores), experts, bias)
         gate = None
         if experts.shared_gate:
             gate = jax.nn.sigmoid(self.shared_gate(x, orientation))
@@ -350,18 +356,21 @@ class Layer(nnx.Module):
         )
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        # Fused by KV head: queries of the group, key, value.
-        self.qkv = make(
-            c.num_kv_heads,
-            c.group_size + 2,
-            c.head_dim,
-            c.hidden_size,
-            axes=("kv_heads", None, "head_dim", "hidden"),
-            bias=c.qkv_bias,
-        )
+        if c.latent is None:
+            # Fused by KV head: queries of the group, key, value.
+            self.qkv = make(
+                c.num_kv_heads,
+                c.group_size + 2,
+                c.head_dim,
+                c.hidden_size,
+                axes=("kv_heads", None, "head_dim", "hidden"),
+                bias=c.qkv_bias,
+            )
+        else:
+            self._make_latent(c, c.latent, make, dtype)
         self.out = make(
             c.hidden_size,
-            c.num_q_heads * c.head_dim,
+            c.num_q_heads * c.value_dim,
             axes=("hidden", "heads"),
             std=_out_std(c),
             bias=c.out_bias,
@@ -377,15 +386,67 @@ class Layer(nnx.Module):
             )
         self.config = config
 
-    def __call__(self, index, x, angles, attend, carry, orientation):
-        """Runs layer `index` on every row; `carry` is passed through `attend`."""
+    def _make_latent(self, config: ModelConfig, latent: LatentConfig, make, dtype):
+        """Makes the projections of latent attention.
+
+        Queries are divided over devices by heads, and so are keys and values; every
+        device computes the compressed query and the latent.
+        """
+        c, x = config, latent
+        width = c.hidden_size
+        if x.q_rank is not None:
+            width = x.q_rank
+            self.q_down = make(width, c.hidden_size, axes=(None, "hidden"))
+            self.q_norm = Norm(width, c, kind="rms", dtype=dtype)
+        q = make(c.num_q_heads, c.head_dim, width, axes=("heads", None, None))
+        if x.q_rank is None:
+            self.q = q
+        else:
+            self.q_up = q
+        # The latent, then the rotary key.
+        self.kv_down = make(
+            x.kv_rank + x.rope_dim, c.hidden_size, axes=(None, "hidden")
+        )
+        self.kv_norm = Norm(x.kv_rank, c, kind="rms", dtype=dtype)
+        # Of each head the keys without positions, then the values.
+        self.kv_up = make(
+            c.num_q_heads,
+            x.nope_dim + x.value_dim,
+            x.kv_rank,
+            axes=("heads", None, None),
+        )
+
+    def _project_latent(self, x: Activations, orientation: Orientation):
+        """Returns queries, normed latents and rotary keys of every row."""
+        o, latent = orientation, self.config.latent
+        assert latent is not None
+        if latent.q_rank is None:
+            q = self.q(x, o)
+        else:
+            q = self.q_up(self.q_norm(self.q_down(x, o), o.axis), o)
+        rank = latent.kv_rank
+        found, key = jnp.split(self.kv_down(x, o), [rank], o.axis)
+        return q, self.kv_norm(found, o.axis), key
+
+    def _project(self, x: Activations, orientation: Orientation) -> rotary.Projected:
+        """Returns the projection of every row that attention takes."""
         c, o = self.config, orientation
-        normed = self.attention_norm(x, o.axis)
-        qkv = o.split_heads(o.expand(self.qkv, normed), self.qkv.weight.shape[:-1])
+        if c.latent is not None:
+            q, latent, key = o.expand(self._project_latent, x)
+            q = o.split_heads(q, (-1, c.head_dim))
+            latent, key = (o.split_heads(y, (y.shape[o.axis],)) for y in (latent, key))
+            return rotary.LatentProjection(q, latent, key, self.kv_up.weight[...])
+        qkv = o.split_heads(o.expand(self.qkv, x), self.qkv.weight.shape[:-1])
         if c.qk_norm:
             q, k, v = rotary.split_heads(qkv, o.axis)
             qkv = o.fuse(self.q_norm(q, o.axis), self.k_norm(k, o.axis), v)
-        y, carry = attend(index, qkv, angles, carry)
+        return qkv
+
+    def __call__(self, index, x, angles, attend, carry, orientation):
+        """Runs layer `index` on every row; `carry` is passed through `attend`."""
+        c, o = self.config, orientation
+        projected = self._project(self.attention_norm(x, o.axis), o)
+        y, carry = attend(index, projected, angles, carry)
         x = x + self.out(o.join_heads(y).astype(x.dtype), o)
         normed = self.mlp_norm(x, o.axis)
         if self.is_mixture:

@@ -13,42 +13,80 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxkv.models.config import Experts
+
 
 class Routing(NamedTuple):
     """Experts of the rows."""
 
     probs: Float[Array, "rows experts"]
-    """Softmax over all experts, at least float32."""
+    """Scores of all experts over their sum, at least float32: of the softmax, the
+    scores themselves."""
     expert: Int32[Array, "rows top_k"]
-    """Experts with the largest probabilities, best first; among equals the lower number
-    is first."""
+    """Experts with the largest selection scores, best first; among equals the lower
+    number is first."""
     share: Float[Array, "rows top_k"]
     """Factor of each expert's output."""
+    bias: Float[Array, " experts"] | None = None
+    """Selection bias, if any; see `load_as_gradient`."""
 
 
 def route(
-    scores: Float[Array, "rows experts"], *, top_k: int, renormalise: bool
+    logits: Float[Array, "rows experts"],
+    experts: Experts,
+    bias: Float[Array, " experts"] | None = None,
 ) -> Routing:
     """Chooses the experts of every row.
 
-    With p the softmax of the scores and T its `top_k` largest entries, expert i of T
-    has the share p_i / sum_{j in T} p_j, which is the softmax over T; or p_i, if not
-    renormalised. For scores 2, 1, 0 and two experts, shares are 0.7311 and 0.2689;
-    without renormalisation 0.6652 and 0.2447.
+    With s the scores (softmax or sigmoid of the logits) and b the selection bias, an
+    expert is chosen by s + b. With groups, only experts of the row's best `top_groups`
+    groups are chosen; the score of a group is the largest s of its experts, or with a
+    bias the sum of its two largest s + b. Among the chosen experts T, expert i has the
+    share `scale` s_i / sum_{j in T} s_j, or `scale` s_i if not renormalised. For the
+    softmax of the logits 2, 1, 0 and two experts, shares are 0.7311 and 0.2689; without
+    renormalisation 0.6652 and 0.2447.
 
     Args:
-      scores: the router's logits.
-      top_k: number of experts of a row, in [1, experts].
-      renormalise: True if a row's shares sum to one.
+      logits: the router's logits.
+      experts: the rules of the mixture.
+      bias: the selection bias, if the mixture has one.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538, equations 3-5; Jiang et al. 2024,
-    arXiv:2401.04088, section 2.1.
+    arXiv:2401.04088, section 2.1; groups: DeepSeek-V2, arXiv:2405.04434, section 2.2.2;
+    bias: DeepSeek-V3, arXiv:2412.19437, equations 12-16, and DeepSeek's `Gate`.
     """
-    probs = jax.nn.softmax(scores, axis=1)
-    share, expert = lax.top_k(probs, top_k)
-    if renormalise:
-        share = share / jnp.sum(share, axis=1, keepdims=True)
-    return Routing(probs, expert, share)
+    num_groups, top_groups = experts.num_groups, experts.top_groups
+    if experts.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / (jnp.sum(scores, axis=1, keepdims=True) + _TINY)
+    else:
+        scores = probs = jax.nn.softmax(logits, axis=1)
+    selection = scores
+    if bias is not None:
+        selection = scores + lax.stop_gradient(bias)[None, :]
+    if top_groups < num_groups:
+        grouped = selection.reshape(len(logits), num_groups, -1)
+        best, _ = lax.top_k(grouped, 1 if bias is None else 2)
+        _, group = lax.top_k(jnp.sum(best, axis=2), top_groups)
+        every = jnp.arange(num_groups, dtype=group.dtype)
+        is_allowed = jnp.any(group[:, :, None] == every[None, None, :], axis=1)
+        least = jnp.asarray(-jnp.inf, selection.dtype)
+        selection = jnp.where(is_allowed[:, :, None], grouped, least)
+        selection = selection.reshape(scores.shape)
+    share, expert = lax.top_k(selection, experts.top_k)
+    if bias is not None:
+        share = jnp.take_along_axis(scores, expert, axis=1)
+    if experts.renormalise:
+        total = jnp.sum(share, axis=1, keepdims=True)
+        # All sigmoids of a row may be zero.
+        share = share / (total + _TINY if experts.scoring == "sigmoid" else total)
+    if experts.scale != 1:
+        share = share * jnp.asarray(experts.scale, share.dtype)
+    return Routing(probs, expert, share, bias)
+
+
+_TINY = 1e-20
+"""Added to sums of sigmoids, as in DeepSeek-V3's implementation."""
 
 
 def mix(
@@ -109,8 +147,8 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Returns the load-balancing loss of training.
 
-    It is E sum_i f_i P_i over the E experts, with f the load and P the mean
-    probability: `top_k` if both are even, and up to E times that. Only P has a
+    It is E sum_i f_i P_i over the E experts, with f the load and P the mean of
+    `probs`: `top_k` if both are even, and up to E times that. Only P has a
     gradient.
 
     Args:
@@ -124,6 +162,20 @@ def balance_loss(
     loads = expert_load(routing) if loads is None else loads
     mean = jnp.mean(routing.probs, axis=0)
     return routing.probs.shape[1] * jnp.sum(loads * mean)
+
+
+def load_as_gradient(
+    routing: Routing, loads: Float[Array, " experts"]
+) -> Float[Array, ""]:
+    """Returns zero, with the loads as its gradient by the selection bias.
+
+    The bias has no other gradient. A training loss that contains this term delivers the
+    loads of a step, averaged over pieces and devices as every gradient is, to the
+    update of the bias.
+    """
+    assert routing.bias is not None  # only of mixtures with a selection bias
+    total = jnp.sum(routing.bias * lax.stop_gradient(loads))
+    return total - lax.stop_gradient(total)
 
 
 class Imbalance(NamedTuple):

@@ -60,20 +60,27 @@ def make_model_pages(
 ) -> Pages:
     """Makes the K and V arrays of a model for an engine, and features for `taps`.
 
+    With latent attention a token has one row of `kv_rank + rope_dim` numbers per layer,
+    whose first `kv_rank` numbers are the values of all query heads.
+
     Warns if the engine's `max_length` exceeds the model's rotary positions.
 
     Raises:
       ValueError: `max_length` exceeds the model's learned positions.
     """
     config.check_length(engine.max_length, "max_length")
+    heads, width, latent = config.num_kv_heads, config.head_dim, config.latent
+    if latent is not None:
+        heads, width = 1, latent.kv_rank + latent.rope_dim
     return make_pages(
         num_layers=config.num_layers,
         num_pages=engine.num_pages,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=heads,
         page_size=engine.page_size,
-        head_dim=config.head_dim,
+        head_dim=width,
         dtype=dtype,
         kv_dtype=engine.kv_dtype,
+        value_width=None if latent is None else latent.kv_rank,
         num_features=len(taps) * config.hidden_size,
     )
 
@@ -166,23 +173,25 @@ class PagedForward:
         parts = row_parts.divide_rows(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
         sees: Any = {"window": self.config.window, "numerics": self.numerics}
+        # Of this device.
+        num_q_heads = model.layers[0].out.weight.shape[-1] // self.config.value_dim
         plan = pages.layout.plan(
-            pages,
-            rows,
-            num_q_heads=pages.num_kv_heads * self.config.group_size,
-            dtype=dtype,
-            **sees,
+            pages, rows, num_q_heads=num_q_heads, dtype=dtype, **sees
         )
         run, sees["own_rows"] = self.attend or pages.layout.attend, parts.num > 1
+        sees["scale"] = self.config.score_scale
         positions = jnp.maximum(rows.position, 0)
-        write = self._writer(pages, rows, plan, dtype)
         turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
+
+        write = self._writer(pages, rows, plan, dtype)
 
         def attend(layer, qkv, angles, pages):
             if parts.num > 1:  # every device encodes and writes all rows
-                qkv, angles = parts.whole(qkv), turned
+                qkv, angles = rotary.map_row_arrays(parts.whole, qkv), turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
             out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
+            if isinstance(qkv, rotary.LatentProjection):
+                return rotary.expand_mean_latents(qkv, out), pages
             by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
             return out.transpose(1, 2, 0).reshape(by_head), pages
 
@@ -207,9 +216,18 @@ class PagedForward:
     ) -> Callable:
         """Returns a function that encodes positions and writes K and V of a layer.
 
-        It launches one kernel if `can_rotate_and_write`, else several.
+        It launches one kernel if `can_rotate_and_write`, else several. Queries of
+        latent attention are absorbed in any pass, so that a row has the same bits in a
+        pass of decoding and in one with chunks of prompts.
         """
         c, num_kv_heads = self.config, pages.num_kv_heads
+        if c.latent is not None:
+
+            def absorb_then_write(layer, projection, angles, pages):
+                q, row = rotary.absorb_latent(projection, angles)
+                return q, None, pages.layout.write(pages, layer, row, None, rows)
+
+            return absorb_then_write
         heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]

@@ -3,6 +3,7 @@
 Every function of this package that takes parameters accepts all forms.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,15 @@ import jax.numpy as jnp
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
+
+
+def is_selection_bias(path: Sequence[Any]) -> bool:
+    """Returns True for the selection bias of a mixture, given a path of JAX's trees.
+
+    It is float32 or wider for any weights, and no gradient trains it.
+    """
+    keys = [getattr(key, "key", None) for key in path[-2:]]
+    return keys == ["router", "bias"]
 
 
 def layer_kinds(config: ModelConfig) -> list[range]:
@@ -69,7 +79,7 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
 
 def has_transposed_weights(params: Params) -> bool:
     """Returns True if parameters have the form of `add_transposed_weights`."""
-    return "transposed" in params["layers"][0]["qkv"]
+    return "transposed" in params["layers"][0]["out"]
 
 
 def add_transposed_weights(params: Params) -> Params:
@@ -98,7 +108,16 @@ def add_transposed_weights(params: Params) -> Params:
         index: {name: each(part) for name, part in layer.items()}
         for index, layer in params["layers"].items()
     }
-    return {**params, "layers": layers}
+    changed = {"layers": layers}
+    if "ahead" in params:  # never stacked
+        changed["ahead"] = {
+            index: {
+                **module,
+                "layer": {name: both(part) for name, part in module["layer"].items()},
+            }
+            for index, module in params["ahead"].items()
+        }
+    return {**params, **changed}
 
 
 def drop_transposed_weights(params: Params) -> Params:

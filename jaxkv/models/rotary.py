@@ -1,7 +1,15 @@
-"""Rotary positions (RoPE): pairs of features rotate in proportion to position."""
+"""Rotary positions (RoPE), and projections of attention that encode them.
+
+Pairs of features rotate in proportion to position. In latent attention keys and values
+of all heads are products of one latent per token: `expand_latent` computes them, and
+`absorb_latent` moves the product of the keys to the queries, so that attention reads
+the latents themselves.
+"""
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +17,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, RopeScaling
+from pallas_kernels import devices
 
 
 def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
@@ -17,25 +26,69 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " ha
 
     They are constants of a program, in `dtype`, float32 or float64.
 
-    Source: Su et al. 2021, arXiv:2104.09864, equation 15.
+    Sources: Su et al. 2021, arXiv:2104.09864, equation 15; `RopeScaling`.
     """
-    kind = np.dtype(dtype).type
+    kind, size = np.dtype(dtype).type, config.rotary_dim
     # Powers in float64 of exponents rounded as XLA rounds a division in `dtype`, for
     # equal bits.
-    exponents = np.arange(0, config.head_dim, 2, dtype=kind) * kind(1 / config.head_dim)
+    exponents = np.arange(0, size, 2, dtype=kind) * kind(1 / size)
     plain = (1.0 / config.rope_theta ** exponents.astype(np.float64)).astype(kind)
     if (s := config.rope_scaling) is None:
         return plain
     if s.kind == "linear":
         return plain / kind(s.factor)
+    if s.kind == "yarn":
+        keep = _yarn_ramp(config, s, size).astype(kind)
+        return plain * (keep + (kind(1) - keep) / kind(s.factor))
     turns = kind(s.original_max_positions) * plain / kind(2 * np.pi)
     span = kind(s.high_frequency_factor - s.low_frequency_factor)
     keep = np.clip((turns - kind(s.low_frequency_factor)) / span, kind(0), kind(1))
     return plain * (keep + (kind(1) - keep) / kind(s.factor))
 
 
-type Projected = Float[Array, "..."] | tuple[Array, Array, Array]
-"""Queries, key and value of each KV head, fused or in three parts: `split_heads`."""
+def _yarn_ramp(
+    config: ModelConfig, scaling: RopeScaling, size: int
+) -> Float[np.ndarray, " half"]:
+    """Returns the part of each frequency that "yarn" keeps, from 1 down to 0.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.2; the bounds are clipped to
+    `[0, size - 1]`, as transformers and DeepSeek's models do.
+    """
+
+    def pair_of(turns: float) -> float:
+        """Returns the pair with this number of turns over the original positions."""
+        length = scaling.original_max_positions / (turns * 2 * math.pi)
+        return size * math.log(length) / (2 * math.log(config.rope_theta))
+
+    first = pair_of(scaling.high_frequency_factor)
+    last = pair_of(scaling.low_frequency_factor)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    span = last - first or 0.001
+    return 1 - np.clip((np.arange(size // 2) - first) / span, 0, 1)
+
+
+class LatentProjection(NamedTuple):
+    """Projection of a layer with latent attention, without positions.
+
+    Shapes are those of columns; with `axis=-1` they are `[batch, seq, heads, head_dim]`
+    and `[batch, seq, width]`.
+    """
+
+    q: Float[Array, "heads head_dim rows"]
+    """Queries; the last `rope_dim` features of a head are rotary."""
+    latent: Float[Array, "kv_rank rows"]
+    """Latents, after their norm."""
+    key: Float[Array, "rope_dim rows"]
+    """Rotary part of the key, the same for all heads."""
+    up: Float[Array, "heads nope_and_value kv_rank"]
+    """Weights from a latent to the keys of a head, and then to its values."""
+
+
+type Projected = Float[Array, "..."] | tuple[Array, Array, Array] | LatentProjection
+"""Queries, key and value of each KV head, fused or in three parts: `split_heads`; or a
+projection of latent attention."""
 
 
 class Angles(NamedTuple):
@@ -61,7 +114,10 @@ def angles(
     wide = np.promote_types(dtype, np.float32)
     pace, position = frequencies(config, wide), positions.astype(wide)
     turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
-    return Angles(jnp.cos(turned), jnp.sin(turned))
+    found = Angles(jnp.cos(turned), jnp.sin(turned))
+    if (s := config.rope_scaling) is None or s.kind != "yarn":
+        return found
+    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in found))
 
 
 def split_heads(
@@ -80,13 +136,18 @@ def split_heads(
 
 
 def split_and_rotate(
-    qkv: Float[Array, "kv_heads group_and_2 head_dim rows"], angles: Angles | None
+    qkv: Float[Array, "kv_heads group_and_2 head_dim rows"] | LatentProjection,
+    angles: Angles | None,
 ) -> tuple[
     Float[Array, "kv_heads group head_dim rows"],
     Float[Array, "kv_heads head_dim rows"],
-    Float[Array, "kv_heads head_dim rows"],
+    Float[Array, "kv_heads value_dim rows"],
 ]:
     """Splits a projection; queries and keys have rotary positions encoded."""
+    if isinstance(qkv, LatentProjection):
+        assert angles is not None
+        q, k, v = expand_latent(qkv, angles)
+        return q[:, None], k, v
     q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     if angles is not None:
         q, k = rotate(q, *angles), rotate(k, *angles)
@@ -109,3 +170,64 @@ def rotate(
     cos, sin = (a.reshape(shape) for a in (cos, sin))
     turned = [low * cos - high * sin, high * cos + low * sin]
     return jnp.concatenate(turned, axis=axis).astype(x.dtype)
+
+
+def expand_latent(
+    projection: LatentProjection, angles: Angles, axis: int = -2
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    """Returns the queries, keys and values of all heads, with encoded positions.
+
+    They are `[heads, width, rows]`, or with `axis=-1` `[batch, seq, heads, width]`.
+    """
+    q, latent, key, up = projection
+    plain, turned = _split_features(q, q.shape[axis] - key.shape[axis], axis)
+    turned = rotate(turned, *angles, axis)
+    # Otherwise gradients are summed over devices for each head.
+    key = devices.varying_like(rotate(key, *angles, axis), q)
+    key = jnp.expand_dims(key, axis - 1)
+    dims = "hdc,cr->hdr" if axis == -2 else "bsc,hdc->bshd"
+    operands = (up, latent) if axis == -2 else (latent, up)
+    k, v = _split_features(jnp.einsum(dims, *operands), plain.shape[axis], axis)
+    k = jnp.concatenate([k, jnp.broadcast_to(key, turned.shape)], axis)
+    return jnp.concatenate([plain, turned], axis), k, v
+
+
+def absorb_latent(
+    projection: LatentProjection, angles: Angles
+) -> tuple[Float[Array, "rows heads width"], Float[Array, "rows 1 width"]]:
+    """Returns queries, and one key of all heads, of `kv_rank + rope_dim` features.
+
+    Their products equal those of the queries and keys of `expand_latent`, and the first
+    `kv_rank` features of the key are the latent: see `expand_mean_latents`.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    q, latent, key, up = projection
+    plain, turned = _split_features(q, q.shape[-2] - key.shape[-2], -2)
+    plain = jnp.einsum("hdc,hdr->hcr", up[:, : plain.shape[-2]], plain)
+    queries = jnp.concatenate([plain, rotate(turned, *angles)], axis=-2)
+    row = jnp.concatenate([latent, rotate(key, *angles)])
+    return queries.transpose(2, 0, 1), row.T[:, None]
+
+
+def expand_mean_latents(
+    projection: LatentProjection, out: Float[Array, "rows heads kv_rank"]
+) -> Float[Array, "heads value_dim rows"]:
+    """Returns attention's output, given its weighted means of latents."""
+    num_key = projection.q.shape[-2] - projection.key.shape[-2]
+    return jnp.einsum("hvc,rhc->hvr", projection.up[:, num_key:], out)
+
+
+def map_row_arrays(
+    function: Callable[[Array], Array], projected: Array | LatentProjection
+) -> Any:
+    """Applies a function of arrays whose last axis has the rows to a projection."""
+    if not isinstance(projected, LatentProjection):
+        return function(projected)
+    return LatentProjection(*map(function, projected[:-1]), projected.up)
+
+
+def _split_features(x: Array, size: int, axis: int) -> tuple[Array, Array]:
+    """Splits the features of an axis: the first `size`, and the remaining ones."""
+    first, second = jnp.split(x, [size], axis)
+    return first, second

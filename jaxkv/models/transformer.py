@@ -6,6 +6,7 @@ sequences) and the engine (packed rows over pages). Activations are columns, `[f
 rows]`, unless an `Orientation` with rows is passed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,10 +39,14 @@ type Attend[C] = Callable[
 
     It is the only function that combines rows. `qkv` is `[kv_heads, group + 2,
     head_dim, rows]`, or the form of an `Orientation` with rows: for each KV head the
-    group's queries, the key and the value, without positions. `angles` encode the
-    positions; None if they are learned. `out` has the queries' outputs."""
+    group's queries, the key and the value, without positions; or a
+    `rotary.LatentProjection`. `angles` encode the positions; None if they are learned.
+    `out` has the queries' outputs."""
 
 COLUMNS = Orientation()
+
+SHARED_PARAMS = ("embed", "embed_positions", "head")
+"""Parameters that drafting layers share with their model."""
 
 
 class States(NamedTuple):
@@ -57,9 +62,51 @@ class States(NamedTuple):
     """The requested states, in the requested order."""
 
 
+class AheadModule(nnx.Module):
+    """A multi-token prediction (MTP) module: one layer, with norms and a projection.
+
+    A row is a token and a state of the token before it: the model's last hidden state
+    after its final norm, or for a further module the state of the module before it,
+    after that module's final norm. The layer maps both to a new state, and the model's
+    output head maps that to logits of the next token. Embeddings and head are those of
+    the model.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 23. The order of
+    the projection's inputs, the embedding first, and the use of the normalised state
+    are those of the released weights, as read by vLLM's `deepseek_mtp.py` and SGLang's
+    `deepseek_nextn.py`; the state between modules is that of SGLang and of Megatron's
+    `multi_token_prediction.py`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs, dtype, with_transposed=False):
+        c = config
+        norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
+        self.token_norm, self.feature_norm, self.final_norm = norm(), norm(), norm()
+        how: Any = {"rngs": rngs, "dtype": dtype}
+        sizes = c.hidden_size, 2 * c.hidden_size
+        self.merge = Linear(*sizes, axes=("hidden", None), **how)
+        how["with_transposed"] = with_transposed
+        self.layer = Layer(c, c.num_layers - 1, **how)
+
+    def inputs(
+        self, embeddings: Activations, states: Activations, orientation: Orientation
+    ) -> Activations:
+        """Returns the input of the layer.
+
+        Args:
+          embeddings: embedding of each row's token.
+          states: state of the token before each row's; zeros before the first token.
+          orientation: arrangement of the activations.
+        """
+        axis = orientation.axis
+        both = self.token_norm(embeddings, axis), self.feature_norm(states, axis)
+        return self.merge(jnp.concatenate(both, axis), orientation)
+
+
 class Transformer(nnx.Module):
     """Embeddings, layers, final norm and output head of a `ModelConfig`.
 
+    Modules for multi-token prediction, if any, take no part in its forward pass.
     If `scanned`, it has one layer of each kind, whose parameters have a leading axis of
     layers: see `param_forms.stack_layers`. If `with_transposed`, layers store their
     weights twice: see `param_forms.add_transposed_weights`.
@@ -92,6 +139,10 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(c.hidden_size, c, kind=c.norm, dtype=dtype)
         if not c.tie_embeddings:
             self.head = table(c.vocab_size, c.hidden_size, axes=("vocab", "hidden"))
+        if c.num_ahead_layers:
+            each = range(c.num_ahead_layers)
+            module = functools.partial(AheadModule, c, rngs=rngs, dtype=dtype)
+            self.ahead = nnx.List([module() for _ in each])
         self.config, self.scanned = config, scanned
 
     def hidden(
@@ -252,7 +303,12 @@ def _split(
 
 
 def merge(config: ModelConfig, params: Params) -> Transformer:
-    """Returns the model with these parameters, in any of their forms."""
+    """Returns the model with these parameters, in any of their forms.
+
+    Modules for multi-token prediction are left out, see `merge_ahead`.
+    """
+    config = dataclasses.replace(config, num_ahead_layers=0)
+    params = {name: params[name] for name in params if name != "ahead"}
     scanned, with_transposed = (
         param_forms.is_stacked(params),
         param_forms.has_transposed_weights(params),
@@ -261,6 +317,39 @@ def merge(config: ModelConfig, params: Params) -> Transformer:
         config, jnp.float32, scanned=scanned, with_transposed=with_transposed
     )
     return nnx.merge(graph, nnx.State(params))
+
+
+def merge_ahead(
+    config: ModelConfig, params: Params, index: int
+) -> tuple[AheadModule, Transformer]:
+    """Returns a module for multi-token prediction, and a model that runs its layer.
+
+    Args:
+      config: shape of the model with the modules.
+      params: the model's parameters; layers outside of "ahead" are not used.
+      index: number of the module, from 0 on.
+
+    Returns:
+      The module, and a model of `config.ahead_config` with the embeddings and the head
+      of the model, the layers of all modules, and the final norm of this one; run it
+      with `only=(index,)`.
+    """
+    modules = params["ahead"]
+    own = {
+        "layers": {number: modules[number]["layer"] for number in modules},
+        "final_norm": modules[index]["final_norm"],
+    }
+    shared = {name: params[name] for name in SHARED_PARAMS if name in params}
+    build = functools.partial(
+        AheadModule,
+        config,
+        rngs=initialization.ShapeRecorder(),
+        dtype=jnp.float32,
+        with_transposed=param_forms.has_transposed_weights(own),
+    )
+    graph, _ = nnx.split(nnx.eval_shape(build), nnx.Param)
+    module = nnx.merge(graph, nnx.State(modules[index]))
+    return module, merge(config.ahead_config, own | shared)
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):
@@ -380,14 +469,15 @@ def run_sequences(
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
 
     def attend(layer, qkv, angles, carry):
-        # To [batch, seq, heads, head_dim] and back.
+        # To [batch, seq, heads, width] and back.
+        split = rotary.split_and_rotate(qkv, angles)
         q, k, v = (
-            x.reshape(-1, config.head_dim, batch, seq).transpose(2, 3, 0, 1)
-            for x in rotary.split_and_rotate(qkv, angles)
+            x.reshape(-1, x.shape[-2], batch, seq).transpose(2, 3, 0, 1) for x in split
         )
-        y, _ = flash_attention(q, k, v, window=config.window)
+        how: Any = {"window": config.window, "scale": config.score_scale}
+        y, _ = flash_attention(q, k, v, **how)
         y = y.transpose(2, 3, 0, 1)
-        return y.reshape(len(qkv), -1, config.head_dim, batch * seq), carry
+        return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
 
     how: Any = {"taps": taps, "only": only}
     return model.hidden(tokens.reshape(-1), position, attend, (), **how)

@@ -26,6 +26,8 @@ RING, ULYSSES = "ring", "ulysses"
 
 type Queries = Float[Array, "batch seq q_heads head_dim"]
 type Keys = Float[Array, "batch seq kv_heads head_dim"]
+type Values = Float[Array, "batch seq kv_heads value_dim"]
+type Outputs = Float[Array, "batch seq q_heads value_dim"]
 type Attend = Callable[[Array, Array, Array], Array]
 
 
@@ -57,8 +59,8 @@ def token_positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " p
 
 
 def ulysses_attention(
-    q: Queries, k: Keys, v: Keys, attend: Attend, *, degree: int
-) -> Queries:
+    q: Queries, k: Keys, v: Values, attend: Attend, *, degree: int
+) -> Outputs:
     """Computes Ulysses attention: all-to-all to heads, attention, all-to-all back.
 
     KV heads are first copied if there are fewer than devices.
@@ -88,54 +90,64 @@ def ulysses_attention(
 
 
 def ring_attention(
-    q: Queries, k: Keys, v: Keys, *, degree: int, window: int | None = None
-) -> Queries:
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    degree: int,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Outputs:
     """Computes causal ring attention in zigzag order.
 
     Keys and values are sent around the ring of devices. The gradient sends them around
     once more together with their gradients, which take one more hop to return to their
-    devices.
+    devices. A `scale` of None means head_dim ** -0.5.
 
     Raises:
       ValueError: `window` is set with more than one device.
     """
     if degree == 1:
-        return flash_attention(q, k, v, window=window)[0]
+        return flash_attention(q, k, v, window=window, scale=scale)[0]
     if window is not None:
         raise ValueError(f"{window=} must be None in a ring of {degree=}")
-    return _ring(q, k, v, degree)
+    return _ring(q, k, v, degree, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _ring(q: Array, k: Array, v: Array, degree: int) -> Array:
-    return _ring_forward(q, k, v, degree)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _ring(q: Array, k: Array, v: Array, degree: int, scale: float | None) -> Array:
+    return _ring_forward(q, k, v, degree, scale)[0]
 
 
-def _ring_forward(q: Array, k: Array, v: Array, degree: int) -> Any:
+def _ring_forward(
+    q: Array, k: Array, v: Array, degree: int, scale: float | None
+) -> Any:
     def hop(number: Array, carry: Any) -> Any:
         (k, v), found = carry
         k, v = _pass_on((k, v), degree)
         # Combines attention over two sets of keys by their log-sum-exps.
-        both = found, _from(number, q, k, v, degree)
+        both = found, _from(number, q, k, v, scale)
         lse = jnp.logaddexp(found[1], both[1][1])
         old, new = (
             out * jnp.exp(each - lse)[..., None].astype(out.dtype) for out, each in both
         )
         return (k, v), (old + new, lse)
 
-    found = flash_attention(q, k, v)
+    found = flash_attention(q, k, v, scale=scale)
     _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
     return out, (q, k, v, out, lse)
 
 
-def _ring_backward(degree: int, kept: Any, grad: Array) -> tuple[Array, Array, Array]:
+def _ring_backward(
+    degree: int, scale: float | None, kept: Any, grad: Array
+) -> tuple[Array, Array, Array]:
     # Sent again: otherwise XLA recognises the exchange of the forward pass and keeps
     # its result in memory.
     q, k, v, out, lse = lax.optimization_barrier(kept)
 
     def of_block(number: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
         (part, part_lse), back = jax.vjp(
-            lambda q, k, v: _from(number, q, k, v, degree), q, k, v
+            lambda q, k, v: _from(number, q, k, v, scale), q, k, v
         )
         share = jnp.exp(part_lse - lse)[..., None]
         grad_lse = jnp.sum(grad * (part - out) * share, axis=-1).astype(part_lse.dtype)
@@ -164,7 +176,7 @@ def _pass_on(arrays: Any, degree: int) -> Any:
 
 
 def _from(
-    number: Any, q: Array, k: Array, v: Array, degree: int
+    number: Any, q: Array, k: Array, v: Array, scale: float | None
 ) -> tuple[Array, Array]:
     """Attends to keys and values received after `number` hops; None means the own ones.
 
@@ -172,15 +184,16 @@ def _from(
     late chunk that none sees; the late half of the queries sees both chunks of a device
     after this one.
     """
+    attend = functools.partial(flash_attention, scale=scale)
     if number is None:
-        return flash_attention(q, k, v)
+        return attend(q, k, v)
     half = q.shape[1] // 2
 
     def before(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return flash_attention(q, k[:, :half], v[:, :half], causal=False)
+        return attend(q, k[:, :half], v[:, :half], causal=False)
 
     def after(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        out, lse = flash_attention(q[:, half:], k, v, causal=False)
+        out, lse = attend(q[:, half:], k, v, causal=False)
         none = lse * 0 - jnp.asarray(jnp.inf, lse.dtype)
         lse = jnp.concatenate([none, lse], axis=1)
         return jnp.concatenate([out * 0, out], axis=1), lse

@@ -1,9 +1,9 @@
 """Speculative decoding: drafters propose tokens, verifiers accept or reject them.
 
-Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, and
-`Adaptive`, which adjusts the draft length of another drafter. Verifiers:
-`SharedNoiseVerifier`, `Rejection`, `Typical`. Their protocols are defined in
-`engine.drafting`.
+Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, which drafts
+with modules for multi-token prediction, too, and `Adaptive`, which adjusts the draft
+length of another drafter. Verifiers: `SharedNoiseVerifier`, `Rejection`, `Typical`.
+Their protocols are defined in `engine.drafting`.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         build_self_speculative,
     )
     from jaxkv.speculation.draws import draw_drafts
-    from jaxkv.speculation.eagle import EagleConfig, unroll_drafts
+    from jaxkv.speculation.eagle import EagleConfig, MTPConfig, unroll_drafts
     from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
     from jaxkv.speculation.head_folders import (
         KINDS,

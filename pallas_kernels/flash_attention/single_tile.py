@@ -17,11 +17,11 @@ from jaxtyping import Array, Bool, Float
 def attend_single_tile(
     q: Float[Array, "batch kv_heads group queries head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
-    v: Float[Array, "batch kv_heads keys head_dim"],
+    v: Float[Array, "batch kv_heads keys value_width"],
     seen: Bool[Array, "queries keys"],
     scale: float,
 ) -> tuple[
-    Float[Array, "batch kv_heads group queries head_dim"],
+    Float[Array, "batch kv_heads group queries value_width"],
     Float[Array, "batch kv_heads group queries"],
 ]:
     """Returns the output, in the type of q, and the log-sum-exp of every query.

@@ -46,7 +46,7 @@ class _Sizes(NamedTuple):
 def flash_attention(
     q: Float[Array, "batch queries q_heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads value_width"],
     *,
     causal: bool = True,
     window: int | None = None,
@@ -54,7 +54,7 @@ def flash_attention(
     tile: int = TILE,
     implementation: FlashImplementation | None = None,
 ) -> tuple[
-    Float[Array, "batch queries q_heads head_dim"],
+    Float[Array, "batch queries q_heads value_width"],
     Float[Array, "batch queries q_heads"],
 ]:
     """Attends from every query to its keys.
@@ -62,7 +62,7 @@ def flash_attention(
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
       k: keys.
-      v: values.
+      v: values, of any width.
       causal: True if a query attends to no later keys. The last query is aligned with
         the last key, so fewer queries than keys are the end of a sequence.
       window: number of latest keys of a query, its own included, at least 1; None
@@ -71,8 +71,8 @@ def flash_attention(
       tile: keys of a tile, and at most as many queries, at least 1; used by the
         reference only.
       implementation: None, or the name of a required one. "cudnn" needs a GPU,
-        bfloat16 or float16, and either `causal` with equal numbers of queries and keys,
-        or no `causal`.
+        bfloat16 or float16, values as wide as keys, and either `causal` with equal
+        numbers of queries and keys, or no `causal`.
 
     Returns:
       The output in the type of q, and the natural log-sum-exp of the scores in float32
@@ -101,7 +101,7 @@ def flash_attention(
         rows=min(tile, max(q.shape[1], 1)),
         tile=tile,
     )
-    reason = _not_cudnn(q, sizes)
+    reason = _not_cudnn(q, v, sizes)
     if implementation not in (None, "reference", "cudnn"):
         raise ValueError(f"{implementation=} must be None, 'reference' or 'cudnn'")
     if implementation == "cudnn" and reason:
@@ -126,7 +126,7 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
         )
     else:
         out, lse = _attend(q, k, v, sizes)
-    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, head_dim)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, q_heads, v.shape[3])
     return out, lse.transpose(0, 3, 1, 2).reshape(batch, -1, q_heads)
 
 
@@ -176,7 +176,7 @@ def _backward_cudnn(
 _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 
 
-def _not_cudnn(q: Array, sizes: _Sizes) -> str:
+def _not_cudnn(q: Array, v: Array, sizes: _Sizes) -> str:
     """Returns why cuDNN does not support a call, or an empty string if it does."""
     target = devices.current_target()
     if target.platform != "gpu":
@@ -187,6 +187,8 @@ def _not_cudnn(q: Array, sizes: _Sizes) -> str:
         return f"the type is {q.dtype}, not bfloat16 or float16"
     if sizes.causal and sizes.num_queries != sizes.num_keys:
         return "there are fewer queries than keys"
+    if v.shape[3] != q.shape[3]:
+        return f"values have a width of {v.shape[3]}, not {q.shape[3]}"
     if q.shape[3] % 8 or q.shape[3] > 128:
         return f"head_dim is {q.shape[3]}, not a multiple of 8 up to 128"
     return ""
@@ -203,7 +205,7 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     padded = _pad(q, 3, sizes.rows), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
     wide = np.promote_types(q.dtype, np.float32)
-    lead, head_dim = q.shape[:3], q.shape[4]
+    lead, width = q.shape[:3], v.shape[3]
 
     def row(index: Array) -> tuple[Array, Array]:
         queries = _cut(padded[0], index, 3, sizes.rows)
@@ -220,7 +222,7 @@ def _forward(
             )
             return state._replace(out=state.out + part)
 
-        state = online_softmax.init_softmax((*lead, sizes.rows), head_dim, q.dtype)
+        state = online_softmax.init_softmax((*lead, sizes.rows), width, q.dtype)
         state = jax.tree.map(lambda x: devices.varying_like(x, *padded), state)
         # First and end of the tiles of keys that this tile of queries attends to.
         last = jnp.asarray(-(-sizes.num_keys // sizes.tile), jnp.int32)
@@ -284,7 +286,10 @@ def _backward(
             part += lax.dynamic_slice_in_dim(d_q, at, sizes.rows, axis=3)
             return lax.dynamic_update_slice_in_dim(d_q, part, at, axis=3), d_k, d_v
 
-        zero = devices.varying_like(jnp.zeros(keys.shape, wide), q, k, v, d_out)
+        empty = [
+            devices.varying_like(jnp.zeros(x.shape, wide), q, k, v, d_out)
+            for x in (keys, values)
+        ]
         # First and end of the tiles of queries that attend to this tile of keys.
         last = jnp.asarray(-(-sizes.num_queries // sizes.rows), jnp.int32)
         first = jnp.zeros((), jnp.int32)
@@ -294,7 +299,7 @@ def _backward(
             if sizes.window is not None:
                 newest = (other + 1) * sizes.tile - 1 + sizes.window - 1 - ahead
                 last = jnp.minimum(last, jnp.maximum(newest, -1) // sizes.rows + 1)
-        d_q, d_k, d_v = lax.fori_loop(first, last, row, (d_q, zero, zero))
+        d_q, d_k, d_v = lax.fori_loop(first, last, row, (d_q, *empty))
         return d_q, (d_k, d_v)
 
     num = k.shape[2] // sizes.tile

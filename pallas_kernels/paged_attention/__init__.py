@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         merge_states,
         paged_attention,
     )
-    from pallas_kernels.paged_attention.decode_plan import DecodePlan
+    from pallas_kernels.paged_attention.decode_plan import DecodePlan, item_heads
     from pallas_kernels.paged_attention.dispatch import KernelTilings, StepPlan
     from pallas_kernels.paged_attention.merging import PartialStates, merge_and_unpack
 

@@ -13,6 +13,7 @@ def check_arrays(
     k_scales: Array | None,
     v_scales: Array | None,
     value_width: int | None,
+    k_rest: Array | None = None,
 ) -> int:
     """Checks that the arrays of `api.paged_attention` match.
 
@@ -25,7 +26,16 @@ def check_arrays(
     q_heads, kv_heads, head_dim = q.shape[1], k_pages.shape[1], q.shape[2]
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise ValueError(f"{q.dtype=} must be a floating type of 16 bits or more")
-    if k_pages.shape[3] != head_dim:
+    narrow = quantizing.quantization_kind(k_pages.dtype) is not None
+    key_width = k_pages.shape[3]
+    if k_rest is not None:
+        if not narrow or v_pages is not None or k_rest.shape[:3] != k_pages.shape[:3]:
+            raise ValueError(
+                f"{k_rest.shape=} must be {k_pages.shape=} up to the last axis, with "
+                "8-bit pages and without v_pages"
+            )
+        key_width += k_rest.shape[3]
+    if key_width != head_dim:
         raise ValueError(f"{k_pages.shape[3]=} must be {q.shape[2]=}")
     if v_pages is not None:
         if v_pages.shape[:3] != k_pages.shape[:3] or v_pages.dtype != k_pages.dtype:
@@ -36,13 +46,12 @@ def check_arrays(
         if value_width is not None:
             raise ValueError(f"{value_width=} must be None when v_pages is given")
         value_width = v_pages.shape[3]
-    elif value_width is None or not 1 <= value_width <= head_dim:
+    elif value_width is None or not 1 <= value_width <= k_pages.shape[3]:
         raise ValueError(
-            f"{value_width=} must be in [1, {head_dim}] when v_pages is None"
+            f"{value_width=} must be in [1, {k_pages.shape[3]}] when v_pages is None"
         )
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
-    narrow = quantizing.quantization_kind(k_pages.dtype) is not None
     if not narrow and not jnp.issubdtype(k_pages.dtype, jnp.floating):
         raise ValueError(f"{k_pages.dtype=} must be a floating type, int8 or uint8")
     for name, pages, scales in (("k", k_pages, k_scales), ("v", v_pages, v_scales)):

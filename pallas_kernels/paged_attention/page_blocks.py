@@ -19,7 +19,7 @@ from pallas_kernels import quantizing
 class PagedKV(NamedTuple):
     """Keys and values in pages, with scales of 8-bit pages."""
 
-    k: Num[Array, "pages kv_heads page_size head_dim"]
+    k: Num[Array, "pages kv_heads page_size key_width"]
     v: Num[Array, "pages kv_heads page_size value_width"] | None
     """None if the values are the first numbers of the keys."""
     k_scales: Float[Array, "pages kv_heads *places"] | None
@@ -28,6 +28,8 @@ class PagedKV(NamedTuple):
     """Scales of the values; None if the values are part of the keys."""
     value_width: int
     """Width of the values."""
+    k_rest: Float[Array, "pages kv_heads page_size rest"] | None = None
+    """Further numbers of the keys, which have no scale; None if there are none."""
 
 
 class KVBlock(NamedTuple):
@@ -116,6 +118,13 @@ def read_block(
     k = quantizing.as_number_type(take(memory.k, clean=clean_keys)).astype(dtype)
     k_scales = scale(memory.k_scales)
     if memory.v is None:
-        return KVBlock(k, k[..., : memory.value_width], k_scales, k_scales)
+        if memory.k_rest is None or k_scales is None:
+            return KVBlock(k, k[..., : memory.value_width], k_scales, k_scales)
+        # The scales apply to a part of the keys; those of masked positions may be NaN.
+        held = used.reshape(rows, 1, size)
+        k = k * jnp.where(held, k_scales, 0).astype(dtype)[..., None]
+        rest = take(memory.k_rest, clean=True).astype(dtype)
+        v = k[..., : memory.value_width]
+        return KVBlock(jnp.concatenate([k, rest], axis=-1), v, None, None)
     v = quantizing.as_number_type(take(memory.v, clean=True)).astype(dtype)
     return KVBlock(k, v, k_scales, scale(memory.v_scales))

@@ -44,8 +44,10 @@ def list_residuals(
       number_bytes: bytes of an activation: 4 in float32, 2 in bfloat16.
 
     Raises:
-      ValueError: the model has experts.
+      ValueError: the model has experts or latent attention.
     """
+    if config.latent is not None:
+        raise ValueError("residuals of latent attention are not listed")
     if config.experts is not None:
         raise ValueError("residuals of mixtures of experts are not listed")
     c, e = config, number_bytes

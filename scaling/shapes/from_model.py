@@ -21,4 +21,5 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
         "norm": "layer" if NORMS[config.norm].has_bias else "rms",
         "windows": (config.window,),
     }
-    return describe_fields({**vars(config), **parts})
+    latent = {} if config.latent is None else vars(config.latent)
+    return describe_fields({**vars(config), **latent, **parts})

@@ -218,8 +218,8 @@ def _go(
     for end in _reports(lanes.step, until):
         started = time.monotonic()
         num_steps = end - lanes.step
-        state, loss = call(lanes.state, schedule, jnp.int32(num_steps))
-        losses = np.atleast_1d(np.asarray(loss, np.float64))
+        state, info = call(lanes.state, schedule, jnp.int32(num_steps))
+        losses = np.atleast_1d(np.asarray(info.loss, np.float64))
         middle = (lanes.step + end + 1) / 2
         alive = lanes.alive & np.isfinite(losses)
         lanes = BatchedRuns(

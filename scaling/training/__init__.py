@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         tree_specs,
     )
     from scaling.training.objectives import (
+        MultiTokenPrediction,
         StreamScore,
         score_documents,
         score_stream,

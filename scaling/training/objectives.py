@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv.models import TENSOR, Params, own_words
+from jaxkv import validation
+from jaxkv.models import TENSOR, ModelConfig, Params, own_words
 from scaling.corpora import END, Document, count_bytes, encode_documents
 from scaling.costs import Layout
-from scaling.training import architectures
+from scaling.training import architectures, transformer_rows
 
 
 @runtime_checkable
@@ -198,6 +199,75 @@ class NextToken(Objective):
 
 
 NEXT_TOKEN = NextToken()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiTokenPrediction(Objective):
+    """Next-token loss, and the losses of the modules for multi-token prediction (MTP).
+
+    The modules are those of `ModelConfig.num_ahead_layers`; module k predicts token i +
+    k + 1 from the model's state of token i and the k tokens after it. The loss is the
+    model's plus `weight` times the mean of the modules' losses, each the sum of nats
+    over the tokens of a sequence that it predicts, divided by the sequence's length.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 25.
+    """
+
+    weight: float = 0.3
+    """Weight of the modules' mean loss; in DeepSeek-V3 0.3 for 10T tokens, then 0.1
+    (section 4.2), which are two runs, the second with `train(..., start=)`."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        validation.at_least(self, "weight", low=0)
+
+    @property
+    def of_records(self) -> bool:
+        """False: windows are cut anywhere."""
+        return False
+
+    def check(self, seq_len: int, layout: Layout) -> None:
+        """Checks that a device has all rows and layers of its sequences.
+
+        A row needs the state of the row before it.
+        """
+        for name in ("ring", "ulysses", "pipeline"):
+            if (degree := getattr(layout, name)) > 1:
+                raise ValueError(
+                    f"{name}={degree} must be 1 for multi-token prediction"
+                )
+        if layout.sequence:
+            raise ValueError(
+                f"sequence={layout.sequence} must be False for multi-token prediction"
+            )
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[Array, "batch seq"],
+        targets: Int[Array, "batch seq"],
+        *,
+        model: architectures.Architecture,
+        layout: Layout = architectures.ONE,
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Returns the loss to minimize, and the model's mean nats per token."""
+        num = model.num_ahead_layers if isinstance(model, ModelConfig) else 0
+        if not isinstance(model, ModelConfig) or not num:
+            raise ValueError(
+                f"num_ahead_layers={num} must be at least 1 for multi-token prediction"
+            )
+        outputs = transformer_rows.run_with_ahead(
+            params, tokens, config=model, layout=layout, num_ahead=num
+        )
+        losses = []
+        for depth, output in enumerate(outputs):
+            nats = divided_nats(output.logits, targets, num_words=model.vocab_size)
+            # Earlier rows of a module have no state to start from.
+            there = jnp.arange(tokens.shape[1]) >= depth
+            losses.append(jnp.where(there, nats, jnp.zeros_like(nats)).mean())
+        main, *ahead = losses
+        auxiliary = functools.reduce(jnp.add, [output.auxiliary for output in outputs])
+        return main + self.weight * jnp.stack(ahead).mean() + auxiliary, main
 
 
 def target_nats(

@@ -74,7 +74,7 @@ _DIRECTIONS: Mapping[
 
 def _is_matrix(path, _) -> bool:
     """Returns True for a matrix of a layer: not an embedding, scale or bias."""
-    return path[0].key == "layers" and path[-1].key == "weight"
+    return path[0].key in ("layers", "ahead") and path[-1].key == "weight"
 
 
 def _muon_axes(params):

@@ -43,7 +43,7 @@ def divided_gradient(
     Parameters are divided by `meshes.place_training_tree` for `how.layout`; windows may
     have any placement. The gradient, in float32, has the sharding of the parameters, or
     with `zero` that of the optimizer's moments. A pipeline supports the next-token
-    objective only.
+    objective only. The gradient of a selection bias is the load of its experts.
     """
     layout, mean = how.layout, functools.partial(_mean, objective)
     if layout.pipeline > 1:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxkv import validation
-from jaxkv.models import Params
+from jaxkv.models import Params, is_selection_bias
 from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
 from scaling.costs import Layout
 from scaling.training import architectures, meshes
@@ -84,10 +84,16 @@ class StepConfig:
             )
 
     def cast(self, params: Params) -> Params:
-        """Returns the parameters in the type of the forward pass."""
+        """Returns the parameters in the type of the forward pass.
+
+        Selection biases of experts remain float32.
+        """
         if self.dtype == "float32":
             return params
-        return jax.tree.map(lambda p: p.astype(self.dtype), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: p if is_selection_bias(path) else p.astype(self.dtype),
+            params,
+        )
 
 
 PLAIN = StepConfig()

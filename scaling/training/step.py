@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Int32, UInt
 
-from jaxkv.models import Params
+from jaxkv.models import ModelConfig, Params, is_selection_bias
 from scaling.corpora import draw_windows
 from scaling.costs import Layout
 from scaling.training import (
@@ -44,6 +44,19 @@ class TrainState(NamedTuple):
     params: Params
     moments: Any
     step: Int32[Array, ""]
+
+
+class TrainStepInfo(NamedTuple):
+    """Means over training steps, for logs.
+
+    Attributes:
+      loss: nats per token, or the reported loss of another objective.
+      loads: fraction of the tokens that chose each expert, by mixture from the first
+        layer on; None for models without selection biases.
+    """
+
+    loss: Float[Array, ""]
+    loads: Float[Array, "mixtures experts"] | None
 
 
 def init_train_state(
@@ -79,10 +92,12 @@ def compiled_steps(
       A function of a state (divided by `divide_train_state` if `how` has a layout), of
       the training tokens such as `Corpus.stream`, of the learning rate schedule, of the
       seed of the order of windows, and of the number of steps, at least 1. It returns
-      the new state, and the mean loss of the steps in nats per token. The states of a
-      run do not depend on its division into calls.
+      the new state, and the mean information of the steps. The states of a run do not
+      depend on its division into calls.
     """
     update = optimizers.make_optimizer(optimizer).update
+    experts = model.experts if isinstance(model, ModelConfig) else None
+    bias_rate = experts.bias_rate if experts else 0.0
 
     def steps(
         state: TrainState,
@@ -90,7 +105,7 @@ def compiled_steps(
         schedule: LearningRateSchedule,
         seed: Int[Array, ""],
         num_steps: Int[Array, ""],
-    ) -> tuple[TrainState, Float[Array, ""]]:
+    ) -> tuple[TrainState, TrainStepInfo]:
         how.check(batch_size)
         objective.check(seq_len, how.layout)
         gradient = parallel.divided_gradient(model, how, objective)
@@ -106,16 +121,62 @@ def compiled_steps(
                 aligned=objective.of_records,
             )
             loss, grads = gradient(params, windows)
-            updates, moments = update(grads, moments, params)
+            updates, moments = update(_without_loads(grads), moments, params)
             rate = schedule.at(step)
             params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
+            if bias_rate:
+                params = balance_experts(params, grads, bias_rate)
             state = TrainState(params, moments, step + 1)
-            return _constrain_sharding(state, model, how.layout), total + loss
+            info = TrainStepInfo(loss, _expert_loads(grads))
+            state = _constrain_sharding(state, model, how.layout)
+            return state, jax.tree.map(jnp.add, total, info)
 
-        state, total = jax.lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
-        return state, total / num_steps.astype(jnp.float32)
+        zero = TrainStepInfo(jnp.float32(0), _expert_loads(state.params))
+        carry = state, jax.tree.map(jnp.zeros_like, zero)
+        state, total = jax.lax.fori_loop(0, num_steps, step, carry)
+        return state, jax.tree.map(lambda x: x / num_steps.astype(x.dtype), total)
 
     return jax.jit(steps)
+
+
+def balance_experts(params: Params, grads: Params, rate: float) -> Params:
+    """Moves selection biases towards equal loads, without an auxiliary loss.
+
+    Args:
+      params: parameters of a model.
+      grads: result of `parallel.divided_gradient`, in which the gradient of a selection
+        bias is the load of its experts over the rows of all devices.
+      rate: change of a bias: up for an expert with less than the mean load, down for
+        one with more.
+
+    Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+    """
+
+    def one(path: Any, param: Array, load: Array) -> Array:
+        if not is_selection_bias(path):
+            return param
+        missing = jnp.mean(load, axis=-1, keepdims=True) - load
+        return param + jnp.asarray(rate, param.dtype) * jnp.sign(missing)
+
+    return jax.tree_util.tree_map_with_path(one, params, grads)
+
+
+def _without_loads(grads: Params) -> Params:
+    """Returns gradients in which those of selection biases are zero."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.zeros_like(x) if is_selection_bias(path) else x,
+        grads,
+    )
+
+
+def _expert_loads(grads: Params) -> Float[Array, "mixtures experts"] | None:
+    """Returns the gradients of the layers' selection biases."""
+    found = [
+        x.reshape(-1, x.shape[-1])
+        for path, x in jax.tree_util.tree_leaves_with_path(grads.get("layers", {}))
+        if is_selection_bias(path)
+    ]
+    return jnp.concatenate(found) if found else None
 
 
 def divide_train_state(

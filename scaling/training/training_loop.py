@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxkv import files, parallel
+from jaxkv import files, models, parallel
 from jaxkv.models import Params
 from jaxkv.parallel import (
     broadcast_from_first,
@@ -57,7 +57,8 @@ class TrainResult(NamedTuple):
       curve: one dict per report: `step`; `tokens` and `epoch` of this run so far;
         `loss` (mean nats per token since the last report, or the reported loss of
         another objective); `learning_rate`; `duration_s`, training time of this run so
-        far.
+        far; for models with selection biases `busiest`, the largest load of an expert
+        over the mean load, as the mean over layers.
       checkpoint: folder of the last checkpoint, from which another run can start; None
         for a run in memory.
       status: `done`; `stopped`, by request; or `diverged`, if a loss was not finite:
@@ -253,10 +254,10 @@ class _Run:
             every = (config.report_every, config.checkpoint_every)
             end = min(config.num_steps, *((taken // n + 1) * n for n in every))
             # Not donated: an interrupt during the call keeps the state before it.
-            new, loss = call(
+            new, info = call(
                 self._state, tokens, schedule, seed, jnp.int32(end - taken)
             )
-            if not math.isfinite(loss := float(loss)):
+            if not math.isfinite(loss := float(info.loss)):
                 self.status = "diverged"
                 return
             self._state = new
@@ -269,6 +270,8 @@ class _Run:
                 "learning_rate": float(schedule.at(jnp.int32(end - 1))),
                 "duration_s": before_s + time.monotonic() - started,
             }
+            if info.loads is not None:
+                line["busiest"] = float(models.imbalance(info.loads).busiest.mean())
             self.curve.append(line)
             yield line
 

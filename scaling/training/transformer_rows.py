@@ -27,6 +27,7 @@ from jaxkv.models import (
     Activations,
     Angles,
     Function,
+    LatentProjection,
     Linear,
     Mixture,
     ModelConfig,
@@ -36,7 +37,10 @@ from jaxkv.models import (
     Routing,
     balance_loss,
     embed_own_tokens,
+    expand_latent,
     expert_load,
+    load_as_gradient,
+    merge_ahead,
 )
 from jaxkv.parallel import (
     gather_rows,
@@ -77,14 +81,62 @@ def run_transformer(
     Raises:
       ValueError: the model has fewer learned positions than `seq`.
     """
+    return run_with_ahead(params, tokens, config=config, layout=layout, num_ahead=0)[0]
+
+
+def run_with_ahead(
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    config: ModelConfig,
+    layout: Layout = ONE,
+    num_ahead: int,
+) -> list[ForwardOutput]:
+    """Runs a model and its first modules for multi-token prediction over sequences.
+
+    Row p of every module has token p and a state of token p - 1: the model's after the
+    final norm in module 1, that of module k - 1 in module k. Its logits are those of
+    token p + 1; the model itself has read the tokens up to p - k. The paper's module k
+    has rows from k on only. Here earlier rows exist too, with zeros for the missing
+    states, as in drafting, where every row has K and V.
+
+    Args:
+      params: as in `run_transformer`.
+      tokens: as in `run_transformer`.
+      config: shape of the model.
+      layout: as in `run_transformer`; with modules, each device has whole sequences and
+        all of their rows.
+      num_ahead: number of modules to run, at most `config.num_ahead_layers`.
+
+    Returns:
+      The output of the model, then those of its modules. The auxiliary losses of all
+      modules add up to the weighted mean over them.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 23.
+    """
     config.check_length(tokens.shape[1] * layout.context, "seq")
     model = models.merge(config, params)
     rows = RowOrientation(config=config, shape=tokens.shape, layout=layout)
-    x = model.embedded(tokens.reshape(-1), rows.positions(), rows)
-    found = model.run(x, rows.positions(), rows.attend, (), rows)
-    logits = model.logits(model.final_norm(found.last, rows.axis), rows)
-    auxiliary = rows.auxiliary(found.routings, logits.dtype)
-    return ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
+    positions, token = rows.positions(), tokens.reshape(-1)
+    outputs, only = [], None
+    x = model.embedded(token, positions, rows)
+    for index in range(1 + num_ahead):
+        found = model.run(x, positions, rows.attend, (), rows, only=only)
+        states = model.final_norm(found.last, rows.axis)
+        logits = model.logits(states, rows)
+        auxiliary = rows.auxiliary(found.routings, logits.dtype)
+        output = ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
+        outputs.append(output)
+        if index == num_ahead:
+            break
+        module, model = merge_ahead(config, params, index)
+        rows, only = dataclasses.replace(rows, config=model.config), (index,)
+        before = states.reshape(*tokens.shape, -1)[:, :-1]
+        before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(states.shape)
+        embeddings = rows.embed(model.embed.weight[...], token, config.vocab_size)
+        x = module.inputs(embeddings, before, rows)
+        x = model.embedded(token, positions, rows, x)
+    return outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,9 +179,7 @@ class RowOrientation(Orientation):
         """Multiplies rows by a matrix."""
         return self.matmul(linear.matrix, x)
 
-    def expand(
-        self, linear: Linear, x: Activations, then: Function | None = None
-    ) -> Activations:
+    def expand(self, linear: Any, x: Activations, then: Function | None = None) -> Any:
         """Multiplies all rows by this device's columns of a matrix.
 
         With sequence parallelism rows are gathered, and gathered again for the weights'
@@ -149,7 +199,7 @@ class RowOrientation(Orientation):
         return super().add_up(x, part=part, whole=whole)
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
-        """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`."""
+        """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`, as `shape`."""
         return x.reshape(*self.shape, *shape)
 
     def fuse(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -191,30 +241,42 @@ class RowOrientation(Orientation):
 
     def attend(
         self, _: Any, qkv: Projected, angles: Angles | None, carry: Any
-    ) -> tuple[Float[Array, "batch seq heads head_dim"], Any]:
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], Any]:
         """Attends within each sequence: a `transformer.Attend`."""
-        q, k, v = qkv if isinstance(qkv, tuple) else models.split_heads(qkv, self.axis)
-        if angles is not None:
-            q, k = (models.rotate(x, *angles, self.axis) for x in (q, k))
+        if isinstance(qkv, LatentProjection):
+            assert angles is not None
+            q, k, v = expand_latent(qkv, angles, self.axis)
+        else:
+            split = isinstance(qkv, tuple)
+            q, k, v = qkv if split else models.split_heads(qkv, self.axis)
+            if angles is not None:
+                q, k = (models.rotate(x, *angles, self.axis) for x in (q, k))
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
         how: Any = {"degree": self.layout.ring, "window": self.config.window}
+        how["scale"] = self.config.score_scale
         attend = functools.partial(ring_attention, **how)
         return ulysses_attention(*heads, attend, degree=self.layout.ulysses), carry
 
     def auxiliary(
         self, routings: Sequence[Routing], dtype: DTypeLike
     ) -> Float[Array, ""]:
-        """Returns the mean auxiliary loss of the mixtures of experts, weighted."""
+        """Returns the mean auxiliary loss of the mixtures of experts, weighted.
+
+        With selection biases, their gradient is the load: see `moe.load_as_gradient`.
+        """
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance = meshes.batch_axes(self.layout), []
+        copies, balance, carried = meshes.batch_axes(self.layout), [], []
         for routing in routings:
             loads = expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)
             balance.append(balance_loss(routing, loads))
-        total = functools.reduce(jnp.add, balance)
-        if self.layout.sequence:  # equal on every device
-            total = lax.pmean(total, TENSOR)
+            if every.gate_bias:
+                carried.append(load_as_gradient(routing, loads))
         num_mixtures = self.config.num_layers - every.num_dense_layers
-        return (total * (every.balance_weight / num_mixtures)).astype(dtype)
+        terms = [functools.reduce(jnp.add, each) for each in (balance, carried) if each]
+        if self.layout.sequence:  # equal on every device
+            terms = [lax.pmean(term, TENSOR) for term in terms]
+        terms[0] = terms[0] * (every.balance_weight / num_mixtures)
+        return functools.reduce(jnp.add, terms).astype(dtype)

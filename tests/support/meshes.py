@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv.engine import EngineConfig
-from jaxkv.memory import Rows, make_pages
+from jaxkv.memory import Rows
 from jaxkv.models import ModelConfig, PagedForward, make_model_pages
 from jaxkv.parallel import layout, tensor
 from jaxkv.sampling import Sampling
@@ -107,15 +107,8 @@ def divided(
     degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
     config = tensor.fit_config(config, degree, num_expert=num_expert)
-    pages = make_pages(
-        num_layers=config.num_layers,
-        num_pages=11,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype="float32",
-        num_features=len(taps) * config.hidden_size,
-    )
+    sizes = EngineConfig(num_pages=11, page_size=page_size, max_length=16)
+    pages = make_model_pages(config, sizes, taps=taps)
     specs = layout.pages_specs(pages)
     pages = layout.place_tree(pages, specs, mesh)
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.memory import Rows, make_pages
+from jaxkv.engine.state import EngineConfig
+from jaxkv.memory import Rows
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.paged import PagedForward
+from jaxkv.models.paged import PagedForward, make_model_pages
 from tests.support import engines
 
 ROWS = 24
@@ -48,13 +49,9 @@ def check_paged_equals_contiguous(
     expected = np.asarray(engines.full_logits(params, tokens, config=config))
 
     width = -(-length // page_size)
-    pages = make_pages(
-        num_layers=config.num_layers,
-        num_pages=2 * width + 1,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype="float32",
+    pages = make_model_pages(
+        config,
+        EngineConfig(num_pages=2 * width + 1, page_size=page_size, max_length=length),
     )
     pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages)
     page_ids: Any = np.full((3, width), -1, np.int32)

@@ -43,6 +43,8 @@ from jaxkv.models import LoadedModel, save_model
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
+from scaling.costs import kv_bytes_per_token
+from scaling.shapes import describe_config
 
 KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
@@ -277,8 +279,14 @@ def _floor(
     if not shape.tie_embeddings:  # an embedding lookup reads few rows
         num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
     mean = context + config.output_tokens // 2
-    places = batch * mean * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    num_bytes += 2 * places * np.dtype(jnp.dtype(config.dtype)).itemsize
+    num_bytes += (
+        batch
+        * mean
+        * kv_bytes_per_token(
+            describe_config(shape),
+            kv_bytes=np.dtype(jnp.dtype(config.dtype)).itemsize,
+        )
+    )
     rate = max(ceilings.read_bytes_per_s, ceilings.copy_bytes_per_s)
     floor_s = num_bytes / rate
     return {

@@ -103,10 +103,10 @@ class JaxkvTrainer:
 
     def _train(self, num_steps: int) -> float:
         schedule = LearningRateSchedule.constant(RATE)
-        self._state, loss = self._call(
+        self._state, info = self._call(
             self._state, self._stream, schedule, self._seed, jnp.int32(num_steps)
         )
-        return float(loss)
+        return float(info.loss)
 
 
 class PyTorchTrainer(PeerProcess):

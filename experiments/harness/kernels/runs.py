@@ -33,6 +33,7 @@ from pallas_kernels.paged_attention import (
     DecodePlan,
     KernelTilings,
     PartialStates,
+    item_heads,
     merge_and_unpack,
     paged_attention,
 )
@@ -92,6 +93,7 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
     @jax.jit
     def make_plan(page_ids, positions, slots, trees):
         options: dict[str, Any] = trees | {"window": window, "implementation": name}
+        options |= {"value_width": problem.options.get("value_width")}
         return attention_plan(q, k_pages, page_ids, positions, slots, **options)
 
     def attend(trees, plan, *arrays):
@@ -128,17 +130,17 @@ def make_merge_call(
       tilings: tilings; the decode tiling is used.
     """
     heads, tiling = problem.spec.heads, tilings.decode
-    blocks = jax.eval_shape(
-        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
-        problem.q,
+    items, group = item_heads(heads.q_heads, heads.kv_heads)
+    *blocks, width = jax.eval_shape(
+        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=items), problem.q
     ).shape
+    blocks = (*blocks, heads.value_width or width)
     parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
     states = PartialStates(
         *map(functools.partial(jax.random.normal, dtype=jnp.float32), keys, shapes)
     )
-    group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
     merge = functools.partial(
         merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
     )

@@ -56,6 +56,7 @@ from experiments.plotting import (
 from experiments.training.experts import runs
 from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
 from jaxkv import models
+from jaxkv.models import Experts
 from jaxkv.progress import QUIET, Progress
 from scaling.fits import compare, predict
 from scaling.fits import fit as fit_law
@@ -253,7 +254,8 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     """
     x = np.random.default_rng(0).normal(size=(4096, router.shape[1])).astype("f4")
     scores = (x.astype("f8") @ router.T.astype("f8")).astype("f4")
-    routing = models.route(jnp.asarray(scores), top_k=top_k, renormalise=True)
+    rules = Experts(num_experts=len(router), top_k=top_k, size=1)
+    routing = models.route(jnp.asarray(scores), rules)
     p = np.exp(scores.astype("f8"))
     p /= p.sum(axis=1, keepdims=True)
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]

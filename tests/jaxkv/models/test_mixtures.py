@@ -18,6 +18,7 @@ from jaxkv.models import (
     Routing,
     balance_loss,
     expert_load,
+    load_as_gradient,
     load_model,
     param_shapes,
     read_config,
@@ -59,11 +60,115 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 def test_routing_worked_by_hand() -> None:
     scores = jnp.asarray([[0.0, 2.0, 1.0], [1.0, 1.0, 1.0]], jnp.float32)
-    routing = models.route(scores, top_k=2, renormalise=True)
+    rules = Experts(num_experts=3, top_k=2, size=1)
+    routing = models.route(scores, rules)
     assert routing.expert.tolist() == [[1, 2], [0, 1]]  # among equals, the lower number
     np.testing.assert_allclose(routing.share, [[0.7311, 0.2689], [0.5, 0.5]], atol=5e-5)
-    plain = models.route(scores, top_k=2, renormalise=False)
+    plain = models.route(scores, dataclasses.replace(rules, renormalise=False))
     np.testing.assert_allclose(plain.share[0], [0.6652, 0.2447], atol=5e-5)
+
+
+def routed(
+    logits: np.ndarray, rules: Experts, bias: np.ndarray | None = None
+) -> tuple[list[list[int]], np.ndarray]:
+    """Returns experts and shares, row by row in float64 and by Python's sort."""
+    chosen, shares = [], []
+    for row in logits.astype(np.float64):
+        scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        if rules.scoring == "sigmoid":
+            scores = 1 / (1 + np.exp(-row))
+        selection = scores if bias is None else scores + bias
+        size = rules.num_experts // rules.num_groups
+        groups = [range(g * size, (g + 1) * size) for g in range(rules.num_groups)]
+        counted = 1 if bias is None else 2
+        worth = [sum(sorted(selection[list(g)])[-counted:]) for g in groups]
+        # Python's sort is stable: among equals the lower number is first.
+        order = sorted(range(rules.num_groups), key=lambda g: -worth[g])
+        allowed = [e for g in sorted(order[: rules.top_groups]) for e in groups[g]]
+        best = sorted(allowed, key=lambda e: -selection[e])[: rules.top_k]
+        share = scores[best]
+        share = share / share.sum() if rules.renormalise else share
+        chosen.append(best)
+        shares.append(rules.scale * share)
+    return chosen, np.array(shares)
+
+
+# Eighths, so that sums are exact and many are equal.
+LOGITS = np.random.default_rng(5).integers(-9, 9, (40, 8)) / 8
+BIAS = np.random.default_rng(6).integers(-6, 6, 8) / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "bias"),
+    [
+        ({}, None),
+        ({"renormalise": False, "scale": 2.5}, None),
+        ({"num_groups": 4, "top_groups": 2, "renormalise": False, "scale": 16.0}, None),
+        ({"scoring": "sigmoid", "scale": 2.5}, None),
+        ({"scoring": "sigmoid", "gate_bias": True}, BIAS),
+        (
+            {"scoring": "sigmoid", "gate_bias": True, "renormalise": False},
+            BIAS,
+        ),
+        (
+            {
+                "scoring": "sigmoid",
+                "gate_bias": True,
+                "num_groups": 4,
+                "top_groups": 2,
+                "scale": 2.5,
+            },
+            BIAS - 2,  # with a mask of zeros, other groups would be chosen
+        ),
+        ({"gate_bias": True, "num_groups": 2, "top_groups": 1}, BIAS),
+    ],
+)
+def test_every_routing_rule_equals_its_twin(changes: Any, bias: Any) -> None:
+    rules = Experts(num_experts=8, top_k=3, size=1, **changes)
+    given = None if bias is None else jnp.asarray(bias, jnp.float32)
+    found = models.route(jnp.asarray(LOGITS, jnp.float32), rules, given)
+    experts, shares = routed(LOGITS, rules, bias)
+    assert found.expert.tolist() == experts
+    np.testing.assert_allclose(found.share, shares, rtol=2e-6)
+    np.testing.assert_allclose(found.probs.sum(axis=1), 1, rtol=1e-6)
+
+
+def test_ties_go_to_lower_groups_and_experts() -> None:
+    rules = Experts(
+        num_experts=6,
+        top_k=2,
+        size=1,
+        scoring="sigmoid",
+        gate_bias=True,
+        num_groups=3,
+        top_groups=1,
+    )
+    logits = jnp.asarray([[0.0] * 6, [0, 0, 0, 1, 1, 0], [-200.0] * 6], jnp.float32)
+    bias = jnp.asarray([0.0, 0.0, 0.5, 0.25, 0.25, 0.5], jnp.float32)
+    found = models.route(logits, rules, bias)
+    # Sums of the two largest: 1, 1.75, 1.75; then 1, 1.98, 1.98; then 0, 0.75, 0.75.
+    assert found.expert.tolist() == [[2, 3], [2, 3], [2, 3]]
+    np.testing.assert_allclose(found.share[0], [0.5, 0.5])
+    assert found.share[2].tolist() == [0.0, 0.0]  # not NaN, with scores of zero
+
+
+def test_selection_bias_has_the_load_as_gradient() -> None:
+    rules = Experts(
+        num_experts=8, top_k=3, size=1, scoring="sigmoid", gate_bias=True, bias_rate=0.1
+    )
+
+    def loss(bias: Any) -> Any:
+        routing = models.route(jnp.asarray(LOGITS, jnp.float32), rules, bias)
+        loads = expert_load(routing)
+        return load_as_gradient(routing, loads) + routing.share.std(), loads
+
+    bias = jnp.asarray(BIAS, jnp.float32)
+    (value, loads), grad = jax.value_and_grad(loss, has_aux=True)(bias)
+    np.testing.assert_array_equal(grad, loads)
+    assert (
+        value == models.route(jnp.asarray(LOGITS, jnp.float32), rules, bias).share.std()
+    )
+    assert np.unique(loads).size > 3
 
 
 @pytest.mark.parametrize("crowded", [False, True])
@@ -75,7 +180,8 @@ def test_mix_equals_reference(crowded: bool) -> None:
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)
     live = rng.random(24) < 0.7
     x[~live] = np.nan  # rows that are not live may have any content
-    routing = models.route(jnp.asarray(scores, jnp.float32), top_k=2, renormalise=True)
+    rules = Experts(num_experts=6, top_k=2, size=1)
+    routing = models.route(jnp.asarray(scores, jnp.float32), rules)
 
     def answer(rows: Any, sizes: Any) -> Any:
         sizes_seen.append(np.asarray(sizes))

@@ -12,14 +12,19 @@ import pytest
 from flax import nnx
 
 import jaxkv
+from jaxkv import models
 from jaxkv.models import (
+    COLUMNS,
+    Transformer,
     add_transposed_weights,
+    init_params,
     layers,
     load_model,
     nonlinear,
+    param_axes,
+    param_shapes,
     read_config,
     stack_layers,
-    transformer,
 )
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import weights
@@ -85,9 +90,9 @@ def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
     ):
         some = x[:, :num_rows]
         activate = functools.partial(nonlinear.activate, config)
-        hidden = functools.partial(transformer.COLUMNS.expand, layer.up, then=activate)
+        hidden = functools.partial(COLUMNS.expand, layer.up, then=activate)
         traced = jax.jit(hidden).trace(some)
-        wanted = activate(layer.up(jnp.asarray(some), transformer.COLUMNS), -2)
+        wanted = activate(layer.up(jnp.asarray(some), COLUMNS), -2)
         found = traced.lower().compile()(some)
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
@@ -149,14 +154,14 @@ EXPERTS = Experts(num_experts=3, top_k=2, size=8, shared_size=8)
 def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> None:
     config = dataclasses.replace(TINY, num_layers=3, experts=experts)
     assert hash(config) == hash(ModelConfig(**vars(config)))
-    params = transformer.init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     if stacked:
         params = stack_layers(config, params)
-    shapes = transformer.param_shapes(config, stacked=stacked)
+    shapes = param_shapes(config, stacked=stacked)
     assert jax.tree.map(lambda x: x.shape, params) == jax.tree.map(
         lambda x: x.shape, shapes
     )
-    axes = transformer.param_axes(config, stacked=stacked)
+    axes = param_axes(config, stacked=stacked)
     flat = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), names in zip(leaves, flat, strict=True):
@@ -176,11 +181,11 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
 )
 def test_parameters_equal_single_draws(fields: dict, dtype: str) -> None:
     config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
-    alone = transformer.Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
+    alone = Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
     expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
     for drawn in (
-        transformer.init_params(config, key, dtype=dtype),
-        jax.jit(lambda key: transformer.init_params(config, key, dtype=dtype))(key),
+        init_params(config, key, dtype=dtype),
+        jax.jit(lambda key: init_params(config, key, dtype=dtype))(key),
     ):
         jax.tree.map(np.testing.assert_array_equal, drawn, expected)
 
@@ -207,13 +212,13 @@ def test_transposed_weights_give_equal_results() -> None:
         add_transposed_weights(stacked),
         stack_layers(config, twice),
     )
-    layer, other = (transformer.merge(config, x).layers[1] for x in (params, twice))
+    layer, other = (models.merge(config, x).layers[1] for x in (params, twice))
     rng = np.random.default_rng(0)
     for number in (1, 2, 4, 5):
         for name in ("qkv", "out", "up", "down"):
             once, again = getattr(layer, name), getattr(other, name)
             x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
-            columns = transformer.COLUMNS
+            columns = COLUMNS
             found, wanted = again(x, columns), once(x, columns)
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
             again.weight[...] = jnp.zeros_like(again.weight[...])
@@ -252,9 +257,9 @@ def test_exceeded_learned_positions_are_refused(name: str) -> None:
     config = golden(name)
     assert config.max_positions == 96
     line = "=97 must be at most 96, the model's learned positions"
-    shapes = transformer.param_shapes(config)
+    shapes = param_shapes(config)
     longest = jax.ShapeDtypeStruct((1, 96), jnp.int32)
-    logits = functools.partial(transformer.logits, config=config)
+    logits = functools.partial(models.logits, config=config)
     assert jax.eval_shape(logits, shapes, longest).shape == (1, 96, 128)
     too_long = jax.ShapeDtypeStruct((1, 97), jnp.int32)
     for forward in (
@@ -271,7 +276,7 @@ def test_exceeded_learned_positions_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
     config, params, _, _ = load_model(GOLDEN / name)
-    model = transformer.Transformer(config, rngs=nnx.Rngs(0))
+    model = Transformer(config, rngs=nnx.Rngs(0))
     nnx.update(model, nnx.State(params))
     positions = jnp.array([0, 95, 96, 1000], jnp.int32)
 
@@ -286,13 +291,13 @@ def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
 
 def test_exceeded_rotary_positions_warn_once() -> None:
     config = golden("llama")
-    shapes = transformer.param_shapes(config)
+    shapes = param_shapes(config)
     tokens = jax.ShapeDtypeStruct((1, 129), jnp.int32)
     line = "=129 is past 128, the positions that the model supports; the quality"
     with pytest.warns(UserWarning, match=f"^max_length{line}") as said:
         jaxkv.Engine.load(GOLDEN / "llama", num_pages=8, max_length=129)
     assert len(said) == 1
-    for forward in (transformer.logits, transformer_rows.run_transformer):
+    for forward in (models.logits, transformer_rows.run_transformer):
         with pytest.warns(UserWarning, match=f"^seq{line}") as said:
             jax.eval_shape(functools.partial(forward, config=config), shapes, tokens)
         assert len(said) == 1

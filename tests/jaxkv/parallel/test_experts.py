@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxkv import models
-from jaxkv.models import Routing
-from jaxkv.parallel import experts
-from tests.support import mutation
+from jaxkv.models import Experts, Routing, load_model
+from jaxkv.parallel import WHOLE, experts, make_mesh, map_over_mesh, specs_on, tensor
+from tests.support import engines, mutation
+from tests.support.folders import GOLDEN
 from tests.support.mutation import Bug
 
 ROWS, WIDTH, EXPERTS, TOP_K = 12, 5, 8, 2
@@ -25,7 +26,9 @@ def routing(num_rows: int, seed: int) -> Routing:
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, EXPERTS)) + np.linspace(0, 2, EXPERTS)
     scores = jnp.asarray(scores, jnp.float32)
-    return models.route(scores, top_k=TOP_K, renormalise=True)
+    return models.route(
+        scores, Experts(num_experts=scores.shape[1], top_k=TOP_K, size=1)
+    )
 
 
 def kept(found: Routing, capacity: int) -> np.ndarray:
@@ -136,3 +139,24 @@ def test_seeded_bugs_of_places_are_detected(
 ) -> None:
     bug = Bug(experts, "assign_places", removed, added, check_places, (2,))
     mutation.assert_noticed(monkeypatch, bug)
+
+
+@pytest.mark.thorough
+def test_groups_and_biases_are_whole_on_a_mesh() -> None:
+    """Each device routes over all experts, and has a quarter of them."""
+    config, params, *_ = load_model(GOLDEN / "deepseek_v3")
+    expected = np.load(GOLDEN / "deepseek_v3" / "expected.npz")
+    mesh = make_mesh(expert=4)
+    placed = tensor.place_params(config, params, mesh)
+    mixture = placed["layers"][1]["mixture"]
+    assert mixture["router"]["bias"].sharding.is_fully_replicated
+    assert mixture["down"]["weight"].addressable_shards[0].data.shape[0] == 2
+    run = map_over_mesh(
+        functools.partial(models.logits, config=config),
+        mesh,
+        (specs_on(placed, mesh), WHOLE),
+        WHOLE,
+    )
+    compiled = jax.jit(run, compiler_options=engines.FAST_COMPILE)
+    found = compiled(placed, jnp.asarray(expected["ids"]))
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)

@@ -26,6 +26,7 @@ from tests.support.engines import MODEL, Run
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
+AHEAD = dataclasses.replace(MODEL, num_ahead_layers=2)
 HEADS: dict[str, Any] = {
     "medusa": MedusaConfig(target=MODEL, num_heads=3),
     "eagle": EagleConfig(target=MODEL, taps=(0, 2)),
@@ -48,8 +49,12 @@ def serve(method: Any, setting: str, seed: int) -> Run:
     config = dataclasses.replace(config_of(SETTINGS[setting]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
     small = ModelWeights(SMALLER, engines.params(SMALLER))
+    model = ModelWeights(MODEL, engines.params())
+    if method == "mtp":
+        own = engines.params(AHEAD)["ahead"]
+        model = ModelWeights(AHEAD, {**model.params, "ahead": own})
     served = build_speculative(
-        ModelWeights(MODEL, engines.params()),
+        model,
         config,
         parse_speculation(method),
         dtype="float32",
@@ -82,7 +87,7 @@ def serve(method: Any, setting: str, seed: int) -> Run:
             pytest.param(
                 method, ("1 slot", "8 slots", "large budget"), marks=pytest.mark.slow
             )
-            for method in ("draft-model", "early-exit", "jacobi", *HEADS)
+            for method in ("draft-model", "early-exit", "jacobi", "mtp", *HEADS)
         ),
     ],
 )

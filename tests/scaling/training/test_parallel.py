@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import Experts, ModelConfig, init_params
+from jaxkv.models import (
+    Experts,
+    LatentConfig,
+    ModelConfig,
+    init_params,
+    is_selection_bias,
+)
 from jaxkv.parallel import experts, find_collectives, zigzag_order
 from scaling.costs import parse_layout, training_traffic
 from scaling.shapes import describe_config
@@ -36,6 +42,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "vocab_size": 61,
     },
     "untied": {"tie_embeddings": False, "num_kv_heads": 2, "qk_norm": True},
+    "latent": {
+        "num_q_heads": 4,
+        "head_dim": 18,
+        "latent": LatentConfig(
+            kv_rank=16, q_rank=14, nope_dim=12, rope_dim=6, value_dim=10
+        ),
+    },
+    "latent, queries not compressed": {
+        "num_q_heads": 4,
+        "head_dim": 18,
+        "latent": LatentConfig(kv_rank=16, nope_dim=12, rope_dim=6, value_dim=10),
+    },
 }
 MIXTURE = {"experts": Experts(num_experts=8, top_k=2, size=24)}
 SHARED: dict[str, Any] = {
@@ -47,6 +65,13 @@ SHARED: dict[str, Any] = {
 NARROW: dict[str, Any] = {"experts": Experts(num_experts=8, top_k=2, size=18)}
 BALANCED: dict[str, Any] = {
     "experts": Experts(num_experts=8, top_k=2, size=24, balance_weight=0.5)
+}
+BIASED: dict[str, Any] = {
+    "experts": Experts(
+        **{"num_experts": 8, "top_k": 3, "size": 24, "shared_size": 16},
+        **{"scoring": "sigmoid", "gate_bias": True, "bias_rate": 0.01},
+        **{"num_groups": 4, "top_groups": 2, "scale": 2.5, "balance_weight": 0.5},
+    )
 }
 LAYOUTS = (
     "tp=2",
@@ -76,7 +101,14 @@ def check(
     config = dataclasses.replace(MODEL, **fields)
     divided = parse_layout(layout)
     check_trainable(config, divided, sequence_length=windows.shape[1] - 1)
-    params = init_params(config, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jax.random.normal(jax.random.key(1), x.shape) / 8
+            if is_selection_bias(path)
+            else x
+        ),
+        init_params(config, jax.random.key(0)),
+    )
     windows = jnp.asarray(windows)
     placed = place_training_tree(config, divided, params)
     how = StepConfig(layout=divided, remat=remat)
@@ -149,6 +181,12 @@ def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
         pytest.param("untied", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("gpt2", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("untied", "tp=2,sp", marks=pytest.mark.slow),
+        ("latent", "tp=2,ring=2"),
+        *(
+            pytest.param("latent", layout, marks=pytest.mark.slow)
+            for layout in ("tp=2", "tp=2,sp", "ulysses=2", "ring=2,ulysses=2")
+        ),
+        pytest.param("latent, queries not compressed", "tp=2", marks=pytest.mark.slow),
     ],
 )
 def test_other_families_too(name: str, layout: str) -> None:
@@ -182,6 +220,11 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
         pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),
+        pytest.param("ep=2,dp=4,gather", BIASED, marks=pytest.mark.thorough),
+        pytest.param("tp=2,sp", BIASED, marks=pytest.mark.slow),
+        pytest.param("tp=2,dp=2", BIASED, marks=pytest.mark.slow),
+        pytest.param("ep=4,capacity=4", BIASED, marks=pytest.mark.slow),
+        pytest.param("ring=2,dp=2", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,dp=2", BALANCED, marks=pytest.mark.slow),
         pytest.param("ep=2,dp=4,gather", BALANCED, marks=pytest.mark.slow),
         pytest.param("ep=4,capacity=4", BALANCED, marks=pytest.mark.slow),
@@ -195,7 +238,8 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
 def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
     """The capacity of each expert is large enough that no row is dropped.
 
-    The load-balancing loss covers the rows of all devices.
+    The load-balancing loss covers the rows of all devices, and so does the gradient of
+    selection biases, which is the load.
     """
     check(layout, **fields)
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv import models
+from jaxkv.models import Experts, is_selection_bias
 from jaxkv.parallel import find_collectives
 from scaling.corpora import corpora
 from scaling.costs import parse_layout, training_traffic
@@ -50,8 +52,99 @@ def train(
     state = init_train_state(TRANSFORMER, optimizer, seed)
     call = training_step.compiled_steps(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
-        state, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
-    return state, float(loss)
+        state, info = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
+    return state, float(info.loss)
+
+
+EXPERTS = Experts(
+    num_experts=8,
+    top_k=2,
+    size=8,
+    scoring="sigmoid",
+    gate_bias=True,
+    bias_rate=0.125,
+    num_dense_layers=1,
+    balance_weight=0,
+)
+BIASED = dataclasses.replace(TRANSFORMER, num_layers=2, experts=EXPERTS)
+
+
+def biases(params: Any) -> Any:
+    return params["layers"][1]["mixture"]["router"]["bias"]
+
+
+def test_biases_move_by_the_signs_of_the_loads() -> None:
+    names = ("weight", "bias")
+    params: Any = {
+        "layers": {0: {"router": dict.fromkeys(names, jnp.zeros(4, jnp.float32))}}
+    }
+    loads = jnp.asarray([1.0, 0.0, 0.5, 0.5], jnp.float32)
+    grads: Any = {"layers": {0: {"router": dict.fromkeys(names, loads)}}}
+    found = training_step.balance_experts(params, grads, 0.25)
+    router = found["layers"][0]["router"]
+    assert router["bias"].tolist() == [-0.25, 0.25, 0.0, 0.0]
+    assert not router["weight"].any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "how",
+    [
+        StepConfig(),
+        StepConfig(accumulation=2, dtype="bfloat16"),
+        StepConfig(layout=parse_layout("dp=4", zero=1)),
+    ],
+)
+def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
+    """The biases move by the signs of the loads, and only so: no gradient, no decay."""
+    optimizer, seed = OptimizerConfig(kind="adamw", weight_decay=1.0), jnp.int32(0)
+    schedule = LearningRateSchedule.constant(0.0)
+    state = init_train_state(BIASED, optimizer, seed)
+    whole = state.params
+    state = training_step.divide_train_state(state, BIASED, how.layout)
+    call = training_step.compiled_steps(BIASED, optimizer, 4, 16, how)
+    bias = np.zeros(8)
+    for step in range(3):
+        new, info = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(1))
+        loads = np.asarray(info.loads, np.float64)
+        assert loads.shape == (1, 8)
+        assert loads.sum() == pytest.approx(2)
+        # The loads are those of all windows of the step, by another implementation.
+        if how.dtype == "float32":
+            windows = corpora.draw_windows(
+                *(jnp.asarray(TEXT), seed, jnp.int32(step)),
+                **{"batch_size": 4, "seq_len": 16, "aligned": False},
+            )
+            layers = whole["layers"][1]["mixture"]["router"]
+            layers["bias"] = jnp.asarray(bias, jnp.float32)
+            wanted = jax.jit(models.outputs, static_argnames="config")(
+                whole, windows[:, :-1], config=BIASED
+            ).loads
+            np.testing.assert_allclose(loads, wanted, rtol=1e-6)
+        bias += 0.125 * np.sign(loads[0].mean() - loads[0])
+        np.testing.assert_array_equal(biases(new.params), bias)
+        assert biases(new.params).dtype == jnp.float32
+        state = new
+    assert len(np.unique(bias)) > 1
+    for moment in jax.tree_util.tree_leaves_with_path(state.moments):
+        if is_selection_bias(moment[0]):
+            assert not np.any(moment[1])
+
+
+@pytest.mark.thorough
+def test_biases_balance_an_uneven_router() -> None:
+    """Imbalance after 40 steps falls; with the rate 0 it stays."""
+    found = {}
+    for rate in (0.0, 0.02):
+        experts = dataclasses.replace(EXPERTS, bias_rate=rate)
+        model = dataclasses.replace(BIASED, experts=experts)
+        seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
+        state = init_train_state(model, SGD, seed)
+        call = training_step.compiled_steps(model, SGD, 4, 16)
+        for num in (40, 10):
+            state, info = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
+        found[rate] = float(models.imbalance(info.loads).variation[0])
+    assert found[0.02] < 0.4 * found[0.0]
 
 
 @pytest.mark.parametrize("name", ["transformer", "lstm"])
@@ -175,12 +268,12 @@ def test_a_mesh_trains_as_one_device(
         state = init_train_state(model, optimizer, seed)
         state = training_step.divide_train_state(state, model, how.layout)
         call = training_step.compiled_steps(model, optimizer, 8, 16, how)
-        new, loss = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(3))
+        new, info = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(3))
         for before, after in zip(
             jax.tree.leaves(state), jax.tree.leaves(new), strict=True
         ):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-        found.append((loss, gather_tree(model, how.layout, new), new))
+        found.append((info.loss, gather_tree(model, how.layout, new), new))
     (loss, expected, _), (one, whole, parts) = found
     assert float(one) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(whole) == jax.tree.structure(expected)
