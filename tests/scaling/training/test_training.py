@@ -422,9 +422,9 @@ def test_a_killed_process_loses_at_most_the_interval(
     [
         ("score_documents", "losses * counts[start:end]", "losses"),
         ("score_documents", "nats / num_tokens", "nats / counts.size"),
-        ("score_documents", "corpora.count_bytes(documents)", "num_tokens"),
+        ("score_documents", "count_bytes(documents)", "num_tokens"),
         ("cut_windows", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
-        ("cut_windows", "[np.int32(corpora.END)], text]", "text[:1], text]"),
+        ("cut_windows", "[np.int32(END)], text]", "text[:1], text]"),
     ],
 )
 def test_a_seeded_bug_of_a_score_is_detected(
