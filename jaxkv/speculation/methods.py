@@ -104,8 +104,7 @@ class SpeculationConfig:
     """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
     """Layers of the model that "early-exit" runs, for example those found by
-    `layer_search.search`, or the number of first layers; None means half of the
-    layers."""
+    `search_layers`, or the number of first layers; None means half of the layers."""
     heads_folder: Any = None
     """Folder of the heads of "medusa" or "eagle", trained for this model."""
     adaptive: bool = False
