@@ -163,10 +163,15 @@ def build_speculative(
       heads: heads of "medusa" or "eagle".
 
     Raises:
-      ValueError: a model, heads or modules are missing, or do not fit the method or the
-        target.
+      ValueError: a model, heads, modules or drafts are missing, or do not fit the
+        method or the target.
     """
     method = None if speculation is None else speculation.method
+    if method is not None and bounds.max_drafts < 1:
+        raise ValueError(
+            f"max_drafts={bounds.max_drafts} must be at least 1 with "
+            f"speculate={method!r}"
+        )
     if (draft is not None) != (method == "draft-model"):
         raise ValueError(
             "draft must be given if, and only if, the method is 'draft-model'"
