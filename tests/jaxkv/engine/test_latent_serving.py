@@ -210,7 +210,7 @@ def test_own_module_drafts_for_a_saved_mixture(kind: Any, tmp_path: Path) -> Non
     folder = save_model(tmp_path / "m", DEEPSEEK, latent_models.params(DEEPSEEK))
     model, params, *_ = load_model(folder)
     asks = greedy(8)
-    fields = {"max_drafts": 3, "token_budget": 40, "max_swap_pages": 8}
+    fields = {"max_drafts": 2, "token_budget": 40, "max_swap_pages": 8}
     config = sized(4, kv_dtype=kind, prefix_cache=True, **fields)
     parts = build_speculative(
         ModelWeights(model, params), config, parse_speculation("mtp"), dtype="float32"
