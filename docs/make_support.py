@@ -272,7 +272,7 @@ KINDS = [
     Option("mixture of experts", {"model": "mixture"}),
     Option("sliding window", {"model": "window"}),
     Option("learned positions", {"model": "learned"}),
-    Option("DeepSeek-V3", {"model": "latent"}),
+    Option("latent attention (DeepSeek-V3)", {"model": "latent"}),
 ]
 FEATURES = [
     Option("prefix cache", {"prefix_cache": True}),
