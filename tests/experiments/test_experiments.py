@@ -11,7 +11,7 @@ import pytest
 from experiments import framework
 from experiments.framework import load_experiment, run_folder
 from pallas_kernels.bench import unavailable_reason
-from scaling.corpora.languages.language import LanguageConfig
+from scaling.corpora import LanguageConfig
 from tests.support import figures, smoke
 from tests.support.folders import RECORDS
 

@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cli import run as cli_run
-from experiments.framework import SMOKE, SavedRun, load_experiment, read_run
-from experiments.framework.claims import Claim
-from experiments.framework.study import Study
+from experiments.framework import (
+    SMOKE,
+    Claim,
+    SavedRun,
+    Study,
+    load_experiment,
+    read_run,
+)
 from experiments.plotting import render_figure
 from tests.support import engines, texts
 

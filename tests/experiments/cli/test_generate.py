@@ -18,8 +18,7 @@ from experiments.cli.console import AnswerWriter
 from experiments.harness import bundled, terminal_text
 from jaxkv import models
 from jaxkv.models import load_model
-from jaxkv.serving import Engine
-from jaxkv.serving.outputs import Event
+from jaxkv.serving import Engine, Event
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused, command, document
 

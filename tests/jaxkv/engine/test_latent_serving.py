@@ -17,7 +17,7 @@ from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.memory import KVLayout
 from jaxkv.models import ModelConfig, PagedForward, make_model_pages
-from jaxkv.scheduling.first_come import fcfs
+from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
 from jaxkv.speculation import (
     Eagle,

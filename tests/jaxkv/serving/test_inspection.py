@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.framework import ResultTable, column
-from experiments.framework.table import Ints
+from experiments.framework import Ints, ResultTable, column
 from jaxkv import files
 from jaxkv.engine import EngineState
-from jaxkv.memory.page_table import PageTableView, SlotPages
+from jaxkv.memory import PageTableView, SlotPages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
 from jaxkv.simulation import results

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import ModelConfig, param_shapes
-from jaxkv.models.config import Experts
-from scaling.costs.parallelism import Layout
+from jaxkv.models import Experts, ModelConfig, param_shapes
+from scaling.costs import Layout
 from scaling.training import (
     divided_gradient,
     gather_tree,
