@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
     from jaxkv.models.interface import Forward, ForwardResult, Params, attend
@@ -11,6 +11,7 @@ __all__ = [
     "Experts",
     "Forward",
     "ForwardResult",
+    "LatentConfig",
     "ModelConfig",
     "Params",
     "attend",

@@ -3,7 +3,8 @@
 The `shipped` config trained the model in `models/stdlib-bytes`: a constant learning
 rate on short windows (the trunk), then a cooldown on windows as long as served
 contexts. The same command resumes a stopped run. `deep` trains a model with 3 times as
-many layers, for which the shipped one is a draft model.
+many layers, for which the shipped one is a draft model. `deepseek` trained the model in
+`models/stdlib-bytes-deepseek`, with the layers of DeepSeek-V3.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ import numpy as np
 from experiments.framework import ResultRecord, column, environment, table
 from experiments.plotting import style
 from jaxkv import files, validation
-from jaxkv.models import ModelConfig, checkpoints
+from jaxkv.models import Experts, LatentConfig, ModelConfig, checkpoints
 from jaxkv.progress import QUIET, Progress
 from jaxkv.text import tokenizer
 from scaling.corpora import corpora
@@ -58,6 +59,17 @@ class Config:
         """Training text."""
         assert isinstance(self.trunk.corpus, corpora.CorpusConfig)
         return self.trunk.corpus
+
+    @property
+    def objective(self) -> objectives.Objective:
+        """Training objective: that of the model's modules for multi-token prediction.
+
+        Without modules it is the next-token loss.
+        """
+        model = architectures.serving_config(self.trunk.model)
+        if not model.num_ahead_layers:
+            return objectives.NEXT_TOKEN
+        return objectives.MultiTokenPrediction()
 
     @property
     def cooldown(self) -> TrainConfig:
@@ -99,6 +111,35 @@ _SHIPPED = Config(
     folder="runs/stdlib-bytes",
     export="experiments/models/stdlib-bytes",
 )
+_DEEPSEEK_MODEL = ModelConfig(
+    vocab_size=corpora.VOCAB_SIZE,
+    hidden_size=128,
+    num_layers=3,
+    num_q_heads=4,
+    num_kv_heads=4,
+    head_dim=48,
+    mlp_size=240,
+    max_positions=1024,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    latent=LatentConfig(kv_rank=48, q_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
+    num_ahead_layers=1,
+    experts=Experts(
+        num_experts=16,
+        top_k=4,
+        size=48,
+        shared_size=48,
+        scoring="sigmoid",
+        gate_bias=True,
+        num_groups=4,
+        top_groups=2,
+        scale=2.0,
+        num_dense_layers=1,
+        balance_weight=0.0,
+        bias_rate=1e-3,
+    ),
+    family="deepseek_v3",
+)
 _DEEP_MODEL = dataclasses.replace(_SHIPPED.trunk.model, num_layers=12, mlp_size=416)
 
 CONFIGS = {
@@ -135,6 +176,18 @@ CONFIGS = {
         folder="runs/stdlib-bytes-deep",
         export="runs/stdlib-bytes-deep/model",
     ),
+    "deepseek": dataclasses.replace(
+        _SHIPPED,
+        trunk=dataclasses.replace(
+            _SHIPPED.trunk,
+            model=_DEEPSEEK_MODEL,
+            num_steps=1600,
+            learning_rate=1.5e-2,
+        ),
+        cooldown_steps=300,
+        folder="runs/stdlib-bytes-deepseek",
+        export="experiments/models/stdlib-bytes-deepseek",
+    ),
 }
 
 
@@ -169,12 +222,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     split = corpora.load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
-        runs = [train.train(config.trunk, folder / "trunk", progress=progress)]
+        how: Any = {"objective": config.objective, "progress": progress}
+        runs = [train.train(config.trunk, folder / "trunk", **how)]
         if runs[0].status == "done":
             at, start = folder / "cooldown", runs[0].checkpoint
-            runs.append(
-                train.train(config.cooldown, at, start=start, progress=progress)
-            )
+            runs.append(train.train(config.cooldown, at, start=start, **how))
     params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
     tokens, loss, before = [], [], 0
     for part in runs:
