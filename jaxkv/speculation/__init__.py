@@ -1,9 +1,9 @@
 """Speculative decoding: drafters propose tokens, verifiers accept or reject them.
 
-Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, and
-`Adaptive`, which adjusts the draft length of another drafter. Verifiers:
-`SharedNoiseVerifier`, `Rejection`, `Typical`. Their protocols are defined in
-`engine.drafting`.
+Drafters: `NGram`, `Jacobi`, `Lookahead`, `DraftModel`, `Medusa`, `Eagle`, which drafts
+with modules for multi-token prediction, too, and `Adaptive`, which adjusts the draft
+length of another drafter. Verifiers: `SharedNoiseVerifier`, `Rejection`, `Typical`.
+Their protocols are defined in `engine.drafting`.
 """
 
 from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation, Verifier
@@ -15,7 +15,7 @@ from jaxkv.speculation.draft_model import (
     build_self_speculative,
 )
 from jaxkv.speculation.draws import draw_drafts
-from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation.eagle import EagleConfig, MTPConfig
 from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.lookahead import Lookahead
@@ -39,6 +39,7 @@ __all__ = [
     "EagleConfig",
     "Jacobi",
     "Lookahead",
+    "MTPConfig",
     "Medusa",
     "MedusaConfig",
     "NGram",

@@ -1,4 +1,4 @@
-"""EAGLE drafter: one transformer layer on the target's hidden states.
+"""EAGLE and multi-token prediction: layers on the target's hidden states that draft.
 
 An input row is a token and the feature of the token before it: hidden states of several
 target layers, fused to one state. One transformer layer with K and V of its own maps
@@ -6,13 +6,19 @@ both to a new state, and the target's output matrix maps that to logits of the n
 token. Drafts have no target features yet; the drafter's own states take their place, as
 in training.
 
+The modules of multi-token prediction (MTP) are part of the target's parameters. A
+module differs from an EAGLE drafter in the input of its layer, which has no residual,
+and in the state, which is the target's last one.
+
 Source: Li et al. 2025, arXiv:2503.01840 (EAGLE-3), section 3.1 and figures 5 and 6; Li
-et al. 2024, arXiv:2401.15077 (EAGLE), section 3.1.
+et al. 2024, arXiv:2401.15077 (EAGLE), section 3.1; DeepSeek-V3, arXiv:2412.19437,
+section 2.2.
 """
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +26,78 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxkv import validation
-from jaxkv.models import ModelConfig, Params, nonlinear, partition, rotary, transformer
+from jaxkv.memory import Pages
+from jaxkv.memory.kv_pages import Rows
+from jaxkv.models import (
+    ModelConfig,
+    Params,
+    nonlinear,
+    partition,
+    rotary,
+    row_parts,
+    transformer,
+)
 from jaxkv.models.layers import multiply
-from jaxkv.models.transformer import Transformer
+from jaxkv.models.paged import PagedForward
+from jaxkv.models.transformer import SHARED_PARAMS, Transformer
 
-_SHARED = ("embed", "embed_positions", "head")
-"""Parameters shared with the target."""
+
+class DraftLayerOutput(NamedTuple):
+    """Result of one drafting layer for the rows of a pass."""
+
+    states: Float[Array, "rows hidden"]
+    """New state of each row, after the final norm."""
+    model: Transformer
+    """A model whose output head maps states to logits of the next token."""
+    pages: Pages
+    """The drafter's pages, with K and V of the rows."""
+
+
+class DraftLayers(abc.ABC):
+    """Shape of layers that draft: an `EagleConfig` or an `MTPConfig`; hashable."""
+
+    target: ModelConfig
+
+    @property
+    @abc.abstractmethod
+    def num_modules(self) -> int:
+        """Number of drafting layers."""
+
+    @abc.abstractmethod
+    def first_states(
+        self, params: Params, features: Float[Array, "rows features"]
+    ) -> Float[Array, "rows hidden"]:
+        """Returns the states that the first layer reads, from the target's features."""
+
+    @abc.abstractmethod
+    def run_module(
+        self,
+        index: int,
+        params: Params,
+        target: Params,
+        pages: Pages,
+        rows: Rows,
+        before: Float[Array, "own hidden"],
+    ) -> DraftLayerOutput:
+        """Runs a layer on rows over the drafter's pages.
+
+        Args:
+          index: number of the layer, from 0 on.
+          params: parameters of the drafter.
+          target: parameters of the target.
+          pages: pages of the drafter, with K and V for each layer.
+          rows: the packed rows.
+          before: state of the token before each row's, of the rows that
+            `row_parts.divide_rows` assigns to this device.
+
+        Returns:
+          States of the same rows, the model of the layer, and the pages.
+        """
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(DraftLayers):
     """Shape of an EAGLE drafter."""
 
     target: ModelConfig
@@ -50,6 +117,11 @@ class EagleConfig:
             raise ValueError(f"taps={self.taps!r} must be some in [0, {most}]")
 
     @property
+    def num_modules(self) -> int:
+        """One: the layer reads its own states."""
+        return 1
+
+    @property
     def layer(self) -> ModelConfig:
         """Shape of a model with the drafter's single layer."""
         return dataclasses.replace(self.target, num_layers=1, experts=None)
@@ -62,7 +134,7 @@ class EagleConfig:
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype)
 
-        return {name: own[name] for name in own if name not in _SHARED} | {
+        return {name: own[name] for name in own if name not in SHARED_PARAMS} | {
             "feature_norm": {"scale": shape(size)},
             "fuse": {"weight": shape(size, len(self.taps) * size)},
             "merge": {"weight": shape(size, 2 * size)},
@@ -73,7 +145,7 @@ class EagleConfig:
         """Returns random weights; the fused feature starts as the mean of the taps."""
         keys = jax.random.split(key)
         own = transformer.init_params(self.layer, keys[0])
-        own = {name: own[name] for name in own if name not in _SHARED}
+        own = {name: own[name] for name in own if name not in SHARED_PARAMS}
         size, num = self.target.hidden_size, len(self.taps)
         draw = jax.random.normal(keys[1], (size, 2 * size)) * jnp.float32(0.02)
         mean = jnp.tile(jnp.eye(size) / jnp.float32(num), (1, num))
@@ -84,13 +156,102 @@ class EagleConfig:
             "token_norm": {"scale": jnp.ones(size)},
         }
 
+    def first_states(
+        self, params: Params, features: Float[Array, "rows features"]
+    ) -> Float[Array, "rows hidden"]:
+        """Fuses the features, see `fuse_features`."""
+        return fuse_features(params, features)
+
+    def run_module(
+        self,
+        index: int,
+        params: Params,
+        target: Params,
+        pages: Pages,
+        rows: Rows,
+        before: Float[Array, "own hidden"],
+    ) -> DraftLayerOutput:
+        """Runs the layer, as defined by `DraftLayers.run_module`."""
+        del index
+        token = row_parts.divide_rows(rows).own(rows.token)
+        x = make_layer_inputs(params, target, token, before, config=self)
+        model = make_draft_transformer(params, target, self)
+        found = PagedForward(self.layer).states(model, pages, rows, x)
+        return DraftLayerOutput(found.last.T, model, found.carry)
+
+
+@validation.suggests_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig(DraftLayers):
+    """Shape of a drafter made of the target's modules for multi-token prediction.
+
+    Its parameters are `params["ahead"]` of the target.
+    """
+
+    target: ModelConfig
+    """Shape of the target model."""
+
+    def __post_init__(self) -> None:
+        """Validates the target.
+
+        Raises:
+          ValueError: the target has no modules.
+        """
+        if (num := self.target.num_ahead_layers) < 1:
+            raise ValueError(
+                f"target.num_ahead_layers={num} must be at least 1, the number of "
+                "modules for multi-token prediction"
+            )
+
+    @property
+    def num_modules(self) -> int:
+        """Number of the target's modules."""
+        return self.target.num_ahead_layers
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Index of the target's last hidden state, after its norm."""
+        return (self.target.num_layers,)
+
+    @property
+    def layer(self) -> ModelConfig:
+        """Shape of a model with the layers of all modules."""
+        return self.target.ahead_config
+
+    def first_states(
+        self, params: Params, features: Float[Array, "rows hidden"]
+    ) -> Float[Array, "rows hidden"]:
+        """Returns the features, the target's last states."""
+        del params
+        return features
+
+    def run_module(
+        self,
+        index: int,
+        params: Params,
+        target: Params,
+        pages: Pages,
+        rows: Rows,
+        before: Float[Array, "own hidden"],
+    ) -> DraftLayerOutput:
+        """Runs the layer of a module, as defined by `DraftLayers.run_module`."""
+        found = {**target, "ahead": params}
+        module, model = transformer.merge_ahead(self.target, found, index)
+        token = row_parts.divide_rows(rows).own(rows.token)
+        columns, num_words = transformer.COLUMNS, self.target.vocab_size
+        embeddings = columns.embed(model.embed.weight[...], token, num_words)
+        x = module.inputs(embeddings, before.T, columns)
+        forward = PagedForward(self.layer, layers=(index,))
+        ran = forward.states(model, pages, rows, x)
+        return DraftLayerOutput(ran.last.T, model, ran.carry)
+
 
 def make_draft_transformer(
     params: Params, target: Params, config: EagleConfig
 ) -> Transformer:
     """Combines the drafter's layer and norm with the target's embeddings and head."""
     own = {name: params[name] for name in ("layers", "final_norm")}
-    shared = {name: target[name] for name in _SHARED if name in target}
+    shared = {name: target[name] for name in SHARED_PARAMS if name in target}
     return transformer.merge(config.layer, own | shared)
 
 

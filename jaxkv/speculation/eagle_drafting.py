@@ -1,4 +1,4 @@
-"""Drafting with EAGLE: grows a token tree and drafts its most likely nodes.
+"""Drafting with EAGLE or MTP: grows a token tree and drafts its most likely nodes.
 
 The drafter's layer runs over every row that the target reads, with the feature of the
 token before it, so its K and V exist wherever the target's do: through sharing, prefix
@@ -8,8 +8,14 @@ K and V are written to places that verification overwrites. Finally the nodes wi
 highest joint probability are drafted. A node is never more likely than its parent, so
 these form a tree.
 
+With several modules for multi-token prediction, module k drafts the k-th token, and the
+last one all further tokens. The state of module k - 1 of every token is kept on the
+drafter's pages, since module k reads that of the token before. While drafting, a token
+of depth d is fed to module d + 1 for its guesses, and to the modules after it for their
+K and V.
+
 Source: Li et al. 2024, arXiv:2406.16858 (EAGLE-2), section 4; Li et al. 2025,
-arXiv:2503.01840 (EAGLE-3).
+arXiv:2503.01840 (EAGLE-3); DeepSeek-V3, arXiv:2412.19437, section 2.2.
 """
 
 import dataclasses
@@ -27,20 +33,19 @@ from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages, features
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.models import Forward, ForwardResult, row_parts
-from jaxkv.models.paged import PagedForward
 from jaxkv.sampling import top_k
-from jaxkv.speculation import draws, eagle, static_tree
+from jaxkv.speculation import draws, static_tree
 from jaxkv.speculation.draft_model import TargetAndDraftParams, make_slot_rows
-from jaxkv.speculation.eagle import EagleConfig
+from jaxkv.speculation.eagle import DraftLayers
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetWithEagle:
-    """A target and its EAGLE drafter: a `Forward` of `TargetAndDraftParams`."""
+    """A target and its EAGLE or MTP drafter: a `Forward` of `TargetAndDraftParams`."""
 
     target: Forward
     """Forward pass of the target, which keeps the taps of `config`."""
-    config: EagleConfig
+    config: DraftLayers
     """Shape of the drafter."""
 
     def __call__(
@@ -49,18 +54,27 @@ class TargetWithEagle:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.draft_pages is not None
         result = self.target(params.target, pages._replace(draft_pages=None), rows)
-        found = features.read_features(result.pages, rows, features.parent_places(rows))
-        parts = row_parts.divide_rows(rows)
-        x = eagle.make_layer_inputs(
-            params.draft,
-            params.target,
-            parts.own(rows.token),
-            eagle.fuse_features(params.draft, parts.own(found.T).T),
-            config=self.config,
-        )
-        model = eagle.make_draft_transformer(params.draft, params.target, self.config)
-        ran = PagedForward(self.config.layer).states(model, pages.draft_pages, rows, x)
-        return result._replace(pages=result.pages._replace(draft_pages=ran.carry))
+        parents, parts = features.parent_places(rows), row_parts.divide_rows(rows)
+        found = features.read_features(result.pages, rows, parents)
+        before = self.config.first_states(params.draft, parts.own(found.T).T)
+        own, states = pages.draft_pages, []
+        for index in range(self.config.num_modules):
+            ran = self.config.run_module(
+                index, params.draft, params.target, own, rows, before
+            )
+            own = ran.pages
+            if index == self.config.num_modules - 1:
+                break
+            # States of later modules are not known yet, nor read before they are.
+            states.append(parts.whole(ran.states.T).T)
+            blank = [jnp.zeros_like(states[0])] * (self.config.num_modules - 2 - index)
+            own = features.write_features(
+                own, jnp.concatenate([*states, *blank], axis=1), rows
+            )
+            found = features.read_features(own, rows, parents)
+            size = before.shape[1]
+            before = parts.own(found[:, index * size : (index + 1) * size].T).T
+        return result._replace(pages=result.pages._replace(draft_pages=own))
 
 
 class _Nodes(NamedTuple):
@@ -72,8 +86,8 @@ class _Nodes(NamedTuple):
     paths do not compete; -inf where there is no guess."""
     parent: Int32[Array, "slots n"]
     """Index of the parent among all guesses, from 1 on; 0 is the root."""
-    state: Float[Array, "slots n hidden"]
-    """Drafter's state of the parent."""
+    state: Float[Array, "slots n states"]
+    """States of the parent, of each module that it was fed to."""
     ancestors: Bool[Array, "slots n columns"]
     """True for fed guesses on the path to the parent, the parent included."""
 
@@ -81,12 +95,12 @@ class _Nodes(NamedTuple):
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class Eagle(Drafter):
-    """Drafts the most likely guesses of an EAGLE drafter.
+    """Drafts the most likely guesses of an EAGLE or MTP drafter.
 
     The engine's `Forward` must be a `TargetWithEagle`.
     """
 
-    config: EagleConfig
+    config: DraftLayers
     """Shape of the drafter."""
     beams: tuple[int, ...] = ()
     """Guesses that are expanded at each depth, from 1 on; the tree is one deeper than
@@ -146,7 +160,7 @@ class Eagle(Drafter):
 
 
 def build_eagle_drafter(
-    config: EagleConfig, acceptance: Sequence[Sequence[float]], num: int
+    config: DraftLayers, acceptance: Sequence[Sequence[float]], num: int
 ) -> Eagle:
     """Builds a drafter of `num` drafts from measured acceptance rates.
 
@@ -185,7 +199,11 @@ class _DraftingStep(NamedTuple):
             self.state, self.state.sequences.tokens[self.row], self.root
         )
         found = features.read_features(self.state.pages, rows, self.root - 1)
-        before = eagle.fuse_features(self.params.draft, found)
+        config = self.drafter.config
+        before = config.first_states(self.params.draft, found)
+        if config.num_modules > 1:
+            states = features.read_features(own, rows, self.root - 1)
+            before = jnp.concatenate([before, states], axis=1)
         there = (self.root >= 0)[:, None]
         columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)
         score = jnp.where(there, 0.0, -jnp.inf).astype(jnp.float32)
@@ -231,19 +249,25 @@ class _DraftingStep(NamedTuple):
                 ancestors=ancestors.reshape(-1, ancestors.shape[2]),
             )
         score = jnp.where(there, chosen.score, -jnp.inf)
-        states = chosen.state.reshape(-1, chosen.state.shape[2])
+        config = self.drafter.config
+        num_states = max(config.num_modules - depth, 1) * config.target.hidden_size
+        states = chosen.state[:, :, :num_states].reshape(-1, num_states)
         return self._feed_rows(own, rows, states, score, name.reshape(-1), ancestors)
 
     def _feed_rows(
         self,
         own: Pages,
         rows: Rows,
-        before: Float[Array, "rows hidden"],
+        before: Float[Array, "rows states"],
         score: Float[Array, "slots n"],
         name: Int32[Array, " rows"],
         ancestors: Bool[Array, "slots n columns"],
     ) -> tuple[_Nodes, Pages]:
-        """Runs the layer if any row is valid; returns the guesses of every row."""
+        """Runs the layers if any row is valid; returns the guesses of every row.
+
+        `before` has a state for each of the last modules; the first of them makes the
+        guesses.
+        """
         config, width = self.drafter.config, self.drafter.branching
         num_slots, num = score.shape
         draft, target = self.params.draft, self.params.target
@@ -253,16 +277,17 @@ class _DraftingStep(NamedTuple):
 
         def run(carry: tuple[_Nodes, Pages], rows: Rows, before: Array) -> Any:
             nodes, own = carry
-            x = eagle.make_layer_inputs(
-                draft, target, rows.token, before, config=config
-            )
-            model = eagle.make_draft_transformer(draft, target, config)
-            ran = PagedForward(config.layer).states(model, own, rows, x)
+            parts = jnp.split(before, before.shape[1] // config.target.hidden_size, 1)
+            ran = []
+            for index, part in enumerate(parts, config.num_modules - len(parts)):
+                found = config.run_module(index, draft, target, own, rows, part)
+                ran.append(found)
+                own = found.pages
             sampling = jax.tree.map(
                 lambda x: jnp.repeat(x[self.row], num, axis=0),
                 self.state.sequences.params,
             )
-            logits = model.logits(ran.last)
+            logits = ran[0].model.logits(ran[0].states.T)
             ranked = draws.shared_noise_logits(logits, sampling, rows.position + 1)
             # Scores of chains are never compared.
             scores = ranked if width == 1 else jax.nn.log_softmax(ranked)
@@ -271,9 +296,9 @@ class _DraftingStep(NamedTuple):
             nodes = nodes._replace(
                 token=token.reshape(num_slots, -1),
                 score=nodes.score + values,
-                state=spread(ran.last.T),
+                state=spread(jnp.concatenate([x.states for x in ran], axis=1)),
             )
-            return nodes, ran.carry
+            return nodes, own
 
         total = spread(score)[:, :, 0]
         nodes = _Nodes(

@@ -19,6 +19,7 @@ from jaxkv.speculation import (
     static_tree,
 )
 from jaxkv.speculation.adaptive import Adaptive
+from jaxkv.speculation.eagle import MTPConfig
 from jaxkv.speculation.eagle_drafting import TargetWithEagle
 from jaxkv.speculation.jacobi import Jacobi
 from jaxkv.speculation.medusa import Medusa, MedusaConfig, TargetWithHeads
@@ -27,12 +28,20 @@ from jaxkv.speculation.verifiers import SharedNoiseVerifier
 from pallas_kernels import devices
 
 type Method = Literal[
-    "ngram", "jacobi", "lookahead", "early-exit", "draft-model", "medusa", "eagle"
+    "ngram",
+    "jacobi",
+    "lookahead",
+    "early-exit",
+    "draft-model",
+    "medusa",
+    "eagle",
+    "mtp",
 ]
 
 METHODS: tuple[Method, ...] = get_args(Method.__value__)
 """Prompt lookup; Jacobi and lookahead decoding; early exit after the first layers; a
-smaller draft model; two kinds of trained heads."""
+smaller draft model; two kinds of trained heads; the model's own modules for multi-token
+prediction."""
 
 MAX_DRAFTS = 3
 """Default draft length: 3 drafts and the token before them are 4 rows, which CPUs
@@ -147,7 +156,8 @@ def build_speculative(
       heads: heads of "medusa" or "eagle".
 
     Raises:
-      ValueError: a model or heads are missing, or do not fit the method or the target.
+      ValueError: a model, heads or modules are missing, or do not fit the method or the
+        target.
     """
     method = None if speculation is None else speculation.method
     if (draft is not None) != (method == "draft-model"):
@@ -165,6 +175,8 @@ def build_speculative(
     model = _add_few_row_weights(model, bounds)
     if heads is not None:
         parts = _build_with_heads(model, heads, bounds, dtype)
+    elif method == "mtp":
+        parts = _build_with_modules(model, bounds, dtype)
     else:
         forward = paged.PagedForward(model.config, bounds.numerics)
         pages = paged.make_model_pages(model.config, bounds, dtype=dtype)
@@ -265,6 +277,29 @@ def _build_with_heads(
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(
         forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
+    )
+
+
+def _build_with_modules(model: ModelWeights, bounds: Any, dtype: str) -> EngineParts:
+    """Builds the parts of "mtp": a chain of drafts of the model's own modules."""
+    if not (num := model.config.num_ahead_layers):
+        raise ValueError(
+            f"speculate='mtp' needs a model with modules for multi-token prediction, "
+            f"not num_ahead_layers={num}"
+        )
+    config, how = MTPConfig(target=model.config), {"dtype": dtype}
+    target = paged.PagedForward(model.config, bounds.numerics, taps=config.taps)
+    pages = paged.make_model_pages(model.config, bounds, taps=config.taps, **how)
+    # The states of all modules but the last are features of the drafter's pages.
+    taps = (0,) * (num - 1)
+    draft_pages = paged.make_model_pages(config.layer, bounds, taps=taps, **how)
+    drafter = eagle_drafting.build_eagle_drafter(config, [[1.0]], bounds.max_drafts)
+    own = {name: model.params[name] for name in model.params if name != "ahead"}
+    return EngineParts(
+        TargetWithEagle(target, config),
+        draft_model.TargetAndDraftParams(own, model.params["ahead"]),
+        pages._replace(draft_pages=draft_pages),
+        Speculation(drafter, SharedNoiseVerifier()),
     )
 
 

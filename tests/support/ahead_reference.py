@@ -1,5 +1,6 @@
 """A dense Llama and its modules for multi-token prediction, in NumPy float64."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,33 +9,74 @@ from jaxkv.models.config import ModelConfig
 
 
 def reference_logits(
-    params: Any, tokens: np.ndarray, config: ModelConfig
+    params: Any, tokens: Sequence[int] | np.ndarray, config: ModelConfig
 ) -> list[np.ndarray]:
     """Returns the logits `[seq, vocab]` of the model, then those of every module."""
-    table = _wide(params["embed"]["weight"])
-    head = table if config.tie_embeddings else _wide(params["head"]["weight"])
-    embedded, state = table[tokens], table[tokens]
-    for index in range(config.num_layers):
-        state = _layer(params["layers"][index], state, config)
-    state = _norm(state, params["final_norm"], config)
-    found = [state @ head.T]
+    state = _model_states(params, tokens, config)
+    found = [state]
     for index in range(config.num_ahead_layers):
-        module = params["ahead"][index]
         before = np.zeros_like(state)
         before[1:] = state[:-1]
-        token = _norm(embedded, module["token_norm"], config)
-        feature = _norm(before, module["feature_norm"], config)
-        weight = _wide(module["merge"]["weight"])
-        width = config.hidden_size
-        merged = token @ weight[:, :width].T + feature @ weight[:, width:].T
-        state = _layer(module["layer"], merged, config)
-        state = _norm(state, module["final_norm"], config)
-        found.append(state @ head.T)
-    return found
+        state = _module_states(params, index, tokens, before, config)
+        found.append(state)
+    return [state @ _head(params, config).T for state in found]
+
+
+def reference_draft_logits(
+    params: Any, known: Sequence[int], drafts: Sequence[int], config: ModelConfig
+) -> np.ndarray:
+    """Returns the logits `[drafts, vocab]` from which each draft is chosen.
+
+    Draft k is chosen by module k, later ones by the last module, which then reads its
+    own state of the token before.
+    """
+    num_known, num_modules, found = len(known), config.num_ahead_layers, []
+    last = num_known - 1 + num_modules
+    for depth in range(1, len(drafts) + 1):
+        tokens = [*known, *drafts[: depth - 1]]
+        if depth <= num_modules:
+            found.append(reference_logits(params, tokens, config)[depth][-1])
+            continue
+        before = np.zeros((len(tokens), config.hidden_size))
+        state = _model_states(params, tokens, config)
+        for index in range(num_modules):
+            before[1:] = state[:-1]
+            state = _module_states(params, index, tokens, before, config)
+        for place in range(last, len(tokens)):
+            before[place] = state[place - 1]
+            state = _module_states(params, num_modules - 1, tokens, before, config)
+        found.append(state[-1] @ _head(params, config).T)
+    return np.stack(found)
 
 
 def _wide(x: Any) -> np.ndarray:
     return np.asarray(x, np.float64)
+
+
+def _head(params: Any, config: ModelConfig) -> np.ndarray:
+    return _wide(params["embed" if config.tie_embeddings else "head"]["weight"])
+
+
+def _model_states(params: Any, tokens: Any, config: ModelConfig) -> np.ndarray:
+    """Returns the model's last states, after the final norm."""
+    state = _wide(params["embed"]["weight"])[tokens]
+    for index in range(config.num_layers):
+        state = _layer(params["layers"][index], state, config)
+    return _norm(state, params["final_norm"], config)
+
+
+def _module_states(
+    params: Any, index: int, tokens: Any, before: np.ndarray, config: ModelConfig
+) -> np.ndarray:
+    """Returns the states of a module, given those of the tokens before."""
+    module, width = params["ahead"][index], config.hidden_size
+    embedded = _wide(params["embed"]["weight"])[tokens]
+    token = _norm(embedded, module["token_norm"], config)
+    feature = _norm(before, module["feature_norm"], config)
+    weight = _wide(module["merge"]["weight"])
+    merged = token @ weight[:, :width].T + feature @ weight[:, width:].T
+    state = _layer(module["layer"], merged, config)
+    return _norm(state, module["final_norm"], config)
 
 
 def _norm(x: np.ndarray, norm: Any, config: ModelConfig) -> np.ndarray:

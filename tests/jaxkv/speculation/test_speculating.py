@@ -13,7 +13,7 @@ import pytest
 from jaxkv.engine import step
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation
 from jaxkv.engine.state import EngineConfig, init
-from jaxkv.models import paged
+from jaxkv.models import paged, transformer
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling.fcfs import fcfs
 from jaxkv.speculation import (
@@ -25,6 +25,7 @@ from jaxkv.speculation import (
     Lookahead,
     Medusa,
     MedusaConfig,
+    MTPConfig,
     NGram,
     Rejection,
     SharedNoiseVerifier,
@@ -84,6 +85,9 @@ OF_SMALLER = paged.PagedForward(SMALLER)
 
 HEADS = MedusaConfig(target=MODEL, num_heads=3)
 EAGLE = EagleConfig(target=MODEL, taps=(0, 1, 2))
+MTP, MTP_OF_TWO = (
+    MTPConfig(target=dataclasses.replace(MODEL, num_ahead_layers=num)) for num in (1, 2)
+)
 BUSH = static_tree.Topology((0, 0, 1, 1, 2, 3, 0, 5), (0, 1, 0, 2, 1, 0, 3, 1))
 
 DRAFTERS: dict[str, Drafter] = {
@@ -99,6 +103,9 @@ DRAFTERS: dict[str, Drafter] = {
     "medusa tree": Medusa(HEADS, BUSH),
     "eagle": Eagle(EAGLE, (1, 1)),
     "eagle tree": Eagle(EAGLE, (3, 3, 2), 3),
+    "mtp": Eagle(MTP, (1, 1)),
+    "mtp tree": Eagle(MTP, (3, 3, 2), 3),
+    "mtp of two, tree": Eagle(MTP_OF_TWO, (3, 3, 2), 3),
 }
 SWAPPING = dataclasses.replace(TIGHT, max_swap_pages=24)
 BOUNDS = {"tight": TIGHT, "cached": CACHED, "swapping": SWAPPING}
@@ -141,6 +148,15 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
         own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
         pages = paged.make_model_pages(MODEL, config, taps=EAGLE.taps)
         pages = pages._replace(draft_pages=paged.make_model_pages(EAGLE.layer, config))
+    elif drafter.startswith("mtp"):
+        how: Any = DRAFTERS[drafter]
+        target = paged.PagedForward(MODEL, config.numerics, taps=how.config.taps)
+        own = weights_of(transformer.param_shapes(how.config.target)["ahead"])
+        forward, layer = TargetWithEagle(target, how.config), how.config.layer
+        pages = paged.make_model_pages(MODEL, config, taps=how.config.taps)
+        taps = (0,) * (layer.num_layers - 1)
+        draft_pages = paged.make_model_pages(layer, config, taps=taps)
+        pages = pages._replace(draft_pages=draft_pages)
     else:
         return {}
     return {
@@ -194,6 +210,12 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
+        marked("mtp", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("mtp", "swapping", "groups"),
+        marked("mtp", "tight", "singles"),
+        marked("mtp tree", "swapping", "groups"),
+        marked("mtp of two, tree", "cached", "shared prefix"),
+        marked("mtp of two, tree", "swapping", "groups"),
         marked("adaptive", "swapping", "groups"),
         marked("lookahead", "tight", "singles"),
         marked("all layers", "tight", "singles"),
