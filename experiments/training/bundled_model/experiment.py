@@ -298,24 +298,26 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         ("the same before rounding to bfloat16", result.bits_per_byte_float32),
         ("training loss at the end, nats per token", np.mean(result.loss[-10:])),
     ]
+    name, drafts, loss = "shipped", "", ""
+    if num := model.num_ahead_layers:
+        name, drafts = "deepseek", " --speculate mtp"
+        loss = f"""The loss is that of the next token, plus 0.3 times the mean loss of
+        {num} module for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section
+        2.2)."""
     parts = [
-        "---\nlicense: psf-2.0\ntags: [llama, byte-level, code]\n---",
+        f"---\nlicense: psf-2.0\ntags: [{model.family}, byte-level, code]\n---",
         f"# {Path(config.export).name}",
         f"""A decoder-only transformer of {result.num_params / 1e6:.2f} million
         parameters that writes text like {data}. It is small enough to ship with the
         project and to run on any machine: a model for tests and demonstrations of a
         serving engine, not for writing programs.""",
         "## Use",
-        f"    jaxkv generate {Path(config.export).name} --prompt 'def '",
+        f"    jaxkv generate {Path(config.export).name} --prompt 'def '{drafts}",
         f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {corpora.END} ends a
         document and also precedes one. Contexts of up to {window} tokens were
         trained.""",
         "## Shape",
-        f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied embeddings):
-        hidden size {model.hidden_size}, {model.num_layers} layers,
-        {model.num_q_heads} query and {model.num_kv_heads} KV heads of
-        {model.head_dim}, MLP {model.mlp_size}, vocabulary {model.vocab_size}.
-        Weights in bfloat16.""",
+        describe_shape(model),
         "## Data",
         f"""{data[0].upper()}{data[1:]}, without tests, code tables, generated texts and
         copies: {len(split.train)} files of {corpora.count_bytes(split.train):,} bytes
@@ -327,15 +329,34 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
         f"""Held-out files are scored in consecutive windows of {window} tokens, every
         byte and every document's end once.""",
         "## Training",
-        "    jaxkv run bundled_model shipped",
+        f"    jaxkv run bundled_model {name}",
         f"""{result.num_tokens:,} tokens ({epochs:.1f} epochs):
         {trunk.num_steps:,} steps of {trunk.batch_size} x {trunk.seq_len} tokens at a
         constant learning rate of {trunk.learning_rate}, then
         {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
         it falls to zero. Muon for the layers' matrices, AdamW for other parameters,
-        seed {trunk.seed}. {training_note(result.duration_s)}""",
+        seed {trunk.seed}. {loss} {training_note(result.duration_s)}""",
     ]
     return card_text(parts)
+
+
+def describe_shape(model: ModelConfig) -> str:
+    """Returns a paragraph on the architecture and sizes of a model."""
+    sizes = f"hidden size {model.hidden_size}, {model.num_layers} layers"
+    ends = f"MLP {model.mlp_size}, vocabulary {model.vocab_size}. Weights in bfloat16."
+    latent, experts = model.latent, model.experts
+    if latent is None or experts is None:
+        return f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied
+        embeddings): {sizes}, {model.num_q_heads} query and {model.num_kv_heads} KV
+        heads of {model.head_dim}, {ends}"""
+    return f"""DeepSeek-V3 architecture: {sizes}, {model.num_q_heads} heads of latent
+    attention (latent {latent.kv_rank}, compressed query {latent.q_rank}, heads of
+    {latent.nope_dim} without positions and {latent.rope_dim} with, values of
+    {latent.value_dim}), {experts.num_experts} routed experts of {experts.size} in
+    {experts.num_groups} groups, {experts.top_k} of them per token from
+    {experts.top_groups} groups, a shared expert of {experts.shared_size},
+    {experts.num_dense_layers} first layer without experts, {model.num_ahead_layers}
+    module for multi-token prediction, {ends} Experts are balanced by bias."""
 
 
 def training_note(duration_s: float) -> str:

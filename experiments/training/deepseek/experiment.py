@@ -164,7 +164,7 @@ class Result(ResultRecord):
     balance: ExpertBalance = column("by report of the mixtures", is_reported=False)
     served: ServedModels = column("by way of serving and batch size")
     depths: DraftDepths = column("by draft position")
-    device: str = column("kind of device that trained and served")
+    device: str = column("kind of device that served", is_reported=False)
 
     def late_balance(self, kind: Kind) -> Float[np.ndarray, " seeds"]:
         """Returns the load of the busiest expert in the last quarter, by seed."""
