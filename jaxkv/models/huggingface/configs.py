@@ -4,11 +4,12 @@ Keys that ask for arithmetic outside of `models/transformer.py` are refused by n
 model that loads computes the same as the original.
 """
 
+import dataclasses
 import operator
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
 from jaxkv.models.huggingface.values import shorten
@@ -47,13 +48,27 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         has_switch = family.windows in ("flagged", "off")
         if has_switch or given.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
+    if "quantization_config" in given and _is_fp8(given["quantization_config"]):
+        read |= {"quantization_config"}
     harmless.refuse_unknown(family, given, read)
     refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
     fields = read_fields(family, raw)
     fields["family"] = name
     if is_rotary:
         fields |= positions.read_positions(family, raw, fields["num_layers"])
+    if "kv_rank" in fields:
+        latent = {
+            field.name: fields.pop(field.name)
+            for field in dataclasses.fields(LatentConfig)
+        }
+        fields["latent"] = LatentConfig(**latent)
+        fields["num_kv_heads"] = fields["num_q_heads"]
+        fields["head_dim"] = latent["nope_dim"] + latent["rope_dim"]
     if experts := fields.pop("experts", None):
+        if "topk_method" in family.keys:
+            experts |= _read_groups(raw.get("topk_method"))
+        if (num_shared := experts.pop("num_shared", None)) is not None:
+            experts["shared_size"] = num_shared * experts["size"]
         if (dense := experts.pop("dense_layers", None)) is not None:
             # Layers without experts must be the first ones, listed in any order.
             is_whole = all(type(layer) is int for layer in dense)
@@ -121,11 +136,22 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
       ValueError: the family cannot express a field; the message names the field.
     """
     family = FAMILIES[config.family]
-    num_dense = config.experts.num_dense_layers if config.experts else 0
-    written = {
-        "activation": ACTIVATIONS[config.activation][0],
-        "experts.dense_layers": [*range(num_dense)],
-    }
+    written: dict[str, Any] = {"activation": ACTIVATIONS[config.activation][0]}
+    if (experts := config.experts) is not None:
+        is_grouped = experts.num_groups > 1
+        written |= {
+            "experts.dense_layers": [*range(experts.num_dense_layers)],
+            "experts.gate_bias": "group_limited_greedy" if is_grouped else "greedy",
+            "experts.num_shared": experts.shared_size // experts.size or None,
+        }
+    if "kv_lora_rank" in family.keys:
+        for name in ("latent", "experts"):
+            if getattr(config, name) is None:
+                raise ValueError(
+                    f"{name}=None has no place in the config.json of "
+                    f"family={config.family!r}"
+                )
+        written |= vars(config.latent)
     raw = {
         "architectures": [family.architecture],
         "model_type": config.family,
@@ -151,6 +177,41 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
                 f"family={config.family!r}, which means {getattr(back, name)!r}"
             )
     return raw
+
+
+def _is_fp8(found: Any) -> bool:
+    """Returns True for weights in 8 bits with a scale for each block of 128 x 128.
+
+    `weights` loads them as numbers of the model's dtype. `activation_scheme` concerns
+    kernels that multiply in 8 bits.
+    """
+    needed = {"quant_method": "fp8", "weight_block_size": [values.FP8_BLOCK] * 2}
+    known = {**needed, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    without_effect = {"modules_to_not_convert", "scale_fmt"}
+    return (
+        isinstance(found, Mapping)
+        and needed.keys() <= found.keys()
+        and all(
+            key in without_effect or (key in known and found[key] == known[key])
+            for key in found
+        )
+    )
+
+
+def _read_groups(method: Any) -> dict[str, int]:
+    """Returns the groups of DeepSeek-V2's methods, where they differ from their keys.
+
+    Raises:
+      ValueError: the method is not supported.
+    """
+    if method in (None, "greedy"):
+        return {"num_groups": 1, "top_groups": 1}
+    if method != "group_limited_greedy":
+        raise ValueError(
+            f"topk_method={shorten(method)} is not supported, only greedy, "
+            "group_limited_greedy"
+        )
+    return {}
 
 
 def _family_of(raw: Mapping[str, Any]) -> str:

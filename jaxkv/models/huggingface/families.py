@@ -190,7 +190,6 @@ _GEMMA2 = _GEMMA._replace(
 
 _DEEPSEEK_V2 = _LLAMA._replace(
     architecture="DeepseekV2ForCausalLM",
-    servable=False,
     keys={
         **_keys(_UNBIASED, "num_key_value_heads", "head_dim"),
         "q_lora_rank": _key("q_rank", default=1536),
@@ -205,26 +204,52 @@ _DEEPSEEK_V2 = _LLAMA._replace(
         "n_shared_experts": _key("experts.num_shared"),
         "first_k_dense_replace": _key("experts.num_dense_layers", default=0),
         "topk_method": _key("experts.gate_bias", default="greedy"),
-        "n_group": _key("experts.num_groups"),
-        "topk_group": _key("experts.top_groups"),
+        "n_group": _key("experts.num_groups", default=1),
+        "topk_group": _key("experts.top_groups", default=1),
         "norm_topk_prob": _key("experts.renormalise", default=False),
         "routed_scaling_factor": _key("experts.scale", default=1.0),
+        "aux_loss_alpha": _key("experts.balance_weight", default=0.001),
     },
+    implied={**_LLAMA.implied, "experts.scoring": "softmax"},
     derived=(
         "q_rank",
         "experts.num_shared",
     ),  # null: no query compression; no shared experts
-    only={"attention_bias": False},
+    only={"attention_bias": False, "mlp_bias": False},
+    only_served={
+        "moe_layer_freq": 1,
+        # transformers ignores true, and DeepSeek's code then ignores the scale.
+        "norm_topk_prob": False,
+        # Both have 1e-6 for the norms of the latent and of the compressed query.
+        "rms_norm_eps": 1e-6,
+        "rope_interleave": True,
+        "scoring_func": "softmax",
+    },
+    equal={"num_key_value_heads": "num_attention_heads"},
     aliases={"num_experts": "n_routed_experts"},
-    harmless=(
-        "aux_loss_alpha",
-        "ep_size",
-        "head_dim",
-        "num_key_value_heads",
-        "seq_aux",
-    ),
+    # `auto_map` names DeepSeek's own code, which has the same architecture.
+    harmless=("auto_map", "ep_size", "head_dim", "qk_head_dim", "seq_aux"),
     mixture_stride=("moe_layer_freq", 0),
-    modules={},
+    modules={
+        **{name: _LLAMA.modules[name] for name in ("embed", "final_norm", "head")},
+        **{name: _LLAMA.modules[name] for name in (".attention_norm", ".mlp_norm")},
+        ".q": (".self_attn.q_proj",),
+        ".q_down": (".self_attn.q_a_proj",),
+        ".q_norm": (".self_attn.q_a_layernorm",),
+        ".q_up": (".self_attn.q_b_proj",),
+        ".kv_down": (".self_attn.kv_a_proj_with_mqa",),
+        ".kv_norm": (".self_attn.kv_a_layernorm",),
+        ".kv_up": (".self_attn.kv_b_proj",),
+        **{name: _LLAMA.modules[name] for name in (".out", ".up", ".down")},
+        ".mixture.router": (".mlp.gate",),
+        ".mixture.up": (".mlp.experts.{}.gate_proj", ".mlp.experts.{}.up_proj"),
+        ".mixture.down": (".mlp.experts.{}.down_proj",),
+        ".mixture.shared_up": (
+            ".mlp.shared_experts.gate_proj",
+            ".mlp.shared_experts.up_proj",
+        ),
+        ".mixture.shared_down": (".mlp.shared_experts.down_proj",),
+    },
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -436,13 +461,30 @@ FAMILIES: Mapping[str, Family] = {
             topk_group=4,
             norm_topk_prob=True,
             routed_scaling_factor=2.5,
-        ),
-        implied={**_DEEPSEEK_V2.implied, "experts.gate_bias": True},
+        )
+        # Megatron's name; DeepSeek's folders do not have it.
+        | {"moe_router_bias_update_rate": _key("experts.bias_rate", default=0.0)},
+        implied={
+            **_DEEPSEEK_V2.implied,
+            "experts.gate_bias": True,
+            "experts.scoring": "sigmoid",
+        },
         only_served={
             "moe_layer_freq": 1,
+            "rms_norm_eps": 1e-6,
             "rope_interleave": True,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
+        },
+        modules={
+            **_DEEPSEEK_V2.modules,
+            # Of the layers for multi-token prediction, after the model's layers.
+            ".token_norm": (".enorm",),
+            ".feature_norm": (".hnorm",),
+            ".merge": (".eh_proj",),
+            ".final_norm": (".shared_head.norm",),
+            ".embed": (".embed_tokens",),
+            ".head": (".shared_head.head",),
         },
         aliases={
             "num_local_experts": "n_routed_experts",

@@ -135,7 +135,8 @@ ONLY: Mapping[str, Any] = {
 """Keys of every family that change no logit with this value only."""
 
 _REASONS = {
-    "quantization_config": "only f32, bf16 and f16 weights",
+    "quantization_config": "only f32, bf16 and f16 weights, and fp8 (e4m3) in blocks "
+    "of 128 x 128",
     "compression_config": "only f32, bf16 and f16 weights",
     "auto_map": "code that comes with a model is never run",
 }

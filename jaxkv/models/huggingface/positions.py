@@ -3,6 +3,7 @@
 These keys set the rotary frequencies and the sliding window.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ _ROPE = {
     "linear": _OF_ALL_ROPE | {"factor"},
     "llama3": _OF_ALL_ROPE
     | {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+    "yarn": _OF_ALL_ROPE
+    | {"factor", "beta_fast", "beta_slow", ORIGINAL}
+    | {"mscale", "mscale_all_dim", "attention_factor", "truncate"},
 }
 
 
@@ -67,8 +71,10 @@ def read_positions(
     kind = "default" if kind is None else kind
     if any(isinstance(value, Mapping) for value in rope.values()):
         kind = "one for each layer type"
-    if not isinstance(kind, str) or kind not in _ROPE:
-        supported = ", ".join(_ROPE)
+    # Implementations of other families differ in the factor on scores.
+    kinds = [name for name in _ROPE if name != "yarn" or "kv_lora_rank" in family.keys]
+    if not isinstance(kind, str) or kind not in kinds:
+        supported = ", ".join(kinds)
         raise ValueError(
             f"rope_type={shorten(kind)} is not supported, only {supported}"
         )
@@ -98,6 +104,8 @@ def read_positions(
         factor = parse_positive_number("factor", rope.get("factor"))
     if kind == "linear":
         scaling = RopeScaling(kind="linear", factor=factor)
+    elif kind == "yarn":
+        scaling = _read_yarn(rope, factor, from_either(ORIGINAL))
     elif kind == "llama3":
         original = from_either(ORIGINAL)
         if original is None:
@@ -130,7 +138,9 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
     raw["rope_scaling"] = None
     if (scaling := config.rope_scaling) is not None:
         raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind != "linear":
+        if scaling.kind == "yarn":
+            raw["rope_scaling"] |= _write_yarn(scaling)
+        elif scaling.kind != "linear":
             raw["rope_scaling"] |= {
                 "low_freq_factor": scaling.low_frequency_factor,
                 "high_freq_factor": scaling.high_frequency_factor,
@@ -142,6 +152,87 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
         raw |= {"use_sliding_window": True, "sliding_window": config.window}
         raw["max_window_layers"] = 0
     return raw
+
+
+def _magnitude(factor: float, weight: float = 1.0) -> float:
+    """Returns yarn's factor on cosines and sines, or its square root on scores.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, equation 22; the weight is DeepSeek's
+    `mscale`.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
+
+
+def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeScaling:
+    """Reads yarn's keys.
+
+    Raises:
+      ValueError: a value is invalid, or one for which DeepSeek's implementation and
+        transformers differ.
+    """
+    fast, slow = (
+        parse_positive_number(key, rope.get(key, default))
+        for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
+    if slow >= fast:
+        raise ValueError(f"beta_slow={slow} must be below beta_fast={fast}")
+    if rope.get("truncate") not in (None, True):
+        raise ValueError(
+            f"truncate={shorten(rope['truncate'])} is not supported, only True"
+        )
+    weights = {
+        key: rope[key]
+        for key in ("mscale", "mscale_all_dim")
+        if rope.get(key) or (key == "mscale" and key in rope)
+    }
+    if len(weights) == 1:
+        [(key, value)] = weights.items()
+        raise ValueError(
+            f"{key}={shorten(value)} is not supported without the other one of mscale "
+            "and mscale_all_dim"
+        )
+    magnitude, score_magnitude = rope.get("attention_factor"), 1.0
+    if weights:
+        if magnitude is not None:
+            raise ValueError(
+                f"attention_factor={shorten(magnitude)} contradicts "
+                f"mscale={shorten(weights['mscale'])}"
+            )
+        own, score_magnitude = (
+            _magnitude(factor, parse_positive_number(key, value))
+            for key, value in weights.items()
+        )
+        magnitude = own / score_magnitude
+    elif magnitude is None:
+        magnitude = _magnitude(factor)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        low_frequency_factor=slow,
+        high_frequency_factor=fast,
+        original_max_positions=parse_size(ORIGINAL, original),
+        magnitude=parse_positive_number("attention_factor", magnitude),
+        score_magnitude=score_magnitude,
+    )
+
+
+def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
+    """Returns the keys that `_read_yarn` reads."""
+    s = scaling
+    raw = {
+        "beta_fast": s.high_frequency_factor,
+        "beta_slow": s.low_frequency_factor,
+        ORIGINAL: s.original_max_positions,
+    }
+    if s.score_magnitude == 1:
+        is_default = s.magnitude == _magnitude(s.factor)
+        return raw if is_default else raw | {"attention_factor": s.magnitude}
+    unit = _magnitude(s.factor) - 1 or math.inf
+    # Rounded, so that 0.707 is 0.707 again; `to_hf` finds a value that this changes.
+    return raw | {
+        "mscale": round((s.magnitude * s.score_magnitude - 1) / unit, 12),
+        "mscale_all_dim": round((s.score_magnitude - 1) / unit, 12),
+    }
 
 
 def _agreed(values: Mapping[str, Any]) -> Any:

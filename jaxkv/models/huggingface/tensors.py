@@ -5,6 +5,7 @@ a folder mostly are not. `list_leaves` lists the tensors of every parameter;
 `join_tensors` and `split_parameter` convert the arrays.
 """
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -36,11 +37,21 @@ class Leaf(NamedTuple):
     """Shapes of the stored tensors."""
     is_transposed: bool
     """True if the tensors are stored `[in, out]`."""
+    interleaved: tuple[int, int] | None = None
+    """Rows of a head, and how many of them, the last ones, are rotary and interleaved
+    in the folder: see `_half_split`."""
+    copies: tuple[str, ...] = ()
+    """Names of further tensors equal to the only one; a folder may omit them."""
 
     @property
     def is_of_experts(self) -> bool:
         """True for `[experts, in, out]`, joined from the experts' `[out, in]`."""
         return _module(self.path) in EXPERT_MODULES
+
+    def dtype_in(self, dtype: np.dtype) -> np.dtype:
+        """Returns the parameter's dtype in a model of a dtype."""
+        is_wide = self.path[-2:] == ("router", "bias")
+        return np.promote_types(dtype, np.float32) if is_wide else dtype
 
 
 def list_leaves(config: ModelConfig) -> list[Leaf]:
@@ -53,13 +64,18 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
         path = tuple(key.key for key in keys)
         prefix, module, kind = "", _module(path), path[-1]
         if in_layer := module.startswith("."):
-            prefix = family.layer.format(path[1])
+            # Layers for multi-token prediction follow those of the model.
+            first = config.num_layers if path[0] == "ahead" else 0
+            prefix = family.layer.format(first + path[1])
         if module not in family.modules:
             raise ValueError(f"family={config.family!r} has no place for {module}")
         suffix = "bias" if kind == "bias" else "weight"
+        if path[-2:] == ("router", "bias"):
+            suffix = "e_score_correction_bias"
         names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
         # Shapes `[out, ...]` of the tensors.
-        shapes = [spec.shape]
+        *lead, width = spec.shape
+        shapes = [(math.prod(lead), width) if lead else (width,)]
         if module in EXPERT_MODULES:
             num_experts, width, columns = spec.shape
             shapes = [(columns // len(names), width)] * len(names) * num_experts
@@ -79,7 +95,22 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
         is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
-        result.append(Leaf(path, spec.shape, names, tuple(shapes), is_transposed))
+        interleaved = None
+        if config.latent is not None and module in (".q", ".q_up", ".kv_down"):
+            rows = shapes[0][0] if module == ".kv_down" else config.head_dim
+            interleaved = rows, config.latent.rope_dim
+        copies = _list_copies(config, module)
+        result.append(
+            Leaf(
+                path,
+                spec.shape,
+                names,
+                tuple(shapes),
+                is_transposed,
+                interleaved,
+                copies,
+            )
+        )
     return result
 
 
@@ -87,7 +118,30 @@ def _module(path: tuple[str | int, ...]) -> str:
     """Returns the module of a parameter; modules of a layer start with a dot."""
     if path[0] == "layers":  # then the layer's number
         path = ("", *path[2:])
+    elif path[0] == "ahead":  # then a number, and perhaps "layer"
+        path = ("", *path[3 if path[2] == "layer" else 2 :])
     return ".".join(map(str, path[:-1]))
+
+
+def _list_copies(config: ModelConfig, module: str) -> tuple[str, ...]:
+    """Returns the tensors that may repeat the embeddings or the head."""
+    family = FAMILIES[config.family]
+    repeated = {"embed": ["embed"], "head": ["head"]}.get(module, [])
+    if module == "embed" and config.tie_embeddings:
+        repeated.append("head")
+    layers = [
+        family.layer.format(config.num_layers + index)
+        for index in range(config.num_ahead_layers)
+    ]
+    names = [
+        f"{layer}{name}"
+        for layer in layers
+        for each in repeated
+        for name in family.modules[f".{each}"]
+    ]
+    if "head" in repeated[1:]:
+        names += family.modules["head"]
+    return tuple(f"{name}.weight" for name in names)
 
 
 def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -97,6 +151,8 @@ def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
         each = np.stack(parts).reshape(num_experts, columns, width)
         return np.ascontiguousarray(each.swapaxes(1, 2))
     rows = np.concatenate([part.T if leaf.is_transposed else part for part in parts])
+    if leaf.interleaved is not None:
+        rows = rows[_half_split(leaf)]
     if leaf.path[-2] != "qkv":
         return rows.reshape(leaf.shape)
     kv_heads, _, head_dim, *rest = leaf.shape
@@ -119,8 +175,28 @@ def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
         rows = np.concatenate([part.reshape(-1, *rest) for part in (q, k, v)])
     plain = [shape[::-1] if leaf.is_transposed else shape for shape in leaf.shapes]
     ends = np.cumsum([shape[0] for shape in plain])
-    parts = np.split(rows.reshape(-1, *plain[0][1:]), ends[:-1])
+    rows = rows.reshape(-1, *plain[0][1:])
+    if leaf.interleaved is not None:
+        stored = np.empty_like(rows)
+        stored[_half_split(leaf)] = rows
+        rows = stored
+    parts = np.split(rows, ends[:-1])
     return [part.T if leaf.is_transposed else part for part in parts]
+
+
+def _half_split(leaf: Leaf) -> np.ndarray:
+    """Returns the stored row of each row of a parameter with rotary rows.
+
+    DeepSeek's folders have the two features of a rotary pair next to each other; this
+    package has all first features of the pairs, then all second ones. Both orders give
+    the same scores, since queries and keys share them.
+    """
+    assert leaf.interleaved is not None
+    head, rotary = leaf.interleaved
+    order = np.arange(head)
+    order[head - rotary :] = head - rotary + np.arange(rotary).reshape(-1, 2).T.ravel()
+    first = np.arange(0, leaf.shapes[0][0], head)
+    return (first[:, None] + order[None, :]).ravel()
 
 
 def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:

@@ -4,10 +4,12 @@ from typing import Any
 
 MAX_SIZE = 2**31 - 1
 """Largest size; counts and positions have 32 bits."""
+FP8_BLOCK = 128
+"""Rows and columns of a block of 8-bit weights with one scale."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
 _FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
-_NUMBERS = ("norm_eps", "experts.balance_weight", "experts.scale")
+_NUMBERS = ("norm_eps", "experts.scale", "experts.balance_weight", "experts.bias_rate")
 _COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
@@ -22,7 +24,8 @@ def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
         return value
     if field not in _NUMBERS:
         return parse_size(key, value, low=0 if field in _COUNTS else 1, most=most)
-    if field == "experts.balance_weight" and type(value) in (int, float) and value == 0:
+    may_be_zero = field in ("experts.balance_weight", "experts.bias_rate")
+    if may_be_zero and type(value) in (int, float) and value == 0:
         return 0.0
     return parse_positive_number(key, value)
 

@@ -22,6 +22,7 @@ from jaxkv.files import read_json, reporting_errors
 from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import tensors as huggingface_tensors
+from jaxkv.models.huggingface.families import FAMILIES
 from jaxkv.models.huggingface.tensors import (
     Leaf,
     canonical_names,
@@ -29,6 +30,7 @@ from jaxkv.models.huggingface.tensors import (
     join_tensors,
     split_parameter,
 )
+from jaxkv.models.huggingface.values import FP8_BLOCK
 from jaxkv.models.interface import Params
 
 type Place = Callable[[tuple[str | int, ...], np.ndarray], Array]
@@ -38,6 +40,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Safetensors' names of the supported element types.
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
+SCALES = "_scale_inv"
+"""Suffix of the scales of a tensor in 8 bits."""
 
 
 def load_params(
@@ -64,33 +68,53 @@ def load_params(
             )
     leaves = huggingface_tensors.list_leaves(config)
     found = canonical_names(config, tensors)
+    if config.num_ahead_layers:
+        prefix = FAMILIES[config.family].layer.format(config.num_layers) + "."
+        if not any(name.startswith(prefix) for name in found):
+            raise ValueError(
+                f"{folder}: num_nextn_predict_layers={config.num_ahead_layers} in "
+                f"config.json (or by default), but no tensor of {prefix[:-1]}; set it "
+                "to 0 to load the model without multi-token prediction"
+            )
     expected = {
         name: shape
         for leaf in leaves
         for name, shape in zip(leaf.names, leaf.shapes, strict=True)
     }
-    embed, head = embed_and_head(config)
-    has_tied_copy = config.tie_embeddings and head in found
-    if has_tied_copy:
-        expected[head] = expected[embed]
+    copies = {
+        copy: leaf.names[0] for leaf in leaves for copy in leaf.copies if copy in found
+    }
+    expected |= {copy: expected[name] for copy, name in copies.items()}
+    expected |= {
+        name + SCALES: tuple(-(-size // FP8_BLOCK) for size in shape)
+        for name, shape in expected.items()
+        if name + SCALES in found
+    }
     _check_tensors(folder, expected, tensors, found)
 
-    def read(name: str) -> np.ndarray:
-        return _read(tensors, found[name], dtype)
+    def read(name: str, dtype: np.dtype) -> np.ndarray:
+        scales = found.get(name + SCALES)
+        return _read(tensors, found[name], dtype, scales)
 
     def bits(name: str) -> np.ndarray:  # for an exact comparison, also of NaN
-        return np.ascontiguousarray(read(name)).view(np.uint8)
+        return np.ascontiguousarray(read(name, dtype)).view(np.uint8)
 
-    if has_tied_copy and not np.array_equal(bits(embed), bits(head)):
-        raise ValueError(
-            f"{folder}: {found[head]} differs from {found[embed]}, but config.json has "
-            "tie_word_embeddings=true; with false the first is used"
-        )
+    for copy, name in copies.items():
+        if np.array_equal(bits(copy), bits(name)):
+            continue
+        line = f"{folder}: {found[copy]} differs from {found[name]}"
+        if config.tie_embeddings and copy == embed_and_head(config)[1]:
+            raise ValueError(
+                f"{line}, but config.json has tie_word_embeddings=true; with false the "
+                "first is used"
+            )
+        raise ValueError(f"{line}, which layers for multi-token prediction share")
     put = place or (lambda path, array: jnp.asarray(array))
-    arrays = [
-        put(leaf.path, join_tensors(leaf, [read(name) for name in leaf.names]))
-        for leaf in leaves
-    ]
+    arrays = []
+    for leaf in leaves:
+        own = leaf.dtype_in(dtype)
+        parts = [read(name, own) for name in leaf.names]
+        arrays.append(put(leaf.path, join_tensors(leaf, parts)))
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays
     )
@@ -134,12 +158,25 @@ def _named(tree: Params) -> dict[str, Any]:
 
 
 def _read(
-    tensors: dict[str, tuple[Path, Any]], name: str, dtype: np.dtype
+    tensors: dict[str, tuple[Path, Any]],
+    name: str,
+    dtype: np.dtype,
+    scales: str | None = None,
 ) -> np.ndarray:
-    """Reads a tensor; raises an error unless all numbers are finite."""
+    """Reads a tensor; raises an error unless all numbers are finite.
+
+    With the name of `scales`, each block of the tensor is multiplied by its scale.
+    """
     path, file = tensors[name]
     with reporting_errors(path, safetensors.SafetensorError):
-        array = _cast(file.get_tensor(name), dtype, name)
+        array = file.get_tensor(name)
+        if scales is not None:
+            factors = _read(tensors, scales, np.dtype(np.float32))
+            for axis, size in enumerate(array.shape):
+                factors = np.repeat(factors, FP8_BLOCK, axis)
+                factors = factors.take(range(size), axis)
+            array = array.astype(np.float32) * factors
+        array = _cast(array, dtype, name)
         if not _is_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values")
         return array
@@ -175,10 +212,11 @@ def _check_tensors(
                 f"{path}: {name} has shape {tuple(view.get_shape())}, "
                 f"config.json asks for {shape}"
             )
-        if view.get_dtype() not in STORED_TYPES:
+        types = ("F8_E4M3",) if full_name + SCALES in expected else STORED_TYPES
+        if view.get_dtype() not in types:
             raise ValueError(
                 f"{path}: {name} is of type {view.get_dtype()}, "
-                f"supported are {', '.join(STORED_TYPES)}"
+                f"supported are {', '.join(types)}"
             )
 
 
@@ -273,7 +311,8 @@ def save_params(
     for leaf, array in zip(
         huggingface_tensors.list_leaves(config), arrays, strict=True
     ):
-        num_bytes = array.size * dtype.itemsize
+        num_bytes = array.size * leaf.dtype_in(dtype).itemsize
+        num_bytes *= 1 + len(leaf.copies)
         if num_bytes > room:
             shards.append([])
             room = max_shard_bytes
@@ -284,11 +323,21 @@ def save_params(
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = WEIGHTS if len(shards) == 1 else name
         tensors = {
-            part_name: np.ascontiguousarray(_cast(part, dtype, part_name))
+            part_name: np.ascontiguousarray(
+                _cast(part, leaf.dtype_in(dtype), part_name)
+            )
             for leaf, array in shard
             for part_name, part in zip(
                 leaf.names, split_parameter(leaf, np.asarray(array)), strict=True
             )
+        }
+        # DeepSeek's layers for multi-token prediction have copies of the tables.
+        _, head = embed_and_head(config)
+        tensors |= {
+            copy: tensors[leaf.names[0]]
+            for leaf, _ in shard
+            for copy in leaf.copies
+            if copy != head
         }
         _save_file(tensors, folder / name)
         places |= dict.fromkeys(tensors, name)
