@@ -22,13 +22,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import speculation
 from jaxkv.models import checkpoints, transformer
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.huggingface import configs, families
-from jaxkv.parallel import make_mesh
+from jaxkv.parallel import make_mesh, tensor
 from jaxkv.serving import loading
 from jaxkv.speculation import head_folders
 from jaxkv.text.tokenizer import ByteTokenizer
@@ -133,6 +134,18 @@ def save_models(folder: Path) -> None:
             )
 
 
+def add_module(
+    loaded: checkpoints.LoadedModel, model: str, *, dtype: str, mesh: Mesh | None
+) -> checkpoints.LoadedModel:
+    """Adds a module for multi-token prediction, which no folder of these models has."""
+    config = dataclasses.replace(MODELS[model], num_ahead_layers=1)
+    params = transformer.init_params(config, jax.random.key(0), dtype=dtype)
+    if mesh is not None:
+        params = tensor.place_params(config, params, mesh)
+    config = dataclasses.replace(loaded.config, num_ahead_layers=1)
+    return loaded._replace(config=config, params=params)
+
+
 class Trials:
     """Tries options, and numbers the refusals."""
 
@@ -163,8 +176,13 @@ class Trials:
             folder, kind = self._folder / model, {"dtype": "float32"} | fields
             kind = {name: kind[name] for name in ("dtype", "mesh")}
             key = model, mesh, kind["dtype"]
+            if method == "mtp":
+                key = *key, method
             if key not in self._loaded:
-                self._loaded[key] = loading.read_model_folder(folder, **kind)
+                loaded = loading.read_model_folder(folder, **kind)
+                if method == "mtp":
+                    loaded = add_module(loaded, model, **kind)
+                self._loaded[key] = loaded
             engine = UntunedEngine.load(folder, loaded=self._loaded[key], **fields)
             engine.submit("text", jaxkv.Sampling(max_tokens=4, **option.request))
             if self.trace:
@@ -432,7 +450,7 @@ Pairs decide: of @num@ combinations of a model, numerics, KV dtype, mesh and spe
 
 ## Speculation with models and features
 
-Rows are values of `speculate=`. `medusa`, `eagle` and `draft-model` need a folder of heads or of a draft model, trained for the served model. Beam searches run in an engine with speculation, but without drafts.
+Rows are values of `speculate=`. `medusa`, `eagle` and `draft-model` need a folder of heads or of a draft model, trained for the served model; `mtp` needs a model with a module for multi-token prediction, which the models of its trials have. Beam searches run in an engine with speculation, but without drafts.
 
 @speculation@
 

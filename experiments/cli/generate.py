@@ -36,14 +36,16 @@ class ModelOptions:
             "draft-model",
             "medusa",
             "eagle",
+            "mtp",
         ]
         | None,
         parsing.describe_default("one token per step"),
     ] = None
     """Speculative decoding: drafts tokens and verifies several in one step. Drafts come
     from n-grams of the text so far, from Jacobi iterations or lookahead, from the
-    model's first layers, from --draft-model, or from --heads. The answers are the same,
-    and usually faster."""
+    model's first layers, from --draft-model, from --heads, or from the model's own
+    modules for multi-token prediction. The answers are the same, and usually
+    faster."""
     drafts: Annotated[
         int | None, parsing.describe_default("3, or 7 with --adaptive")
     ] = None

@@ -15,10 +15,9 @@ et al. 2024, arXiv:2401.15077 (EAGLE), section 3.1; DeepSeek-V3, arXiv:2412.1943
 section 2.2.
 """
 
-import abc
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,23 +52,31 @@ class DraftLayerOutput(NamedTuple):
     """The drafter's pages, with K and V of the rows."""
 
 
-class DraftLayers(abc.ABC):
+@runtime_checkable
+class DraftLayers(Protocol):
     """Shape of layers that draft: an `EagleConfig` or an `MTPConfig`; hashable."""
 
-    target: ModelConfig
+    @property
+    def target(self) -> ModelConfig:
+        """Shape of the target model."""
+        ...
 
     @property
-    @abc.abstractmethod
+    def layer(self) -> ModelConfig:
+        """Shape of a model with the drafting layers."""
+        ...
+
+    @property
     def num_modules(self) -> int:
         """Number of drafting layers."""
+        ...
 
-    @abc.abstractmethod
     def first_states(
         self, params: Params, features: Float[Array, "rows features"]
     ) -> Float[Array, "rows hidden"]:
         """Returns the states that the first layer reads, from the target's features."""
+        ...
 
-    @abc.abstractmethod
     def run_module(
         self,
         index: int,
@@ -93,11 +100,12 @@ class DraftLayers(abc.ABC):
         Returns:
           States of the same rows, the model of the layer, and the pages.
         """
+        ...
 
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleConfig(DraftLayers):
+class EagleConfig:
     """Shape of an EAGLE drafter."""
 
     target: ModelConfig
@@ -182,7 +190,7 @@ class EagleConfig(DraftLayers):
 
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig(DraftLayers):
+class MTPConfig:
     """Shape of a drafter made of the target's modules for multi-token prediction.
 
     Its parameters are `params["ahead"]` of the target.
