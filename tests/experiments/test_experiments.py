@@ -189,7 +189,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_steps": 9}, "num_steps=9 must be at least 10"),
         ({"num_windows": 1}, "num_windows=1 must be at least 2"),
         ({"batches": (8, 1)}, "batches=(8, 1) must be ascending"),
-        ({"num_prompts": 12}, "num_prompts=12 must be a multiple of"),
+        ({"batches": (1, 3)}, "num_prompts=2 must be a multiple of"),
     ],
     "demo": [
         ({"page_size": 0}, "page_size=0 must be at least 1"),

@@ -32,7 +32,7 @@ from experiments.framework import (
     units,
 )
 from experiments.harness import sweep_tables
-from experiments.plotting import style
+from experiments.plotting import style, systems
 from experiments.training.deepseek import runs, serving
 from experiments.training.deepseek.runs import (
     ATTENTIONS,
@@ -388,17 +388,20 @@ def _draw_depths(ax: Any, result: Result) -> None:
 
 
 def _draw_speed(ax: Any, result: Result) -> None:
-    """Draws tokens per second of every way of serving, by batch size."""
-    served = result.served
+    """Draws tokens per second of every way of serving, for the smallest batch."""
+    batches = result.served.distinct("batch")
+    served = result.served.where(batch=batches[0] if batches else 0)
     title = "Speed of serving"
-    for way in served.distinct("way"):
-        one = served.where(way=way)
-        style.draw_curve(ax, one.batch, np.median(one.tokens_per_s, 1), way, way)
+    for place, way in enumerate(served.way.tolist()):
+        rates = served.tokens_per_s[place]
+        drawn = ax.barh(place, np.median(rates), 0.6, **systems.system_style(way).bar)
+        ax.bar_label(drawn, [f"{np.median(rates):,.0f}"], padding=3)
     if len(served):
-        ratios = served.ratios(serving.WITH_DRAFTS, served.batch[0])
-        title = f"Drafts give {np.median(ratios):.2f} times the tokens/s, batch "
-        title += f"{served.batch[0]}"
-        style.use_powers_of_two(ax)
-        ax.legend()
-    x, y = "batch [sequences]", "speed [tokens/s]"
-    style.set_labels(ax, title, x, y, ylim=(0, None))
+        ratios = served.ratios(serving.WITH_DRAFTS, batches[0])
+        title = f"With drafts {np.median(ratios):.2f} times as fast, batch {batches[0]}"
+        labels = [way.replace(", ", ",\n") for way in served.way.tolist()]
+        ax.set_yticks(range(len(served)), labels)
+        ax.set_ylim(len(served) - 0.4, -0.6)
+        ax.margins(x=0.15)
+    ax.tick_params(axis="y", length=0)
+    style.set_labels(ax, title, "speed [tokens/s]", "")

@@ -95,7 +95,7 @@ class Config:
     """Tokens of each answer."""
     num_drafts: int = 3
     """Drafts per step of the module for multi-token prediction."""
-    batches: tuple[int, ...] = (1, 8)
+    batches: tuple[int, ...] = (1,)
     """Sequences that are served concurrently."""
     rounds: int = 7
     """Rounds in which all served models alternate."""
