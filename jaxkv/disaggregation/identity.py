@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxkv.engine import EngineConfig
+from jaxkv.memory import Pages
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,7 +26,9 @@ REMEMBERED_BYTES = 1 << 26
 """Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
 
 
-def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str, str]:
+def engine_identity(
+    config: EngineConfig, pages: Pages, *, dtype: str
+) -> dict[str, str]:
     """Returns the fields of an identity that depend on the engine.
 
     Args:
@@ -38,9 +41,12 @@ def engine_identity(config: EngineConfig, pages: Any, *, dtype: str) -> dict[str
         f"{jax.tree_util.keystr(path)}: {x.dtype}{[x.shape[0], *x.shape[2:]]}"
         for path, x in leaves
     ]
+    both = pages, pages.draft_pages
     return {
         "dtype": dtype,
         "page_size": str(config.page_size),
+        # The width of values that are a part of the keys is in no shape.
+        "value_width": ", ".join(str(x.layout.value_width) for x in both if x),
         "layout": "; ".join(shapes),
         "numerics": config.numerics,
     }

@@ -73,7 +73,8 @@ def load_model(
     Args:
       folder: a Hugging Face folder with safetensors, single or sharded.
       dtype: dtype of the parameters: float32, bfloat16, float16, or float64 if JAX has
-        it enabled. It may differ from the dtype of the file.
+        it enabled. It may differ from the dtype of the file; weights in 8 bits are
+        multiplied by their scales. Selection biases of experts are at least float32.
       place: function of the configuration that returns a function to put each parameter
         on devices, one after another; None puts all on the default device.
 

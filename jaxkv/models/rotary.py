@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig, RopeScaling
+from pallas_kernels import devices
 
 
 def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
@@ -181,7 +182,9 @@ def expand_latent(
     q, latent, key, up = projection
     plain, turned = _split_features(q, q.shape[axis] - key.shape[axis], axis)
     turned = rotate(turned, *angles, axis)
-    key = jnp.expand_dims(rotate(key, *angles, axis), axis - 1)
+    # Otherwise gradients are summed over devices for each head.
+    key = devices.varying_like(rotate(key, *angles, axis), q)
+    key = jnp.expand_dims(key, axis - 1)
     dims = "hdc,cr->hdr" if axis == -2 else "bsc,hdc->bshd"
     operands = (up, latent) if axis == -2 else (latent, up)
     k, v = _split_features(jnp.einsum(dims, *operands), plain.shape[axis], axis)

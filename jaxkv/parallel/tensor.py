@@ -4,7 +4,8 @@ Column-parallel matrices (queries, keys and values; gate and up) give each devic
 heads and its MLP columns; row-parallel matrices (out; down) give a term of a sum: two
 all-reduces per layer. Embeddings and head are divided by vocabulary. K and V of a head
 are on the device of the head; if there are fewer KV heads than devices, each head is
-copied to the devices that share its queries. Tables, queues and draws are equal on all
+copied to the devices that share its queries. With latent attention every device has the
+latents, and its heads' projections of them. Tables, queues and draws are equal on all
 devices, since every device runs the whole step.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.

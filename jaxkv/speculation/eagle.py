@@ -205,6 +205,7 @@ class MTPConfig:
         Raises:
           ValueError: the target has no modules.
         """
+        validation.check_fields(self)
         if (num := self.target.num_ahead_layers) < 1:
             raise ValueError(
                 f"target.num_ahead_layers={num} must be at least 1, the number of "

@@ -83,7 +83,18 @@ def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     once = 2 * ring_share(p) * 2 * block * sent_in.layers
     name = "all-gathers and reduce-scatters" if layout.sequence else "all-reduces"
     formula = "2 · 2 (p-1)/p · b s h u · L"
-    yield Traffic("tensor", f"{name} of a layer", formula, once, once)
+    a = model.attention
+    if isinstance(a, HeadAttention) or layout.sequence:
+        yield Traffic("tensor", f"{name} of a layer", formula, once, once)
+    else:
+        # Gradients of the inputs of divided products, not of the layer's input.
+        yield Traffic("tensor", f"{name} of a layer", formula, once, once / 2)
+        width = model.hidden_size if a.q_rank is None else a.q_rank
+        numbers = sent_in.tokens * (width + a.cached_numbers)
+        sent = 2 * ring_share(p) * numbers * sent_in.u * sent_in.layers
+        name, letter = "gradients of latents", "h" if a.q_rank is None else "q"
+        formula = f"2 (p-1)/p · b s ({letter} + c + dr) u · L"
+        yield Traffic("tensor", f"{name}, all-reduces", formula, 0.0, sent)
     if layout.sequence:
         # Inputs of experts are kept whole.
         inputs = 2 * sent_in.layers - num_mixtures

@@ -296,14 +296,6 @@ def _logits(model: ModelShape, layout: Layout, rows: int) -> Iterable[Traffic]:
         yield Traffic("vocabulary", name, "(p-1)/p · 4 b v", sent, 0.0)
 
 
-def _heads(model: ModelShape, layout: Layout) -> HeadAttention:
-    if not isinstance(model.attention, HeadAttention):
-        raise ValueError(
-            f"pages={layout.pages} needs keys and values by heads: {model.name}"
-        )
-    return model.attention
-
-
 def _pages(sent_in: StagePass) -> Iterable[Traffic]:
     """Returns the traffic of attention states over parts of pages, merged in float32.
 
@@ -315,8 +307,8 @@ def _pages(sent_in: StagePass) -> Iterable[Traffic]:
     model, layout, rows, _ = sent_in
     if (p := layout.pages) == 1:
         return
-    a = _heads(model, layout)
-    numbers = rows * a.num_q_heads / layout.tensor * (a.value_dim + 2)
+    a = model.attention
+    numbers = rows * a.num_q_heads / layout.tensor * (a.cached_value_dim + 2)
     sent = 2 * exchanges.ring_share(p) * numbers * 4 * sent_in.layers
     formula = "2 (p-1)/p · 4 b s n (d + 2) / t · L"
     yield Traffic("pages", "states of attention, all-reduces", formula, sent, 0.0)
@@ -335,13 +327,19 @@ def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traff
     Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
     """
     model, layout, rows, u = sent_in
-    a, share = _heads(model, layout), exchanges.ring_share(layout.pages)
-    kv_heads = max(a.num_kv_heads, layout.tensor)
+    a, share = model.attention, exchanges.ring_share(layout.pages)
     each = share * rows / layout.tensor * sent_in.layers
-    numbers = a.num_q_heads * a.head_dim + kv_heads * (a.head_dim + a.value_dim)
-    name, formula = "queries, keys and values", "(p-1)/p · b s (n + 2 m) d u / t · L"
-    yield Traffic("pages", f"{name}, all-gather", formula, each * numbers * u, 0.0)
-    sent = each * a.num_q_heads * (a.value_dim * u + 4)
+    numbers = a.num_q_heads * a.key_dim
+    if isinstance(a, HeadAttention):
+        numbers += max(a.num_kv_heads, layout.tensor) * (a.key_dim + a.value_dim)
+        name, formula = "queries, keys and values", "b s (n + 2 m) d u / t"
+    else:
+        # Tensor-parallel devices have the same latents.
+        numbers += a.cached_numbers * layout.tensor
+        name, formula = "queries and latents", "b s (n (dn + dr) / t + c + dr) u"
+    name, formula = f"{name}, all-gather", f"(p-1)/p · {formula} · L"
+    yield Traffic("pages", name, formula, each * numbers * u, 0.0)
+    sent = each * a.num_q_heads * (a.cached_value_dim * u + 4)
     name, formula = "states of attention", "(p-1)/p · b s n (d u + 4) / t · L"
     yield Traffic("pages", f"{name}, all-to-alls", formula, sent, 0.0)
     sent = 2 * share * logit_rows * model.hidden_size * 4

@@ -51,6 +51,11 @@ class HeadAttention:
         return self.head_dim
 
     @property
+    def cached_value_dim(self) -> int:
+        """Width of attention's output over the KV cache, for one query head."""
+        return self.head_dim
+
+    @property
     def cached_numbers(self) -> int:
         """Numbers of a token in the KV cache of one layer: K and V."""
         return 2 * self.num_kv_heads * self.head_dim
@@ -90,6 +95,11 @@ class LatentAttention:
     def key_dim(self) -> int:
         """Width of a query or key head."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_value_dim(self) -> int:
+        """Width of attention's output over the KV cache: a mean of latents."""
+        return self.kv_rank
 
     @property
     def cached_numbers(self) -> int:

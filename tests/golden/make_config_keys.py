@@ -21,6 +21,8 @@ FAMILIES = (
     "qwen3_moe",
     "gpt2",
     "opt",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

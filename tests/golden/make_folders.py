@@ -37,6 +37,8 @@ FAMILIES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "opt": "OPTForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
@@ -99,6 +101,8 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
         "rms_norm_eps": draw.one(1e-6, 1e-5, 1e-3),
         "rope_parameters": draw_rope(draw),
     }
+    if family.startswith("deepseek"):
+        return raw | draw_latent(draw, family, raw)
     stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
     # Without `head_dim` transformers cannot build these models.
     if family.startswith("qwen3") or stretched or draw.chance(0.4):
@@ -108,6 +112,44 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
     if family == "llama" and draw.chance(0.5):
         raw["mlp_bias"] = draw.chance(0.5)
     return raw | draw_windows(draw, family, raw) | draw_experts(draw, family, raw)
+
+
+def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws latent attention, its positions, and the routing of experts."""
+    groups = draw.one(1, 2, 4)
+    found: dict[str, Any] = {
+        "num_key_value_heads": draw.one(*[raw["num_attention_heads"]] * 9, 1),
+        "rms_norm_eps": draw.one(*[1e-6] * 9, 1e-5),
+        "kv_lora_rank": draw.one(6, 12),
+        "q_lora_rank": draw.one(None, 10),
+        "qk_nope_head_dim": draw.one(5, 8),
+        "qk_rope_head_dim": draw.one(4, 6),
+        "v_head_dim": draw.one(7, 8),
+        "n_routed_experts": 8,
+        "n_shared_experts": draw.one(1, 2),
+        "num_experts_per_tok": draw.one(1, 2),
+        "moe_intermediate_size": draw.one(8, 16),
+        "first_k_dense_replace": draw.one(0, 0, 1),
+        "n_group": groups,
+        "topk_group": draw.one(1, groups),
+        "routed_scaling_factor": draw.one(1.0, 2.5, 16),
+    }
+    if draw.chance(0.5):
+        weights = draw.one({}, {"mscale": 1.0}, *[{"mscale_all_dim": 0.7}] * 3)
+        weights = weights | ({"mscale": 1.0} if weights and draw.chance(0.8) else {})
+        found["rope_parameters"] = weights | {
+            "rope_type": "yarn",
+            "rope_theta": draw.one(1e4, 100.0),
+            "factor": draw.one(4.0, 40),
+            "beta_fast": draw.one(32, 4),
+            "beta_slow": 1,
+            "original_max_position_embeddings": draw.one(8, 16),
+        }
+    if family == "deepseek_v2":
+        method = draw.one("greedy", "group_limited_greedy")
+        return found | {"topk_method": method} | draw.one({}, {"norm_topk_prob": False})
+    found |= {"num_nextn_predict_layers": draw.one(*[0] * 9, 1)}
+    return found | draw.one({}, {"norm_topk_prob": False})
 
 
 def draw_rope(draw: Draw) -> dict[str, Any]:
@@ -207,6 +249,8 @@ HARMLESS_OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
     "qwen2_moe": (("max_window_layers", 1), ("output_router_logits", True)),
     "qwen3": (("max_window_layers", 1), ("sliding_window", None)),
     "qwen3_moe": (("max_window_layers", 1), ("router_aux_loss_coef", 0.0)),
+    "deepseek_v2": (("ep_size", 1), ("seq_aux", True), ("scoring_func", "softmax")),
+    "deepseek_v3": (("aux_loss_alpha", 0.1), ("qk_head_dim", 3), ("head_dim", 2)),
 }
 """Keys of one family that do not change the results."""
 
@@ -348,10 +392,12 @@ def perturb_config(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, An
 
 
 def draw_weights(model: torch.nn.Module, seed: list[int]) -> None:
-    """Draws all parameters, with scales at which any error changes the logits."""
+    """Draws parameters and saved buffers; any error changes the logits."""
     rng = np.random.default_rng(seed)
+    saved = model.state_dict().keys()
+    buffers = [pair for pair in model.named_buffers() if pair[0] in saved]
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        for name, parameter in sorted(model.named_parameters()) + sorted(buffers):
             wide = rng.standard_normal(tuple(parameter.shape))
             is_scale = parameter.ndim == 1 and not name.endswith("bias")
             parameter.copy_(torch.tensor(is_scale + 0.3 * wide, dtype=torch.float32))

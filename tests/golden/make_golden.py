@@ -7,7 +7,8 @@ CPU:
 * `ids` [2, 24] and their `logits` [2, 24, vocab] of one full forward pass;
 * `prompt` and `greedy`, its 64 tokens of greedy decoding without stop tokens;
 * `margin`, the smallest difference between the two largest logits in the 64 steps;
-* `balance` [MoE layers], the load-balancing losses over `ids` (MoE models only).
+* `balance` [MoE layers], the load-balancing losses over `ids` (MoE models only, but
+  DeepSeek's).
 
 `tokenized` also has a byte-level BPE tokenizer, trained on a few modules of the
 standard library, and `expected_text.json`: texts with their ids, and rendered chats.
@@ -50,6 +51,21 @@ BASE = dict(
     eos_token_id=None,
     pad_token_id=None,
     attn_implementation="eager",
+)
+
+# Heads of unusual sizes, of which the rotary parts are the smallest.
+LATENT = BASE | dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    q_lora_rank=14,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=9,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=12,
+    first_k_dense_replace=1,
 )
 
 MIXTURE = BASE | dict(intermediate_size=24, num_experts_per_tok=2)
@@ -104,6 +120,16 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         high_freq_factor=4.0,
         original_max_position_embeddings=24,
     )
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=10_000.0,
+        factor=8.0,
+        beta_fast=4.0,
+        beta_slow=1.0,
+        mscale=0.8,
+        mscale_all_dim=1.2,
+        original_max_position_embeddings=16,
+    )
     ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
     eager = dict(attn_implementation="eager")
     return {
@@ -131,6 +157,24 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             moe_intermediate_size=20,
             norm_topk_prob=True,
             mlp_only_layers=[0],
+        ),
+        "deepseek_v2_lite": transformers.DeepseekV2Config(
+            **LATENT | dict(q_lora_rank=None)
+        ),
+        "deepseek_v2": transformers.DeepseekV2Config(
+            **LATENT,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.0,
+        ),
+        # Its multi-token prediction has no place in a model of transformers.
+        "deepseek_v3": transformers.DeepseekV3Config(
+            **LATENT,
+            n_group=4,
+            topk_group=2,
+            num_mtp_layers=0,
+            rope_parameters=yarn,
         ),
         "gpt2": transformers.GPT2Config(
             vocab_size=128,
@@ -171,10 +215,12 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
 
 
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Draws all parameters, with scales that separate the logits."""
+    """Draws parameters and saved buffers, with scales that separate the logits."""
     rng = np.random.default_rng(seed)
+    saved = model.state_dict().keys()
+    buffers = [pair for pair in model.named_buffers() if pair[0] in saved]
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        for name, parameter in sorted(model.named_parameters()) + sorted(buffers):
             draw = rng.standard_normal(tuple(parameter.shape))
             if parameter.ndim == 1:  # scales of norms near 1, biases near 0
                 is_scale = "norm" in name or ".ln_" in name
@@ -238,7 +284,7 @@ def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
 def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the load-balancing loss of each MoE layer."""
     top_k = getattr(model.config, "num_experts_per_tok", None)
-    if top_k is None:
+    if top_k is None or model.config.model_type.startswith("deepseek"):
         return {}
     with torch.no_grad():
         routers = model(torch.tensor(ids), output_router_logits=True).router_logits
@@ -256,10 +302,31 @@ def check_feature_matters(name: str, model: torch.nn.Module, ids: np.ndarray) ->
         config.sliding_window = None
     elif name == "qwen2_moe":
         config.norm_topk_prob = True
+    elif name == "deepseek_v2":
+        config.topk_method = "greedy"
+    elif name == "deepseek_v3":
+        config.rope_parameters = config.rope_parameters | dict(mscale_all_dim=0.8)
     else:
         return
-    other = type(model)(config).eval()
-    other.load_state_dict(model.state_dict())
+    state = model.state_dict()
+    others = [(config, state)]
+    if name == "deepseek_v3":  # without the selection bias
+        zeros = {
+            key: torch.zeros_like(value)
+            for key, value in state.items()
+            if key.endswith("e_score_correction_bias")
+        }
+        others += [(model.config, state | zeros)]
+    for config, state in others:
+        other = type(model)(config).eval()
+        other.load_state_dict(state)
+        check_gap(name, model, other, ids)
+
+
+def check_gap(
+    name: str, model: torch.nn.Module, other: torch.nn.Module, ids: np.ndarray
+) -> None:
+    """Checks that the logits of two models differ."""
     gap = np.abs(logits_of(model, ids) - logits_of(other, ids)).max()
     assert gap > 0.1, f"{name}: its feature changes the logits by only {gap:.1e}"
 
@@ -325,7 +392,7 @@ def make_model(name: str, config: transformers.PretrainedConfig) -> None:
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     auto = transformers.AutoModelForCausalLM
-    shard = "32KB" if name == "sharded" else "1GB"
+    shard = "32KB" if name in ("sharded", "deepseek_v3") else "1GB"
     arrays, seed = None, -1
     while arrays is None:
         seed += 1

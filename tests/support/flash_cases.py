@@ -7,12 +7,19 @@ import numpy as np
 
 
 def draw(
-    queries: int, keys: int, q_heads: int, kv_heads: int, head_dim: int, dtype: Any
+    queries: int,
+    keys: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    value_width: int | None = None,
 ) -> tuple[Any, ...]:
     rng = np.random.default_rng(queries + keys)
     shapes = [
         (2, queries, q_heads, head_dim),
-        *[(2, keys, kv_heads, head_dim)] * 2,
+        (2, keys, kv_heads, head_dim),
+        (2, keys, kv_heads, value_width or head_dim),
     ]
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models import transformer
@@ -43,11 +44,11 @@ def params(config: ModelConfig = LATENT, seed: int = 0) -> Any:
     """Returns random weights of a scale that gives distinct logits, norms included."""
     rng = np.random.default_rng(seed)
 
-    def draw(path: Any, leaf: Any) -> np.ndarray:
+    def draw(path: Any, leaf: Any) -> jax.Array:
         if path[-1].key == "scale":
-            return rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
         scale = 2 * leaf.shape[-1] ** -0.5
-        return (scale * rng.normal(size=leaf.shape)).astype(np.float32)
+        return jnp.asarray(scale * rng.normal(size=leaf.shape), leaf.dtype)
 
     shapes = transformer.param_shapes(config)
     return jax.tree_util.tree_map_with_path(draw, shapes)

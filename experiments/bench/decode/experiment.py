@@ -39,6 +39,8 @@ from jaxkv.models import checkpoints
 from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, timing
+from scaling.costs import serving
+from scaling.shapes import from_model
 
 KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
 SCRIPT = Path(__file__).with_name("peer_script.py")
@@ -273,8 +275,14 @@ def _floor(
     if not shape.tie_embeddings:  # an embedding lookup reads few rows
         num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
     mean = context + config.output_tokens // 2
-    places = batch * mean * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    num_bytes += 2 * places * np.dtype(jnp.dtype(config.dtype)).itemsize
+    num_bytes += (
+        batch
+        * mean
+        * serving.kv_bytes_per_token(
+            from_model.describe_config(shape),
+            kv_bytes=np.dtype(jnp.dtype(config.dtype)).itemsize,
+        )
+    )
     rate = max(ceilings.read_bytes_per_s, ceilings.copy_bytes_per_s)
     floor_s = num_bytes / rate
     return {

@@ -95,14 +95,14 @@ def per_device(case: CostCase) -> dict[str, float]:
     sent = sum(x.forward + x.backward for x in case.evaluate(traffic.training_traffic))
     kv = case.evaluate(serving.kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
-        kv /= min(layout.tensor, case.model.attention.num_kv_heads) * layout.pages
+        kv /= min(layout.tensor, case.model.attention.num_kv_heads)
     return {
         "num_params": sum(case.evaluate(memory.max_device_params)),
         "flops": each,
         "compute_s": each / d.bfloat16,
         "sent_bytes": sent,
         "link_s": sent / d.link,
-        "kv_bytes_per_token": kv / layout.pipeline,
+        "kv_bytes_per_token": kv / (layout.pipeline * layout.pages),
     }
 
 

@@ -155,10 +155,10 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _magnitude(factor: float, weight: float = 1.0) -> float:
-    """Returns yarn's factor on cosines and sines, or its square root on scores.
+    """Returns yarn's factor on queries and on keys.
 
-    Source: Peng et al. 2023, arXiv:2309.00071, equation 22; the weight is DeepSeek's
-    `mscale`.
+    Source: Peng et al. 2023, arXiv:2309.00071, equation 22. The weight is DeepSeek's:
+    `mscale` for the rotary features, relative to `mscale_all_dim` for all features.
     """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
@@ -176,10 +176,6 @@ def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeSca
     )
     if slow >= fast:
         raise ValueError(f"beta_slow={slow} must be below beta_fast={fast}")
-    if rope.get("truncate") not in (None, True):
-        raise ValueError(
-            f"truncate={shorten(rope['truncate'])} is not supported, only True"
-        )
     weights = {
         key: rope[key]
         for key in ("mscale", "mscale_all_dim")
@@ -212,6 +208,7 @@ def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeSca
         high_frequency_factor=fast,
         original_max_positions=parse_size(ORIGINAL, original),
         magnitude=parse_positive_number("attention_factor", magnitude),
+        truncate=parse_flag("truncate", rope.get("truncate", True)),
         score_magnitude=score_magnitude,
     )
 
@@ -224,6 +221,8 @@ def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
         "beta_slow": s.low_frequency_factor,
         ORIGINAL: s.original_max_positions,
     }
+    if not s.truncate:
+        raw["truncate"] = False
     if s.score_magnitude == 1:
         is_default = s.magnitude == _magnitude(s.factor)
         return raw if is_default else raw | {"attention_factor": s.magnitude}

@@ -169,17 +169,30 @@ def _read(
     """
     path, file = tensors[name]
     with reporting_errors(path, safetensors.SafetensorError):
-        array = file.get_tensor(name)
-        if scales is not None:
+        if scales is None:
+            array = file.get_tensor(name)
+        else:
+            shape = tuple(file.get_slice(name).get_shape())
             factors = _read(tensors, scales, np.dtype(np.float32))
-            for axis, size in enumerate(array.shape):
-                factors = np.repeat(factors, FP8_BLOCK, axis)
-                factors = factors.take(range(size), axis)
-            array = array.astype(np.float32) * factors
+            for axis, size in enumerate(shape):
+                factors = np.repeat(factors, FP8_BLOCK, axis).take(range(size), axis)
+            array = _read_fp8(path, name).reshape(shape).astype(np.float32) * factors
         array = _cast(array, dtype, name)
         if not _is_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values")
         return array
+
+
+def _read_fp8(path: Path, name: str) -> np.ndarray:
+    """Reads the numbers of a tensor in 8 bits, a type that safetensors' NumPy lacks.
+
+    safetensors has checked the header of the file.
+    """
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(num_bytes))[name]["data_offsets"]
+        file.seek(8 + num_bytes + start)
+        return np.fromfile(file, np.dtype(jnp.float8_e4m3fn), end - start)
 
 
 def _check_tensors(

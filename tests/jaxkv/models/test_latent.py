@@ -7,8 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.models import ModelConfig, rotary
+from jaxkv.engine.state import EngineConfig
+from jaxkv.models import ModelConfig, paged, param_forms, rotary, transformer
 from jaxkv.models.config import RopeScaling
+from scaling.costs import parameters, serving
+from scaling.shapes import from_model
 from scaling.training import transformer_rows
 from tests.support import engines, latent_models
 from tests.support.latent_models import LATENT, YARN
@@ -60,6 +63,28 @@ def test_pages_of_all_sizes(page_size: int, numerics: Any) -> None:
         seed=page_size,
         decode_share=0.5,
     )
+
+
+@pytest.mark.parametrize("config", [LATENT, YARN], ids=["compressed", "plain"])
+def test_costs_are_those_of_the_arrays(config: ModelConfig) -> None:
+    shape = from_model.describe_config(config)
+    weights = jax.tree.leaves(transformer.param_shapes(config))
+    assert parameters.count_parameters(shape).total == sum(x.size for x in weights)
+    engine = EngineConfig(num_pages=3, page_size=4, max_length=8)
+    pages = jax.eval_shape(lambda: paged.make_model_pages(config, engine))
+    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    assert found == 12 * serving.kv_bytes_per_token(shape, kv_bytes=4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_weights_stored_twice_give_the_same_logits(num_rows: int) -> None:
+    weights = latent_models.params()
+    twice = param_forms.add_transposed_weights(weights)
+    tokens = TOKENS[:1, :num_rows]
+    found, wanted = (
+        engines.full_logits(x, tokens, config=LATENT) for x in (twice, weights)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
 FREQUENCIES = {

@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv.memory import kv_layout, kv_pages, page_parts
 from jaxkv.models import (
     Experts,
+    ModelConfig,
     checkpoints,
     partition,
     transformer,
@@ -26,8 +27,9 @@ from pallas_kernels.paged_attention import api
 from scaling.costs import traffic
 from scaling.costs.parallelism import Layout
 from scaling.shapes import from_model
-from tests.support import engines, meshes
+from tests.support import engines, latent_models, meshes
 from tests.support.folders import GOLDEN, ROOT
+from tests.support.latent_models import LATENT
 
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """Pages whose parts have one token on eight devices."""
@@ -37,17 +39,14 @@ BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 
 
 def fed(
-    family: str, mesh: Mesh, page_size: int = meshes.PAGE_SIZE
+    config: ModelConfig, params: Any, mesh: Mesh, page_size: int = meshes.PAGE_SIZE
 ) -> tuple[list[Any], list[Any], Any]:
     """Runs the prompts chunk by chunk with divided pages.
 
     Returns:
       Logits of each chunk's rows, the compiled programs, and the final pages.
     """
-    loaded = checkpoints.load_model(GOLDEN / family)
-    jitted, params, pages = meshes.divided(
-        loaded.config, loaded.params, mesh, page_size
-    )
+    jitted, params, pages = meshes.divided(config, params, mesh, page_size)
     logits, programs = [], []
     for first, end in meshes.CHUNKS:
         rows = meshes.chunk(first, end)
@@ -61,12 +60,23 @@ def fed(
 def check_family(
     family: str, mesh: Mesh, how: Layout, page_size: int = meshes.PAGE_SIZE
 ) -> None:
-    """Checks logits against one device, bytes against the formula, and the pages."""
-    found, programs, pages = fed(family, mesh, page_size)
+    """Checks a model of a golden folder as `check_model`."""
     loaded = checkpoints.load_model(GOLDEN / family)
+    check_model(loaded.config, loaded.params, mesh, how, page_size)
+
+
+def check_model(
+    config: ModelConfig,
+    params: Any,
+    mesh: Mesh,
+    how: Layout,
+    page_size: int = meshes.PAGE_SIZE,
+) -> None:
+    """Checks logits against one device, bytes against the formula, and the pages."""
+    found, programs, pages = fed(config, params, mesh, page_size)
     for slot, length in enumerate(meshes.LENGTHS):
         tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
-        whole = transformer.logits(loaded.params, tokens, config=loaded.config)[0]
+        whole = transformer.logits(params, tokens, config=config)[0]
         mine = np.concatenate(
             [
                 x[np.asarray(meshes.chunk(*c).slot) == slot]
@@ -78,9 +88,9 @@ def check_family(
         sent = collectives.collectives(program.as_text())
         divides = how.pages > 1 and rows % how.pages == 0
         assert any(each.kind == "all-to-all" for each in sent) == divides
-        words = loaded.config.vocab_size
+        words = config.vocab_size
         padded = dataclasses.replace(
-            from_model.describe_config(loaded.config),
+            from_model.describe_config(config),
             vocab_size=words + -words % how.tensor,
         )
         sizes = {"rows": rows, "logit_rows": rows, "number_bytes": 4}
@@ -91,7 +101,8 @@ def check_family(
         assert total > 0
     for leaf in jax.tree.leaves(pages):
         part = leaf.addressable_shards[0].data
-        assert leaf.nbytes == part.nbytes * how.pages * how.tensor
+        by_heads = how.tensor if config.latent is None else 1
+        assert leaf.nbytes == part.nbytes * how.pages * by_heads
 
 
 @pytest.mark.parametrize(
@@ -118,6 +129,16 @@ def test_logits_are_those_of_one_device_with_tensor(
 ) -> None:
     mesh = make_mesh(tensor=tp, context=cp)
     check_family(family, mesh, Layout(tensor=tp, pages=cp))
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.thorough)]
+)
+def test_latent_attention_on_several_devices(tp: int, cp: int) -> None:
+    """Every tensor-parallel device has the latents, of its token places."""
+    mesh = make_mesh(tensor=tp, context=cp)
+    params = latent_models.params()
+    check_model(LATENT, params, mesh, Layout(tensor=tp, pages=cp))
 
 
 def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:

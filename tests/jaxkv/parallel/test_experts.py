@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxkv.models import Experts, moe
-from jaxkv.parallel import experts
-from tests.support import mutation
+from jaxkv.models import Experts, checkpoints, moe, transformer
+from jaxkv.parallel import experts, layout, make_mesh, tensor
+from tests.support import engines, mutation
+from tests.support.folders import GOLDEN
 from tests.support.mutation import Bug
 
 ROWS, WIDTH, EXPERTS, TOP_K = 12, 5, 8, 2
@@ -135,3 +136,24 @@ def test_seeded_bugs_of_places_are_detected(
 ) -> None:
     bug = Bug(experts, "assign_places", removed, added, check_places, (2,))
     mutation.assert_noticed(monkeypatch, bug)
+
+
+@pytest.mark.thorough
+def test_groups_and_biases_are_whole_on_a_mesh() -> None:
+    """Each device routes over all experts, and has a quarter of them."""
+    config, params, *_ = checkpoints.load_model(GOLDEN / "deepseek_v3")
+    expected = np.load(GOLDEN / "deepseek_v3" / "expected.npz")
+    mesh = make_mesh(expert=4)
+    placed = tensor.place_params(config, params, mesh)
+    mixture = placed["layers"][1]["mixture"]
+    assert mixture["router"]["bias"].sharding.is_fully_replicated
+    assert mixture["down"]["weight"].addressable_shards[0].data.shape[0] == 2
+    run = layout.map_over_mesh(
+        functools.partial(transformer.logits, config=config),
+        mesh,
+        (layout.specs_on(placed, mesh), layout.WHOLE),
+        layout.WHOLE,
+    )
+    compiled = jax.jit(run, compiler_options=engines.FAST_COMPILE)
+    found = compiled(placed, jnp.asarray(expected["ids"]))
+    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)

@@ -267,6 +267,11 @@ DRAFTERS: dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]] = {
         {"config": api.EagleConfig(target=engines.MODEL, taps=(0,))},
         {"config": NO_TYPES, "beams": [1, 1.5, None, "3", (1.5,), (0,), (2,)]},
     ),
+    "MTPConfig": (
+        api.MTPConfig,
+        {"target": dataclasses.replace(engines.MODEL, num_ahead_layers=1)},
+        {"target": [*NO_TYPES, engines.MODEL]},
+    ),
     "Topology": (
         static_tree.Topology,
         {"parents": (0,), "ranks": (0,)},

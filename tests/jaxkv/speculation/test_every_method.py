@@ -5,6 +5,7 @@ Numerics are fast, as in serving, and trees are included: a token may differ whe
 rounding decides between two with nearly equal scores.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -34,6 +35,14 @@ HOW: dict[str, dict[str, Any]] = {
     "medusa": {"heads_folder": MODELS / "stdlib-bytes-medusa"},
     "eagle": {"heads_folder": MODELS / "stdlib-bytes-eagle"},
 }
+
+
+def with_module() -> checkpoints.LoadedModel:
+    """The model with a random module for multi-token prediction."""
+    model = checkpoints.load_model(FOLDER)
+    config = dataclasses.replace(model.config, num_ahead_layers=1)
+    own = transformer.init_params(config, jax.random.key(0))["ahead"]
+    return model._replace(config=config, params={**model.params, "ahead": own})
 
 
 @functools.cache
@@ -87,6 +96,8 @@ def gap(known: list[int], tokens: list[int]) -> float:
 def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None:
     speculate: Any = {"method": method, "adaptive": adaptive} | HOW.get(method, {})
     how: dict[str, Any] = {"speculate": SpeculationConfig(**speculate)}
+    if method == "mtp":
+        how["loaded"] = with_module()
     how |= {"max_drafts": 8, "num_draft_buckets": 2 if adaptive else 1}
     found = [answers(**how)]
     if method == "ngram" and not adaptive:

@@ -19,6 +19,7 @@ from tests.support.engines import MODEL, Run
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 SMALLER = dataclasses.replace(MODEL, num_layers=1, hidden_size=16, mlp_size=24)
+AHEAD = dataclasses.replace(MODEL, num_ahead_layers=2)
 HEADS: dict[str, Any] = {
     "medusa": MedusaConfig(target=MODEL, num_heads=3),
     "eagle": EagleConfig(target=MODEL, taps=(0, 2)),
@@ -41,8 +42,12 @@ def serve(method: Any, setting: str, seed: int) -> Run:
     config = dataclasses.replace(config_of(SETTINGS[setting]), max_drafts=3)
     heads = heads_of(method) if method in HEADS else None
     small = methods.ModelWeights(SMALLER, engines.params(SMALLER))
+    model = methods.ModelWeights(MODEL, engines.params())
+    if method == "mtp":
+        own = engines.params(AHEAD)["ahead"]
+        model = methods.ModelWeights(AHEAD, {**model.params, "ahead": own})
     served = methods.build_speculative(
-        methods.ModelWeights(MODEL, engines.params()),
+        model,
         config,
         methods.parse_speculation(method),
         dtype="float32",
@@ -75,7 +80,7 @@ def serve(method: Any, setting: str, seed: int) -> Run:
             pytest.param(
                 method, ("1 slot", "8 slots", "large budget"), marks=pytest.mark.slow
             )
-            for method in ("draft-model", "early-exit", "jacobi", *HEADS)
+            for method in ("draft-model", "early-exit", "jacobi", "mtp", *HEADS)
         ),
     ],
 )

@@ -227,6 +227,10 @@ def served(method: Any, layers: Any = None, **models: Any) -> methods.EnginePart
             lambda: served("medusa", heads=OF_OTHER),
             "the heads must be those of the model served",
         ),
+        (
+            lambda: served("mtp"),
+            "speculate='mtp' needs a model with modules for multi-token prediction",
+        ),
         (lambda: served("draft-model"), "draft must be given if, and only if"),
         (
             lambda: served("draft-model", draft=methods.ModelWeights(OTHER, {})),

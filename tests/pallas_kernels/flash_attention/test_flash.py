@@ -35,8 +35,19 @@ CASES = [
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_equal_plain_softmax(case) -> None:
+    check_case(case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("value_width", [5, 20])
+def test_values_of_another_width(value_width: int) -> None:
+    check_case((33, 33, 4, 2, 12, True, None), value_width=value_width)
+
+
+def check_case(case: tuple[Any, ...], value_width: int | None = None) -> None:
+    """Checks outputs and gradients, with one tile and with several."""
     *sizes, causal, window = case
-    arrays = draw(*sizes, "float32")
+    arrays = draw(*sizes, "float32", value_width)
 
     def both(attend: Any) -> Any:
         """The outputs, and the gradient of a number that depends on all of them."""

@@ -12,13 +12,15 @@ import pytest
 from jaxkv.models import ModelConfig, transformer
 from jaxkv.models.config import Experts
 from scaling.costs.parallelism import Layout
-from scaling.training import objectives, transformer_rows
+from scaling.training import meshes, objectives, parallel, transformer_rows
 from scaling.training.objectives import MultiTokenPrediction
+from scaling.training.recipes import StepConfig
 from tests.support import ahead_reference
 from tests.support.engines import MODEL
 
 AHEAD = dataclasses.replace(MODEL, num_ahead_layers=2)
 WINDOWS: np.ndarray = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 8))
+MIXTURE: Any = {"num_experts": 4, "top_k": 2, "size": 8}
 OBJECTIVE = MultiTokenPrediction(weight=0.3)
 
 
@@ -72,7 +74,7 @@ def test_every_parameter_learns() -> None:
 @pytest.mark.thorough
 def test_losses_of_mixtures_in_modules_count() -> None:
     """Twice the balance weight adds the model's term and the modules' term again."""
-    mixture = Experts(num_experts=4, top_k=2, size=8, num_dense_layers=1)
+    mixture = Experts(**MIXTURE, num_dense_layers=1)
     config = dataclasses.replace(AHEAD, experts=mixture)
     params = params_of(config)
     tokens = jnp.asarray(WINDOWS[:, :-1], jnp.int32)
@@ -90,6 +92,24 @@ def test_losses_of_mixtures_in_modules_count() -> None:
     assert (once[:3] > 0).all()
     np.testing.assert_allclose(twice[:3], 2 * once[:3], rtol=1e-5)
     np.testing.assert_allclose(twice[3] - once[3], once[:3].sum(), rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"experts": Experts(**MIXTURE)}])
+def test_a_mesh_gives_the_gradient_of_one_device(fields: Any) -> None:
+    config = dataclasses.replace(AHEAD, **fields)
+    layout = Layout(data=2, expert=2, gather=True) if fields else Layout(tensor=2)
+    params, windows = params_of(config), jnp.asarray(WINDOWS, jnp.int32)
+    placed = meshes.place_training_tree(config, layout, params)
+    found = []
+    for how, each in ((StepConfig(), params), (StepConfig(layout=layout), placed)):
+        run = jax.jit(parallel.divided_gradient(config, how, OBJECTIVE))
+        found.append(run(each, windows))
+    (loss, wanted), (divided, grads) = found
+    np.testing.assert_allclose(divided, loss, rtol=1e-5)
+    grads = meshes.gather_tree(config, layout, grads)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 * np.abs(y).max())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models import Experts, ModelConfig, param_forms, transformer
+from jaxkv.models.config import LatentConfig
 from jaxkv.parallel import collectives, experts, sequence
 from scaling.costs import parallelism, traffic
 from scaling.shapes import from_model
@@ -29,6 +30,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "vocab_size": 61,
     },
     "untied": {"tie_embeddings": False, "num_kv_heads": 2, "qk_norm": True},
+    "latent": {
+        "num_q_heads": 4,
+        "head_dim": 18,
+        "latent": LatentConfig(
+            kv_rank=16, q_rank=14, nope_dim=12, rope_dim=6, value_dim=10
+        ),
+    },
+    "latent, queries not compressed": {
+        "num_q_heads": 4,
+        "head_dim": 18,
+        "latent": LatentConfig(kv_rank=16, nope_dim=12, rope_dim=6, value_dim=10),
+    },
 }
 MIXTURE = {"experts": Experts(num_experts=8, top_k=2, size=24)}
 SHARED: dict[str, Any] = {
@@ -156,6 +169,12 @@ def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
         pytest.param("untied", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("gpt2", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("untied", "tp=2,sp", marks=pytest.mark.slow),
+        ("latent", "tp=2,ring=2"),
+        *(
+            pytest.param("latent", layout, marks=pytest.mark.slow)
+            for layout in ("tp=2", "tp=2,sp", "ulysses=2", "ring=2,ulysses=2")
+        ),
+        pytest.param("latent, queries not compressed", "tp=2", marks=pytest.mark.slow),
     ],
 )
 def test_other_families_too(name: str, layout: str) -> None:

@@ -215,9 +215,12 @@ def test_stages_of_another_family() -> None:
 
 
 @pytest.mark.slow
-def test_stages_of_mixtures() -> None:
+@pytest.mark.parametrize("gate_bias", [False, True])
+def test_stages_of_mixtures(gate_bias: bool) -> None:
     """One micro-batch, as the load-balancing loss is that of each."""
-    experts = Experts(num_experts=4, top_k=2, size=24, balance_weight=0.5)
+    experts = Experts(
+        num_experts=4, top_k=2, size=24, balance_weight=0.5, gate_bias=gate_bias
+    )
     check("pp=2,dp=2", "1f1b", 1, experts=experts)
 
 
