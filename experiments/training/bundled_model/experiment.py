@@ -181,10 +181,10 @@ CONFIGS = {
         trunk=dataclasses.replace(
             _SHIPPED.trunk,
             model=_DEEPSEEK_MODEL,
-            num_steps=1200,
+            num_steps=500,
             learning_rate=1.5e-2,
         ),
-        cooldown_steps=240,
+        cooldown_steps=100,
         folder="runs/stdlib-bytes-deepseek",
         export="experiments/models/stdlib-bytes-deepseek",
     ),
