@@ -296,7 +296,7 @@ def model_card(config: Config, split: corpora.TextSplit, result: Result) -> str:
     rows = [
         ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),
         ("the same before rounding to bfloat16", result.bits_per_byte_float32),
-        ("training loss at the end, nats per token", np.mean(result.loss[-10:])),
+        ("training loss of the last report, nats per token", result.loss[-1]),
     ]
     name, drafts, loss = "shipped", "", ""
     if num := model.num_ahead_layers:
