@@ -219,7 +219,7 @@ class ModelConfig:
                 f"num_q_heads={self.num_q_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.rotary_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even for rotary positions"
             )

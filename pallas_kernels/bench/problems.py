@@ -37,8 +37,8 @@ class AttentionProblem:
     """`[batch * rows, q_heads, head_dim]`."""
     k_pages: jax.Array
     """`[pages, kv_heads, page_size, head_dim]`."""
-    v_pages: jax.Array
-    """`[pages, kv_heads, page_size, head_dim]`."""
+    v_pages: jax.Array | None
+    """`[pages, kv_heads, page_size, head_dim]`; None over latent rows."""
     page_ids: jax.Array
     """`[turns, batch, pages_per_slot]`; no two tables share a page."""
     positions: jax.Array
@@ -50,7 +50,8 @@ class AttentionProblem:
     ancestors: jax.Array | None
     """`[batch * rows, rows]`; None without trees."""
     options: dict[str, Any]
-    """Keyword arguments of `paged_attention` for the problem's feature."""
+    """Keyword arguments of `paged_attention` for the problem's feature, and the width
+    of the values over latent rows."""
 
     @property
     def num_turns(self) -> int:
@@ -90,7 +91,7 @@ class AttentionProblem:
         """Returns the relative error of a result against float64, on samples.
 
         Args:
-          out: attention with the first table, `[batch * rows, q_heads, head_dim]`.
+          out: attention with the first table, `[batch * rows, q_heads, value_width]`.
 
         Returns:
           Norm of the difference over the norm of the expected result; NaN if any is
@@ -186,10 +187,13 @@ def make_attention(
         "alibi": {"alibi": -0.01 * by_head},
         "sinks": {"sinks": by_head},
     }.get(feature, {})
+    if heads.value_width is not None:
+        v, options["value_width"] = None, heads.value_width
     if feature in quantizing.NUMBERS:
         kind: Any = feature
         k, options["k_scales"] = quantizing.quantize(k, kind)
-        v, options["v_scales"] = quantizing.quantize(v, kind)
+        if v is not None:
+            v, options["v_scales"] = quantizing.quantize(v, kind)
     num_rows = spec.batch * spec.rows
     q = jax.random.normal(keys[2], (num_rows, heads.q_heads, heads.head_dim), dtype)
     slot = np.repeat(np.arange(spec.batch), spec.rows)
@@ -310,7 +314,7 @@ def _random_trees(spec: Spec, rng: np.random.Generator) -> np.ndarray:
 def _attend(
     problem: AttentionProblem, sequence: int, head: int, rows: np.ndarray
 ) -> np.ndarray:
-    """Returns attention of rows of a KV head: `[rows, group, head_dim]`."""
+    """Returns attention of rows of a KV head: `[rows, group, value_width]`."""
     spec, options = problem.spec, problem.options
     length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
@@ -322,7 +326,9 @@ def _attend(
         return _wide(found).reshape(-1, spec.heads.head_dim)[:length]
 
     k = read(problem.k_pages, options.get("k_scales"))
-    v = read(problem.v_pages, options.get("v_scales"))
+    v = k[:, : spec.heads.value_width]
+    if problem.v_pages is not None:
+        v = read(problem.v_pages, options.get("v_scales"))
     group = spec.heads.q_heads // spec.heads.kv_heads
     mine = slice(head * group, (head + 1) * group)
     q = _wide(problem.q[sequence * spec.rows + rows])[:, mine]

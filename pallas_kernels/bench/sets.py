@@ -31,6 +31,13 @@ def _all(kind: str, **values: Any) -> list[Spec]:
     return expand_specs(Spec, kind=kind, **values)
 
 
+def _latent(**values: Any) -> list[Spec]:
+    values.setdefault(
+        "heads", [specs.DEEPSEEK_V2_LITE_LATENT, specs.DEEPSEEK_V3_LATENT]
+    )
+    return _all("decode", page_size=64, **values)
+
+
 K = 1024
 TREE_ROWS = [8, 26, 64]
 PAGE_SIZES = [16, 64, 256]
@@ -67,6 +74,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
         *_all("decode", batch=1, context=K),
         *_all("decode", batch=32, context=4 * K),
         *_all("decode", batch=64, context=8 * K),
+        *_latent(batch=32, context=4 * K, heads=specs.DEEPSEEK_V3_LATENT),
         *_all("tree", batch=8, context=8 * K, rows=26),
         *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
         *_all("chunk", context=8 * K, rows=512),
@@ -93,6 +101,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
             ],
         ),
         *_all("decode", batch=64, context=8 * K, lengths=["uniform", "one_long"]),
+        *_latent(batch=[1, 32], context=[4 * K, 32 * K]),
         *_all("tree", batch=8, context=8 * K, rows=TREE_ROWS),
         *_all("prefix", batch=64, context=8 * K + 256, shared=8 * K),
         *_all("prefix", batch=256, context=32 * K + 256, shared=32 * K),
@@ -118,6 +127,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
                 batch=[1, 8, 32, 64, 256],
                 context=[K, 8 * K, 32 * K, 128 * K],
             ),
+            *_latent(batch=[1, 8, 32, 64, 256], context=[K, 8 * K, 32 * K, 128 * K]),
             *_all("tree", batch=[1, 8, 32], context=8 * K, rows=TREE_ROWS),
             *(
                 Spec(kind="prefix", batch=batch, context=shared + 256, shared=shared)

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from pallas_kernels.devices import WGMMA_ROWS
+
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by type."""
 
@@ -18,11 +20,18 @@ class HeadShape(NamedTuple):
     q_heads: int
     kv_heads: int
     head_dim: int
+    value_width: int | None = None
+    """Width of the values of latent rows, which are the first numbers of the keys."""
 
     def __str__(self) -> str:
         """Returns the head counts, and the head size if it is not 128."""
         size = "" if self.head_dim == 128 else f"d{self.head_dim}"
         return f"{self.q_heads}x{self.kv_heads}{size}"
+
+    @property
+    def row_reads(self) -> int:
+        """Reads of the latent row of a token: one for every 64 query heads."""
+        return -(-self.q_heads // (self.kv_heads * WGMMA_ROWS))
 
 
 LLAMA_2_7B = HeadShape(32, 32, 128)
@@ -31,7 +40,11 @@ LLAMA_3_70B = HeadShape(64, 8, 128)
 MULTI_QUERY = HeadShape(16, 1, 128)
 SMOLLM2_135M = HeadShape(9, 3, 64)
 GEMMA_2_2B = HeadShape(8, 4, 256)
+# DeepSeek-AI 2024, arXiv:2405.04434, section 2.1, and appendix B; V3 is equal.
+DEEPSEEK_V2_LITE_LATENT = HeadShape(16, 1, 576, 512)
+DEEPSEEK_V3_LATENT = HeadShape(128, 1, 576, 512)
 TINY = HeadShape(4, 2, 16)
+TINY_LATENT = HeadShape(4, 1, 12, 8)
 
 
 class ExpertShape(NamedTuple):
@@ -130,14 +143,24 @@ class Spec:
         """Least bytes moved: keys, values and queries read, results written.
 
         decode-b1-1k-32x8-p16: 1025 tokens of 2 * 8 * 128 numbers of 2 bytes and 2 * 32
-        * 128 more numbers, 4.21 MB.
+        * 128 more numbers, 4.21 MB. Latent rows are keys and values at once, but are
+        read `HeadShape.row_reads` times: decode-b1-1k-128x1d576-p64 reads 1025 * 576
+        numbers twice, and has 128 * (576 + 512) more, 2.64 MB.
         """
         if self.kind == "copy":
             return 2 * self.batch * self.page_bytes
         tokens = int(np.sum(self.contexts() + self.rows - self.shared)) + self.shared
-        kv = 2 * tokens * self.heads.kv_heads
-        qo = 2 * self.batch * self.rows * self.heads.q_heads
-        return (kv + qo) * self.heads.head_dim * ITEMSIZES[self.dtype]
+        heads, reads = self.heads, 2
+        if heads.value_width is not None:
+            reads = heads.row_reads
+        kv = reads * tokens * heads.kv_heads * heads.head_dim
+        qo = self.batch * self.rows * heads.q_heads * self.product_width
+        return (kv + qo) * ITEMSIZES[self.dtype]
+
+    @property
+    def product_width(self) -> int:
+        """Numbers of a key and of a value, in both products of a query head."""
+        return self.heads.head_dim + (self.heads.value_width or self.heads.head_dim)
 
     @property
     def flops(self) -> int:
@@ -149,7 +172,7 @@ class Spec:
             return 0
         seen = self.rows * int(np.sum(self.contexts()))
         seen += self.batch * self.rows * (self.rows + 1) // 2
-        return 4 * seen * self.heads.q_heads * self.heads.head_dim
+        return 2 * seen * self.heads.q_heads * self.product_width
 
 
 def _thousands(number: int) -> str:

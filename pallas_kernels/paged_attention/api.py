@@ -105,7 +105,9 @@ def paged_attention(
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, values of the same width,
         pages of 16, 32, 64, 128 or 256 positions, and at most 64 query heads for a KV
-        head.
+        head. It also takes latent rows, of head_dim 576 and value_width 512 without
+        v_pages, with one KV head, and at most 64 or a multiple of 64 query heads, in
+        steps without `dispatch.has_prefill_rows`.
       packed_q: queries of the plan's few rows in packed form, if they are already
         written; None packs them here.
       plan: `make_plan` of the same rows, to share it among layers; None makes one if
@@ -148,6 +150,8 @@ def paged_attention(
         q,
         k_pages,
         value_width=value_width,
+        has_v_pages=v_pages is not None,
+        prefills=_has_prefill_rows(q, k_pages, page_ids, slots),
         numerics=numerics,
         implementation=implementation,
     )
@@ -161,6 +165,7 @@ def paged_attention(
                 page_ids,
                 positions,
                 slots,
+                value_width=value_width,
                 context=context,
                 ancestors=ancestors,
                 window=window,
@@ -171,11 +176,12 @@ def paged_attention(
         out, lse = dispatch.dispatch_attention(
             q,
             k_pages,
-            k_pages if v_pages is None else v_pages,
+            k_pages if v_pages is None and value_width == q.shape[2] else v_pages,
             page_ids,
             plan,
             scoring,
             window=window,
+            value_width=value_width,
             packed_q=packed_q,
             layer=layer,
             num_layers=num_layers,
@@ -250,18 +256,19 @@ def make_plan(
         q,
         k_pages,
         value_width=value_width,
+        prefills=_has_prefill_rows(q, k_pages, page_ids, slots),
         numerics=numerics,
         implementation=implementation,
     )
     if chosen != "mosaic_gpu":
         return None
-    kv_heads = k_pages.shape[1]
+    items, group = decode_plan.item_heads(q.shape[1], k_pages.shape[1])
     return dispatch.make_step_plan(
         positions,
         slots,
         num_slots=len(page_ids),
-        kv_heads=kv_heads,
-        group=q.shape[1] // kv_heads,
+        kv_heads=items,
+        group=group,
         head_dim=q.shape[2],
         context=context,
         ancestors=ancestors,
@@ -275,12 +282,15 @@ def choose_attention(
     k_pages: Num[Array, "pages kv_heads page_size key_width"] | jax.ShapeDtypeStruct,
     *,
     value_width: int | None = None,
+    has_v_pages: bool = False,
+    prefills: bool = False,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
 ) -> AttentionImplementation:
     """Returns the implementation that computes a call.
 
-    A `value_width` of None is that of the keys.
+    A `value_width` of None is that of the keys. `has_v_pages` is True if the values are
+    not the first numbers of the keys, and `prefills` is `dispatch.has_prefill_rows`.
 
     Raises:
       ValueError: the requested implementation is unknown or does not support the call.
@@ -289,9 +299,23 @@ def choose_attention(
     def refusal() -> str | None:
         if numerics != "fast":
             return f"{numerics=} needs sums that do not depend on the other rows"
-        return decode_plan.decode_unsupported_reason(q, k_pages, value_width)
+        reason = decode_plan.decode_unsupported_reason(
+            q, k_pages, value_width, has_v_pages=has_v_pages
+        )
+        if reason is None and prefills and value_width not in (None, q.shape[2]):
+            return f"{q.shape[0]} rows of chunks over latent rows have no kernel"
+        return reason
 
     return devices.choose_implementation(implementation, refusal)
+
+
+def _has_prefill_rows(q: Any, k_pages: Any, page_ids: Array, slots: Any) -> bool:
+    return dispatch.has_prefill_rows(
+        q.shape[0],
+        num_slots=len(page_ids),
+        group=decode_plan.item_heads(q.shape[1], k_pages.shape[1])[1],
+        has_slots=slots is not None,
+    )
 
 
 def merge_states(first: AttentionState, second: AttentionState) -> AttentionState:

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 from pallas_kernels import row_packing
+from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.stream_k import StreamKSchedule, Tiling
 from pallas_kernels.row_packing import Packing
@@ -20,11 +21,27 @@ from pallas_kernels.row_packing import Packing
 FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
 """Lines of `DecodePlan.rows`; words of ancestors are the lines from `WORDS` on."""
 
+LATENT_WIDTH, LATENT_VALUE_WIDTH = 576, 512
+"""Numbers of a latent row of DeepSeek-V2 and V3, and those of them that are values."""
+
+
+def item_heads(q_heads: int, kv_heads: int) -> tuple[int, int]:
+    """Returns the items of a block of rows, and the query heads of an item.
+
+    An item is a KV head with at most 64 query heads, or one of the equal parts of a
+    larger group: 128 query heads of one KV head are two items that read the same keys.
+    """
+    group = q_heads // kv_heads
+    parts = -(-group // WGMMA_ROWS)
+    return kv_heads * parts, group // parts
+
 
 def decode_unsupported_reason(
     q: Array | jax.ShapeDtypeStruct,
     k_pages: Array | jax.ShapeDtypeStruct,
     value_width: int | None = None,
+    *,
+    has_v_pages: bool = False,
 ) -> str | None:
     """Returns why the Mosaic GPU kernels do not support a call, or None if they do.
 
@@ -32,6 +49,7 @@ def decode_unsupported_reason(
       q: queries, `[rows, q_heads, head_dim]`, or only their shape and type.
       k_pages: keys, `[pages, kv_heads, page_size, head_dim]`, or shape and type.
       value_width: width of the values; None means that of the keys.
+      has_v_pages: True if the values are not the first numbers of the keys.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype:
         return (
@@ -39,11 +57,19 @@ def decode_unsupported_reason(
             f" {k_pages.dtype}"
         )
     group, (_, _, page_size, head_dim) = q.shape[1] // k_pages.shape[1], k_pages.shape
-    if not 1 <= group <= 64:
-        return f"{group=} query heads for each KV head must be in [1, 64]"
-    if head_dim not in (64, 128, 256):
-        return f"{head_dim=} must be 64, 128 or 256"
-    if value_width not in (None, head_dim):
+    is_latent = (head_dim, value_width) == (LATENT_WIDTH, LATENT_VALUE_WIDTH)
+    is_latent &= not has_v_pages
+    if is_latent and k_pages.shape[1] != 1:
+        return f"kv_heads={k_pages.shape[1]} over latent rows must be 1"
+    if not 1 <= group <= WGMMA_ROWS and (not is_latent or group % WGMMA_ROWS):
+        limit = ", or a multiple of 64" if is_latent else ""
+        return f"{group=} query heads for each KV head must be in [1, 64]{limit}"
+    if head_dim not in (64, 128, 256) and not is_latent:
+        return (
+            f"{head_dim=} must be 64, 128 or 256, or {LATENT_WIDTH} with value_width="
+            f"{LATENT_VALUE_WIDTH} and no v_pages"
+        )
+    if value_width not in (None, head_dim) and not is_latent:
         return f"{value_width=} must be {head_dim=}"
     if page_size not in (16, 32, 64, 128, 256):
         return f"{page_size=} must be a power of two in [16, 256]"

@@ -5,6 +5,9 @@ head and splits long contexts among all multiprocessors. Chunks of prompts are b
 the tensor cores, and go to the prefill kernel. A step may hold both, and the number of
 rows of a slot is known only on the device: then both kernels run, each with the other's
 rows masked in its plan, and the prefill kernel merges or receives the decode results.
+
+Over latent rows there is only the decode kernel: `api.choose_attention` gives the
+reference the steps of which `has_prefill_rows` is true.
 """
 
 import dataclasses
@@ -43,7 +46,7 @@ def default_tilings(head_dim: int) -> KernelTilings:
     """Returns the default tilings.
 
     Args:
-      head_dim: 64, 128 or 256.
+      head_dim: 64, 128 or 256, or 576 for latent rows.
 
     Returns:
       Tilings for the target device of the trace, or for an H200 if it is no GPU.
@@ -71,6 +74,17 @@ class StepPlan(NamedTuple):
     """Rows of slots with many rows; None if there can be none."""
 
 
+def has_prefill_rows(
+    num_rows: int, *, num_slots: int, group: int, has_slots: bool
+) -> bool:
+    """Returns True if the prefill kernel may get some of the rows of a step.
+
+    Decode gets up to `PACKED_ROWS` rows of every slot if all slots have the same number
+    (`has_slots` is False), and no more rows than are few.
+    """
+    return num_rows > (PACKED_ROWS // group if has_slots else PACKED_ROWS * num_slots)
+
+
 def make_step_plan(
     positions: Int[Array, " rows"],
     slots: Int[Array, " rows"] | None,
@@ -87,13 +101,15 @@ def make_step_plan(
     """Divides the rows between the kernels, and makes both plans.
 
     Arguments are those of `decode_plan.plan_decode`; a tiling of None means
-    `default_tilings` of `head_dim`. Only decode gets up to `PACKED_ROWS` rows of every
-    slot if `slots` is None, no more rows than are few, and trees. Only prefill gets the
-    rows of a single slot: they are a chunk, except for its last piece.
+    `default_tilings` of `head_dim`. Only decode gets the rows of a step without
+    `has_prefill_rows`, and trees. Only prefill gets the rows of a single slot: they are
+    a chunk, except for its last piece.
     """
     few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
     num_rows = positions.shape[0]
-    is_dense = slots is None and num_rows <= PACKED_ROWS * num_slots
+    prefills = has_prefill_rows(
+        num_rows, num_slots=num_slots, group=group, has_slots=slots is not None
+    )
     if slots is None and num_rows > num_slots:
         slots = jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
     options: dict[str, Any] = {"num_slots": num_slots, "window": window}
@@ -107,7 +123,7 @@ def make_step_plan(
         ancestors=ancestors,
         **options,
     )
-    if slots is None or is_dense or num_rows <= few:
+    if slots is None or not prefills:
         return StepPlan(tiling, plan_decode(positions), None)
     runs = row_packing.find_slot_runs(slots, (positions >= 0) & (slots >= 0))
     chunks = positions
@@ -133,17 +149,18 @@ def make_step_plan(
 def dispatch_attention(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"] | None,
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: StepPlan,
     scoring: ScoreTransform,
     *,
     window: int | None,
-    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+    value_width: int | None = None,
+    packed_q: Float[Array, "blocks items block_rows head_dim"] | None = None,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: Any = False,
-) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
+) -> tuple[Float[Array, "rows q_heads value_width"], Float32[Array, "rows q_heads"]]:
     """Attends from all rows, with the kernels of the plan.
 
     Arguments and errors are those of `decode.attend_decode`; `plan` is `make_step_plan`
@@ -179,5 +196,6 @@ def dispatch_attention(
     ):
         states = hopper_decode.partial_states(*arrays, few, **how)
         return prefill(decode_output=merge_fused.DecodePartials(states, few, of_few))
+    how |= {"value_width": value_width}
     found = hopper_decode.attend_decode(*arrays, few, dtype=q.dtype, **how)
     return found if plan.many is None else prefill(decode_output=found)

@@ -60,9 +60,10 @@ def default_decode_tiling(
 
     Of 227 KiB, 220 hold queries, results in flight, and the stages of keys and values,
     all but the results in 16 bits. 64 rows of 128: 2 * 16 + 32 KiB, and 4 stages of 32.
+    Latent rows are keys and values at once: 72 KiB of queries, and 2 stages of 72.
 
     Args:
-      head_dim: 64, 128 or 256.
+      head_dim: 64, 128 or 256, or 576 for latent rows.
       block_rows: largest number of packed rows of a block: 128 halve the reads of long
         keys that many rows share. With heads of 256 only 64 fit.
       num_programs: multiprocessors of the device; an H200 has 132.
@@ -71,6 +72,8 @@ def default_decode_tiling(
       The tiling.
     """
     block_rows = 64 if head_dim > 128 else block_rows
+    if head_dim > 256:
+        return Tiling(stages=2, q_stages=1, num_programs=num_programs)
     q_stages = 2 if block_rows * head_dim <= 64 * 128 else 1
     rest = devices.SMEM_BYTES - 7 * 1024 - q_stages * block_rows * head_dim * 2
     rest -= block_rows * min(head_dim, 128) * 4

@@ -132,11 +132,11 @@ def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
         "first_k_dense_replace": draw.one(0, 0, 1),
         "n_group": groups,
         "topk_group": draw.one(1, groups),
-        "routed_scaling_factor": draw.one(1.0, 2.5, 16),
+        "routed_scaling_factor": draw.one(1.0, 2.5, 16.0),
     }
     if draw.chance(0.5):
-        weights = draw.one({}, {"mscale": 1.0}, *[{"mscale_all_dim": 0.7}] * 3)
-        weights = weights | ({"mscale": 1.0} if weights and draw.chance(0.8) else {})
+        both = {"mscale": draw.one(1.0, 0.7), "mscale_all_dim": 0.7}
+        weights = draw.one({}, {}, *[both] * 6, {"mscale": 1.0})
         found["rope_parameters"] = weights | {
             "rope_type": "yarn",
             "rope_theta": draw.one(1e4, 100.0),
@@ -250,7 +250,7 @@ HARMLESS_OF_FAMILY: dict[str, tuple[tuple[str, Any], ...]] = {
     "qwen3": (("max_window_layers", 1), ("sliding_window", None)),
     "qwen3_moe": (("max_window_layers", 1), ("router_aux_loss_coef", 0.0)),
     "deepseek_v2": (("ep_size", 1), ("seq_aux", True), ("scoring_func", "softmax")),
-    "deepseek_v3": (("aux_loss_alpha", 0.1), ("qk_head_dim", 3), ("head_dim", 2)),
+    "deepseek_v3": (("aux_loss_alpha", 0.1), ("qk_head_dim", 3), ("ep_size", 1)),
 }
 """Keys of one family that do not change the results."""
 

@@ -51,7 +51,8 @@ def oracle(
     rows, q_heads, head_dim = case.q.shape
     kv_heads, page_size = case.k_pages.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    out = np.zeros(case.q.shape)
+    value_width = case.v_pages.shape[3]
+    out = np.zeros((rows, q_heads, value_width))
     lse = np.full((rows, q_heads), -np.inf)
     for row in np.flatnonzero(case.positions >= 0):
         slot = row if case.slots is None else case.slots[row]
@@ -79,7 +80,7 @@ def oracle(
                 scores = scores + alibi[head] * (places - position)
             if sinks is not None:  # one more key, whose value is 0
                 scores = np.append(scores, sinks[head])
-                values = np.append(values, np.zeros((1, head_dim)), axis=0)
+                values = np.append(values, np.zeros((1, value_width)), axis=0)
             weights = np.exp(scores - scores.max())
             out[row, head] = rounded(weights) @ values.astype(float) / weights.sum()
             lse[row, head] = scores.max() + np.log(weights.sum())

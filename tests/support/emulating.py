@@ -69,7 +69,7 @@ def run(
 
     The queries are packed by the kernel, or before it with NaN in empty rows.
     """
-    _, kv_heads, _, _ = case.k_pages.shape
+    kv_heads, group = decode_plan.item_heads(case.q.shape[1], case.k_pages.shape[1])
 
     def plan_and_attend(arrays: dict[str, Any], interpret: Any) -> tuple[Any, Any]:
         plan = decode_plan.plan_decode(
@@ -79,7 +79,7 @@ def run(
             ancestors=arrays["ancestors"],
             num_slots=case.page_ids.shape[0],
             kv_heads=kv_heads,
-            group=case.q.shape[1] // kv_heads,
+            group=group,
             tiling=tiling,
             window=case.window,
         )
@@ -91,9 +91,15 @@ def run(
             q = arrays["q"]
             packed_q = jnp.where(lay_out(jnp.ones_like(q)) == 1, lay_out(q), jnp.nan)
             arrays = arrays | {"q": jnp.full_like(q, jnp.nan)}
+        q, k_pages, v_pages, page_ids = among_layers(arrays)
+        value_width = v_pages.shape[3]
         return decode.attend_decode(
-            *among_layers(arrays),
+            q,
+            k_pages,
+            None if value_width < q.shape[2] else v_pages,
+            page_ids,
             plan,
+            value_width=value_width,
             packed_q=packed_q,
             layer=jnp.int32(1),
             num_layers=3,

@@ -15,7 +15,7 @@ class Case:
 
     q: np.ndarray
     k_pages: np.ndarray
-    v_pages: np.ndarray
+    v_pages: np.ndarray  # the first numbers of the keys, if narrower
     page_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray | None
@@ -51,12 +51,15 @@ def make_case(
     head_dim: int = 64,
     padding: int = 0,
     trees: bool = False,
+    value_width: int | None = None,
     decode: bool = False,
     dtype: str = "bfloat16",
     seed: int = 0,
     **features: Any,
 ) -> Case:
     """Makes a case from (places before, rows) of each slot, slot by slot.
+
+    With a `value_width` the values are the first numbers of the keys.
 
     Places that no row reads have NaN, and unused page ids are invalid. With
     `decode`, a slot without rows gets one of position -1.
@@ -73,6 +76,8 @@ def make_case(
         decode=decode,
         window=features.get("window"),
     )
+    if value_width is not None:
+        base = base._replace(v_pages=base.k_pages[..., :value_width])
     q, positions, owners = base.q, base.positions, base.slots
     if owners is not None:  # rows without a slot last
         order = np.argsort(np.where(owners < 0, len(slots), owners), kind="stable")

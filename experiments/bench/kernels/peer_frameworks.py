@@ -72,13 +72,15 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
 
     def prepare(problem: AttentionProblem) -> KernelRun:
         spec, kin = problem.spec, problem.ancestors
+        if problem.v_pages is None:
+            raise ValueError("it is not called over latent rows")
         trees = (spec.batch, spec.rows, spec.rows)
         # The peer draws its own numbers.
         asked = {
             "contexts": spec.contexts().tolist(),
             "rows": spec.rows,
             "shared": spec.shared,
-            "heads": list(spec.heads),
+            "heads": list(spec.heads[:3]),
             "page_size": spec.page_size,
             "dtype": spec.dtype,
             "ancestors": None if kin is None else kin.reshape(trees).tolist(),

@@ -28,13 +28,15 @@ def gather_and_sum(problem: AttentionProblem) -> KernelRun:
     _limit_scores(spec, length)
     shape = (spec.batch, length, spec.heads.kv_heads, -1)
 
-    def attend(q, k_pages, v_pages, page_ids, seen):
-        k, v = (x[page_ids].swapaxes(2, 3).reshape(shape) for x in (k_pages, v_pages))
-        return _sum(spec, "bshd", q, k, v, seen)
+    def attend(q, page_ids, seen, *pages):
+        found = [x[page_ids].swapaxes(2, 3).reshape(shape) for x in pages]
+        v = found[-1][..., : spec.heads.value_width]
+        return _sum(spec, "bshd", q, found[0], v, seen)
 
     seen = jnp.asarray(_seen(problem, length))
-    k, v = (jnp.nan_to_num(x) for x in (problem.k_pages, problem.v_pages))
-    turns = [(problem.q, k, v, ids, seen) for ids in _within(problem)]
+    pages = [problem.k_pages, problem.v_pages]
+    pages = [jnp.nan_to_num(x) for x in pages if x is not None]
+    turns = [(problem.q, ids, seen, *pages) for ids in _within(problem)]
     return calls.make_run(problem, attend, turns)
 
 
@@ -87,7 +89,7 @@ def triton(problem: AttentionProblem) -> KernelRun:
     # Imported by a string: it is a peer, like another framework.
     module = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
     k, v = (
-        jnp.nan_to_num(x).swapaxes(0, 1) for x in (problem.k_pages, problem.v_pages)
+        jnp.nan_to_num(x).swapaxes(0, 1) for x in (problem.k_pages, _values(problem))
     )
     lengths = jnp.asarray(problem.lengths(), jnp.int32)
     scale = spec.heads.head_dim**-0.5
@@ -149,6 +151,13 @@ def ragged_dot(problem: GroupedProblem) -> KernelRun:
     return run_grouped_matmul(in_blocks, problem)
 
 
+def _values(problem: AttentionProblem) -> jax.Array:
+    """Returns the values; raises an error for latent rows, which have none."""
+    if problem.v_pages is None:
+        raise ValueError("it needs values besides the keys, unlike latent rows")
+    return problem.v_pages
+
+
 def _ask_for_gpu(why: str) -> None:
     if devices.current_target().platform != "gpu":
         raise ValueError(why)
@@ -172,7 +181,7 @@ def _sum(
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(f"bhgts,{order}->bthgd", weights, v)
-    return out.reshape(-1, heads.q_heads, heads.head_dim)
+    return out.reshape(-1, heads.q_heads, v.shape[-1])
 
 
 def _without_pages(
@@ -189,7 +198,7 @@ def _without_pages(
         found = found.reshape(spec.batch, *middle, spec.heads.head_dim)
         return jax.lax.slice_in_dim(found, 0, length, axis=3 - head_axis)
 
-    pools = (problem.k_pages, problem.v_pages)
+    pools = (problem.k_pages, _values(problem))
     return [
         (problem.q, *(lay_out(pages, ids) for pages in pools), *mask)
         for ids in _within(problem)

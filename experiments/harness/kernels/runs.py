@@ -24,7 +24,7 @@ from pallas_kernels.bench import (
 )
 from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.page_ops import copy
-from pallas_kernels.paged_attention import api, dispatch, merging
+from pallas_kernels.paged_attention import api, decode_plan, dispatch, merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 
 
@@ -81,6 +81,7 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
     @jax.jit
     def make_plan(page_ids, positions, slots, trees):
         options: dict[str, Any] = trees | {"window": window, "implementation": name}
+        options |= {"value_width": problem.options.get("value_width")}
         return api.make_plan(q, k_pages, page_ids, positions, slots, **options)
 
     def attend(trees, plan, *arrays):
@@ -119,17 +120,17 @@ def make_merge_call(
       tilings: tilings; the decode tiling is used.
     """
     heads, tiling = problem.spec.heads, tilings.decode
-    blocks = jax.eval_shape(
-        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=heads.kv_heads),
-        problem.q,
+    items, group = decode_plan.item_heads(heads.q_heads, heads.kv_heads)
+    *blocks, width = jax.eval_shape(
+        lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=items), problem.q
     ).shape
+    blocks = (*blocks, heads.value_width or width)
     parts = (tiling.num_programs, 2, *blocks[2:])
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (blocks, blocks[:-1], parts, parts[:-1])
     states = merging.PartialStates(
         *map(functools.partial(jax.random.normal, dtype=jnp.float32), keys, shapes)
     )
-    group = problem.spec.heads.q_heads // problem.spec.heads.kv_heads
     merge = functools.partial(
         merging.merge_and_unpack, group=group, tiling=tiling, dtype=problem.q.dtype
     )

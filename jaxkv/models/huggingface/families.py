@@ -225,10 +225,14 @@ _DEEPSEEK_V2 = _LLAMA._replace(
         "rope_interleave": True,
         "scoring_func": "softmax",
     },
-    equal={"num_key_value_heads": "num_attention_heads"},
+    equal={
+        "num_key_value_heads": "num_attention_heads",
+        # transformers' name of the rotary part: another value changes its frequencies.
+        "head_dim": "qk_rope_head_dim",
+    },
     aliases={"num_experts": "n_routed_experts"},
     # `auto_map` names DeepSeek's own code, which has the same architecture.
-    harmless=("auto_map", "ep_size", "head_dim", "qk_head_dim", "seq_aux"),
+    harmless=("auto_map", "ep_size", "qk_head_dim", "seq_aux"),
     mixture_stride=("moe_layer_freq", 0),
     modules={
         **{name: _LLAMA.modules[name] for name in ("embed", "final_norm", "head")},

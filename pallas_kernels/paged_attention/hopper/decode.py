@@ -15,7 +15,7 @@ from pallas_kernels import layered, row_packing
 from pallas_kernels.devices import WGMMA_ROWS
 from pallas_kernels.layered import Layer
 from pallas_kernels.online_softmax import ScoreTransform
-from pallas_kernels.paged_attention import merging
+from pallas_kernels.paged_attention import decode_plan, merging
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import (
     decode_body,
@@ -30,26 +30,28 @@ from pallas_kernels.paged_attention.stream_k import Tiling
 def attend_decode(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"] | None,
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
     scoring: ScoreTransform,
-    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+    value_width: int | None = None,
+    packed_q: Float[Array, "blocks items block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
     dtype: DTypeLike = jnp.float32,
     interpret: plgpu.InterpretGPUParams | bool = False,
-) -> tuple[Float[Array, "rows q_heads head_dim"], Float32[Array, "rows q_heads"]]:
+) -> tuple[Float[Array, "rows q_heads value_width"], Float32[Array, "rows q_heads"]]:
     """Attends from the planned rows to the pages of their slots.
 
     Arguments are those of `api.paged_attention`, all in bfloat16 or float16. `plan` is
-    `decode_plan.plan_decode` of these rows with the same `tiling`, and `scoring` has
-    slopes and sinks by query head. `dtype` is the type of the output: float32 if states
-    of the same rows are to be merged. `packed_q` are the queries in the layout of
-    `row_packing.pack_queries` with any padding; None packs them here. `interpret`
-    emulates the kernel on a CPU; False compiles it.
+    `decode_plan.plan_decode` of these rows with the same `tiling` and the heads of
+    `decode_plan.item_heads`, and `scoring` has slopes and sinks by query head. `dtype`
+    is the type of the output: float32 if states of the same rows are to be merged.
+    `packed_q` are the queries in the layout of `row_packing.pack_queries` with any
+    padding; None packs them here. `interpret` emulates the kernel on a CPU; False
+    compiles it.
 
     Returns:
       Output, and natural log-sum-exp in float32; 0 and -inf for rows without a key.
@@ -57,7 +59,7 @@ def attend_decode(
     Raises:
       ValueError: the kernel does not support the types or sizes.
     """
-    group = q.shape[1] // k_pages.shape[1]
+    _, group = decode_plan.item_heads(q.shape[1], k_pages.shape[1])
     states = partial_states(
         q,
         k_pages,
@@ -65,6 +67,7 @@ def attend_decode(
         page_ids,
         plan,
         scoring=scoring,
+        value_width=value_width,
         packed_q=packed_q,
         tiling=tiling,
         layer=layer,
@@ -91,29 +94,31 @@ def attend_decode(
 def partial_states(
     q: Float[Array, "rows q_heads head_dim"],
     k_pages: Float[Array, "pages kv_heads page_size head_dim"],
-    v_pages: Float[Array, "pages kv_heads page_size head_dim"],
+    v_pages: Float[Array, "pages kv_heads page_size head_dim"] | None,
     page_ids: Int[Array, "slots pages_per_slot"],
     plan: DecodePlan,
     *,
     scoring: ScoreTransform,
-    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
+    value_width: int | None = None,
+    packed_q: Float[Array, "blocks items block_rows head_dim"] | None = None,
     tiling: Tiling,
     layer: Layer = 0,
     num_layers: int = 1,
     interpret: plgpu.InterpretGPUParams | bool = False,
 ) -> merging.PartialStates:
     """Runs the decode kernel of `attend_decode` without the merge."""
-    warpgroups.check_shapes(q, k_pages, tiling)
-    kv_heads = k_pages.shape[1]
-    group, slopes, schedule = q.shape[1] // kv_heads, None, plan.schedule
+    has_v_pages = v_pages is not None
+    warpgroups.check_shapes(q, k_pages, tiling, value_width, has_v_pages=has_v_pages)
+    items, group = decode_plan.item_heads(q.shape[1], k_pages.shape[1])
+    slopes, schedule = None, plan.schedule
     if scoring.slopes is not None:
-        # Row t * group + g of KV head h is query head h * group + g.
-        slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(kv_heads, group)
+        # Row t * group + g of item i is query head i * group + g.
+        slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(items, group)
         slopes = jnp.tile(slopes, (1, plan.packing.row.shape[1]))
         padding = plan.rows.shape[2] - slopes.shape[1]
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
-        packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=kv_heads)
+        packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=items)
     given = decode_body.DecodeInputs(
         q=packed_q,
         k=k_pages,
@@ -145,16 +150,24 @@ def _launch(
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
     """Runs the kernel: results of unsplit items, and partial states, in base 2."""
-    num_blocks, kv_heads, block_rows, head_dim = given.q.shape
+    num_blocks, num_items, block_rows, head_dim = given.q.shape
     tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
     _, num_lines, padded_rows = given.rows.shape
-    num_warpgroups = padded_rows // WGMMA_ROWS
+    products, is_latent = padded_rows // WGMMA_ROWS, given.v is None
+    num_warpgroups, value_width = products, head_dim
+    if is_latent:
+        num_warpgroups, value_width = 2, decode_plan.LATENT_VALUE_WIDTH
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
-        inputs = decode_body.DecodeInputs(*references[: len(operands)])
-        outputs = decode_body.DecodeOutputs(*references[len(operands) : -1])
-        shared = references[-1]
+        found = iter(references)
+        inputs = (None if x is None else next(found) for x in given)
+        inputs = decode_body.DecodeInputs(*inputs)
+        *outputs, shared = found
+        outputs = decode_body.DecodeOutputs(*outputs)
+        if is_latent:
+            queries, out = shared.q
+            shared = shared._replace(q=queries, out=out)
         warpgroups.specialize_warpgroups(
             num_warpgroups,
             (248, 40) if num_warpgroups == 1 else (240, 24),
@@ -174,34 +187,34 @@ def _launch(
     tiled = warpgroups.tensor_core_layout()
     boxes = max(1, tile // given.k.shape[2])
     lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
-    q_ring, ring = (tiling.q_stages, *lanes), (stages, tile, head_dim)
-    copies = num_warpgroups * (2 if given.slopes is None else 3)
+    q_ring, ring = (tiling.q_stages, products, WGMMA_ROWS), (stages, tile, head_dim)
+    copies = products * (2 if given.slopes is None else 3)
     barriers = warpgroups.make_barriers
+    queries = plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled)
+    out = plgpu.SMEM((*lanes, min(head_dim, decode_body.OUT_COLUMNS)), wide)
     shared = decode_body.DecodeSharedMemory(
-        q=plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled),
-        rows=plgpu.SMEM(
-            (tiling.q_stages, num_warpgroups, num_lines, WGMMA_ROWS), jnp.int32
-        ),
+        q=plgpu.RefUnion(queries, out) if is_latent else queries,
+        rows=plgpu.SMEM((*q_ring[:2], num_lines, WGMMA_ROWS), jnp.int32),
         slopes=None if given.slopes is None else plgpu.SMEM(q_ring, wide),
         k=plgpu.SMEM(ring, given.k.dtype, transforms=tiled),
-        v=plgpu.SMEM(ring, given.v.dtype, transforms=tiled),
-        out=plgpu.SMEM((*lanes, min(head_dim, decode_body.OUT_COLUMNS)), wide),
+        v=None if is_latent else plgpu.SMEM(ring, given.k.dtype, transforms=tiled),
+        out=None if is_latent else out,
         lse=plgpu.SMEM(lanes, wide),
         q_full=barriers(tiling.q_stages, copies),
         q_free=barriers(tiling.q_stages, num_warpgroups),
         k_full=barriers(stages, boxes),
         k_free=barriers(stages, num_warpgroups),
-        v_full=barriers(stages, boxes),
-        v_free=barriers(stages, num_warpgroups),
-        cleared=barriers(1, num_warpgroups),
+        v_full=None if is_latent else barriers(stages, boxes),
+        v_free=None if is_latent else barriers(stages, num_warpgroups),
+        consumers=barriers(1, num_warpgroups),
     )
-    items, parts = (num_blocks, kv_heads, block_rows), (programs, 2, block_rows)
+    items, parts = (num_blocks, num_items, block_rows), (programs, 2, block_rows)
     return plgpu.kernel(
         decode_attention,
         out_type=[
-            jax.ShapeDtypeStruct((*items, head_dim), wide),
+            jax.ShapeDtypeStruct((*items, value_width), wide),
             jax.ShapeDtypeStruct(items, wide),
-            jax.ShapeDtypeStruct((*parts, head_dim), wide),
+            jax.ShapeDtypeStruct((*parts, value_width), wide),
             jax.ShapeDtypeStruct(parts, wide),
         ],
         scratch_types=[shared],

@@ -9,6 +9,12 @@ Masked positions may hold any value, NaN included: their scores are replaced, th
 values cleared, and pages outside [0, pages) read as zeros, which TMA does for
 out-of-range copies.
 
+Over latent rows the values are the first numbers of the keys, so a tile is copied once
+and held until both products have read it. Two consumers then have the same 64 rows and
+half of the output columns each. Both compute all scores: a buffer to share the weights
+would take 8 of the 11 KiB that queries and two stages leave, and one consumer's softmax
+could not overlap with the other's products.
+
 Source: producer and consumer warpgroups, Shah et al. 2024, arXiv:2407.08608, section
 3.1.
 """
@@ -39,7 +45,7 @@ class DecodeInputs(NamedTuple):
 
     q: Ref
     k: Ref
-    v: Ref
+    v: Ref | None  # None over latent rows
     page_ids: Ref
     layer: Ref
     slot: Ref
@@ -66,20 +72,38 @@ class DecodeOutputs(NamedTuple):
 class DecodeSharedMemory(NamedTuple):
     """Shared memory and barriers of a program."""
 
-    q: Ref  # [q_stages, warpgroups, 64, head_dim]
-    rows: Ref  # [q_stages, warpgroups, lines, 64]
-    slopes: Ref | None  # [q_stages, warpgroups, 64]
+    q: Ref  # [q_stages, products, 64, head_dim]
+    rows: Ref  # [q_stages, products, lines, 64]
+    slopes: Ref | None  # [q_stages, products, 64]
     k: Ref  # [stages, tile, head_dim]
-    v: Ref  # [stages, tile, head_dim]
+    v: Ref | None  # [stages, tile, head_dim]; None over latent rows
     out: Ref  # [warpgroups, 64, columns]
     lse: Ref  # [warpgroups, 64]
     q_full: Ref
     q_free: Ref
     k_full: Ref
     k_free: Ref
-    v_full: Ref
-    v_free: Ref
-    cleared: Ref
+    v_full: Ref | None
+    v_free: Ref | None
+    consumers: Ref  # barrier of all consumers
+
+
+class _Share(NamedTuple):
+    """Part of a block that one consumer computes."""
+
+    warpgroup: Any
+    product: Any  # index of its 64 rows
+    column: Any  # its first column of the output
+    width: int  # number of its columns
+
+
+def _own_share(shared: DecodeSharedMemory, value_width: int) -> _Share:
+    """Returns the share of this warpgroup: 64 rows, or half of the columns of 64."""
+    warpgroup = lax.axis_index("warpgroup")
+    if shared.v is not None:
+        return _Share(warpgroup, warpgroup, 0, value_width)
+    width = value_width // shared.out.shape[0]
+    return _Share(warpgroup, 0, pl.multiple_of(warpgroup * width, width), width)
 
 
 class _Piece(NamedTuple):
@@ -149,10 +173,15 @@ def run_decode_consumer(
     emulated: bool,
 ) -> None:
     """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
-    warpgroup = lax.axis_index("warpgroup")
-    _, kv_heads, block_rows, head_dim = inputs.q.shape
-    tile, num_warpgroups = tiling.tile, -(-block_rows // WGMMA_ROWS)
-    shape = (WGMMA_ROWS, tile)
+    own, tile = _own_share(shared, outputs.out.shape[3]), tiling.tile
+    kv_heads, shape = inputs.q.shape[1], (WGMMA_ROWS, tile)
+    is_latent = shared.v is None
+    v_free = shared.k_free if shared.v_free is None else shared.v_free
+
+    def values_at(stage):
+        if shared.v is not None:
+            return shared.v.at[stage]
+        return shared.k.at[stage, :, pl.ds(own.column, own.width)]
 
     def visit(piece: _Piece) -> None:
         low, high = inputs.low[piece.block], inputs.high[piece.block]
@@ -160,23 +189,33 @@ def run_decode_consumer(
         inner_high = inputs.inner_high[piece.block]
         q_stage = lax.rem(piece.index, jnp.int32(tiling.q_stages))
         plgpu.barrier_wait(shared.q_full.at[q_stage])
-        rows = shared.rows.at[q_stage, warpgroup]
+        rows = shared.rows.at[q_stage, own.product]
         slopes = None
         if shared.slopes is not None:
-            slopes = shared.slopes.at[q_stage, warpgroup]
+            slopes = shared.slopes.at[q_stage, own.product]
 
         def one_tile(i, state):
             begin = (piece.tile + i) * tile
             stage = lax.rem(piece.ring + i, jnp.int32(tiling.stages))
+            values = values_at(stage)
             plgpu.barrier_wait(shared.k_full.at[stage])
+            if is_latent:  # before any consumer reads them as keys
+                _clear(values, begin, low, high, own, shared)
+
+            product_index = own.product
+            if is_latent:
+                # Plus 0, which the compiler cannot know: it would keep the addresses
+                # of all 36 operands of the queries in registers, and spill.
+                product_index += lax.shift_right_logical(stage, jnp.int32(31))
 
             def product(sums):
-                queries = shared.q.at[q_stage, warpgroup]
+                queries = shared.q.at[q_stage, product_index]
                 plgpu.wgmma(sums, queries, shared.k.at[stage].T)
                 return sums[...]
 
             scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-            plgpu.barrier_arrive(shared.k_free.at[stage])
+            if not is_latent:
+                plgpu.barrier_arrive(shared.k_free.at[stage])
             if not scoring.is_linear:
                 scores = _shape_scores(scores, begin, rows, slopes, scoring)
             inside = (begin >= inner_low) & (begin + tile <= inner_high)
@@ -187,16 +226,21 @@ def run_decode_consumer(
                 scores,
             )
             weights, state = softmax.update_rows(scores, state, scoring.factor)
-            plgpu.barrier_wait(shared.v_full.at[stage])
-            _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups)
-            weights = weights.astype(shared.v.dtype)
-            out = softmax.add_product(state.out, weights, shared.v.at[stage], emulated)
-            plgpu.barrier_arrive(shared.v_free.at[stage])
+            if shared.v_full is not None:
+                plgpu.barrier_wait(shared.v_full.at[stage])
+                _clear(values, begin, low, high, own, shared)
+            weights = weights.astype(shared.k.dtype)
+            out = softmax.add_product(state.out, weights, values, emulated)
+            plgpu.barrier_arrive(v_free.at[stage])
             return state._replace(out=out)
 
-        start = softmax.init_rows(head_dim)
+        start = softmax.init_rows(own.width)
         out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
-        plgpu.barrier_arrive(shared.q_free.at[q_stage])
+        if is_latent:  # the output is sent from the memory of the queries
+            plgpu.barrier_arrive(shared.consumers)
+            plgpu.barrier_wait(shared.consumers)
+        else:
+            plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
         lse = top + jnp.log2(total)
         out = out / softmax.broadcast_rows(jnp.where(total > 0, total, 1.0), out.shape)
@@ -211,6 +255,10 @@ def run_decode_consumer(
             where = (lax.axis_index("program"), jnp.where(piece.begins, 1, 0))
             targets = outputs.part_out.at[where], outputs.part_lse.at[where]
             _send(out, lse, shared, *targets)
+
+        if is_latent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(shared.q_free.at[q_stage])
 
     _walk(inputs, kv_heads, tiling, visit)
     plgpu.wait_smem_to_gmem(0)
@@ -241,42 +289,43 @@ def _seen(shape, begin, rows: Ref):
     return seen & (place >= softmax.load_row_values(rows.at[decode_plan.FIRST], shape))
 
 
-def _clear(shared, stage, begin, low, high, warpgroup, num_warpgroups) -> None:
+def _clear(values, begin, low, high, own: _Share, shared: DecodeSharedMemory) -> None:
     """Clears values that no row attends to: a weight of 0 times NaN is NaN."""
-    tile = shared.v.shape[1]
 
-    @pl.when((begin < low) | (begin + tile > high))
+    @pl.when((begin < low) | (begin + values.shape[0] > high))
     def _():
-        @pl.when(warpgroup == 0)
+        @pl.when(own.product == 0)
         def _():
-            softmax.clear_unseen(shared.v.at[stage], begin, low, high)
+            softmax.clear_unseen(values, begin, low, high)
 
-        if num_warpgroups > 1:
-            plgpu.barrier_arrive(shared.cleared)
-            plgpu.barrier_wait(shared.cleared)
+        if shared.out.shape[0] > 1:
+            plgpu.barrier_arrive(shared.consumers)
+            plgpu.barrier_wait(shared.consumers)
 
 
 def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
-    """Writes a warpgroup's rows to global memory, in groups of columns.
+    """Writes a warpgroup's share to global memory, in groups of columns.
 
     The last copies are still in flight when this returns.
     """
-    warpgroup = lax.axis_index("warpgroup")
-    (block_rows, head_dim), width = out_target.shape, shared.out.shape[2]
-    moved = min(block_rows, WGMMA_ROWS)
-    packed = pl.ds(warpgroup * WGMMA_ROWS, moved)
-    for begin in range(0, head_dim, width):
+    (block_rows, value_width), width = out_target.shape, shared.out.shape[2]
+    own, moved = _own_share(shared, value_width), min(block_rows, WGMMA_ROWS)
+    packed = pl.ds(own.product * WGMMA_ROWS, moved)
+    for begin in range(0, own.width, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        shared.out[warpgroup] = out[:, begin : begin + width]
+        shared.out[own.warpgroup] = out[:, begin : begin + width]
         if begin == 0:
-            shared.lse[warpgroup] = lse
+            shared.lse[own.warpgroup] = lse
         plgpu.commit_smem()
-        source = shared.out.at[warpgroup, pl.ds(0, moved)]
-        target = out_target.at[packed, pl.ds(begin, width)]
+        source = shared.out.at[own.warpgroup, pl.ds(0, moved)]
+        target = out_target.at[packed, pl.ds(own.column + begin, width)]
         plgpu.copy_smem_to_gmem(source, target)
         if begin == 0:
-            source = shared.lse.at[warpgroup, pl.ds(0, moved)]
-            plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
+
+            @pl.when(own.column == 0)
+            def _():
+                source = shared.lse.at[own.warpgroup, pl.ds(0, moved)]
+                plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
 
 
 def run_decode_producer(
@@ -284,7 +333,7 @@ def run_decode_producer(
 ) -> None:
     """Runs the producer warpgroup, which copies queries, keys and values."""
     _, kv_heads, block_rows, _ = inputs.q.shape
-    q_stages = tiling.q_stages
+    q_stages, items_per_head = tiling.q_stages, kv_heads // inputs.k.shape[1]
     moved = min(block_rows, WGMMA_ROWS)
 
     def ask_for_rows(piece: _Piece) -> None:
@@ -307,10 +356,14 @@ def run_decode_producer(
                 plgpu.copy_gmem_to_smem(slopes, shared.slopes.at[stage, i], full)
 
     def visit(piece: _Piece) -> None:
-        ask_for_rows(piece)
+        if inputs.v is not None:
+            ask_for_rows(piece)
+        head = piece.head
+        if items_per_head > 1:
+            head = lax.div(head, jnp.int32(items_per_head))
         span = kv_ring.KeySpan(
             slot=inputs.slot[piece.block],
-            head=piece.head,
+            head=head,
             low=inputs.low[piece.block],
             high=inputs.high[piece.block],
         )
@@ -326,8 +379,13 @@ def run_decode_producer(
                 num_layers=num_layers,
                 tiling=tiling,
             )
+            if inputs.v is None:
+                # Queries wait until the last output is sent; the first keys do not.
+                last = jnp.minimum(piece.take, tiling.stages) - 1
+                pl.when(i == last)(lambda: ask_for_rows(piece))
 
     num_tiles, num_pieces = _walk(inputs, kv_heads, tiling, visit)
 
-    kv_ring.drain_stages(num_tiles, tiling.stages, shared.k_free, shared.v_free)
+    free = (shared.k_free, shared.v_free)[: 1 if shared.v is None else 2]
+    kv_ring.drain_stages(num_tiles, tiling.stages, *free)
     kv_ring.drain_stages(num_pieces, q_stages, shared.q_free)

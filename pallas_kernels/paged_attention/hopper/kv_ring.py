@@ -43,9 +43,9 @@ def copy_tile(
 
     Args:
       inputs: has `k` and `v` [pages, kv_heads, page_size, head_dim], `page_ids`, and
-        `layer`.
+        `layer`; `v` is None if the values are part of the keys.
       shared: has the rings `k` and `v`, and their barriers `k_full`, `k_free` and so
-        on.
+        on; there is no ring of values if `v` is None.
       span: keys to read.
       begin: first position of the tile.
       index: number of earlier tiles of this program.
@@ -73,7 +73,7 @@ def copy_tile(
     for source, target, full, free in (
         (inputs.k, shared.k, shared.k_full, shared.k_free),
         (inputs.v, shared.v, shared.v_full, shared.v_free),
-    ):
+    )[: 1 if inputs.v is None else 2]:
 
         @pl.when(index >= tiling.stages)
         def _(free=free):

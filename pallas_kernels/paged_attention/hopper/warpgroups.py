@@ -12,14 +12,24 @@ from pallas_kernels.paged_attention import decode_plan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
-def check_shapes(q: Array, k_pages: Array, tiling: Tiling) -> None:
+def check_shapes(
+    q: Array,
+    k_pages: Array,
+    tiling: Tiling,
+    value_width: int | None = None,
+    *,
+    has_v_pages: bool = True,
+) -> None:
     """Checks the types and sizes of a call.
 
     Raises:
       ValueError: `decode_plan.decode_unsupported_reason` has a reason, or neither of
         the tile of keys and the page size divides the other.
     """
-    if (reason := decode_plan.decode_unsupported_reason(q, k_pages)) is not None:
+    reason = decode_plan.decode_unsupported_reason(
+        q, k_pages, value_width, has_v_pages=has_v_pages
+    )
+    if reason is not None:
         raise ValueError(reason)
     page_size = k_pages.shape[2]
     if max(tiling.tile, page_size) % min(tiling.tile, page_size):

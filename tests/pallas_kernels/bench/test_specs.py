@@ -18,6 +18,14 @@ TINY = [
 ]
 OTHERS = [
     Spec(
+        kind="decode",
+        batch=2,
+        context=21,
+        heads=specs.TINY_LATENT,
+        page_size=8,
+        dtype="float32",
+    ),
+    Spec(
         kind="prefix",
         batch=3,
         context=40,
@@ -63,6 +71,12 @@ def test_counts_equal_hand_computed_ones() -> None:
     copy = Spec(kind="copy", batch=64)
     assert copy.bytes == 64 * 2 * 8 * 16 * 128 * 2
     assert copy.flops == 0
+    # A latent row is read once as keys and values, and once more by heads 64 to 127.
+    latent = dataclasses.replace(one, heads=specs.DEEPSEEK_V3_LATENT, page_size=64)
+    assert latent.bytes == (2 * 1025 * 576 + 128 * (576 + 512)) * 2
+    assert latent.flops == 1025 * 2 * 128 * (576 + 512)
+    lite = dataclasses.replace(latent, heads=specs.DEEPSEEK_V2_LITE_LATENT)
+    assert lite.bytes == (1025 * 576 + 16 * (576 + 512)) * 2
     half = dataclasses.replace(one, dtype="float32")
     assert half.bytes == 2 * one.bytes
 
@@ -95,6 +109,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
             problem.slots,
             context=problem.context,
             ancestors=problem.ancestors,
+            **problem.options,
         ).out
 
     for turn in range(2):
@@ -110,6 +125,7 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
     tokens = spec.shared + int(np.sum(problem.lengths() - spec.shared))
     per_token = spec.heads.kv_heads * spec.heads.head_dim
     assert int(jnp.sum(~jnp.isnan(problem.k_pages))) == 2 * tokens * per_token
+    assert (problem.v_pages is None) == (spec.heads == specs.TINY_LATENT)
 
 
 def test_a_wrong_answer_fails_the_check() -> None:

@@ -54,13 +54,17 @@ OF_BOTH = {
 MORE_OF_BOTH = {
     "wait for results": ("plgpu.wait_smem_to_gmem(0)", "pass"),
     "wait for the last results": (
-        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
-        "pass",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n        shared.out[",
+        "shared.out[",
     ),
 }
-OF_ROWS = "out = softmax.add_product(state.out, weights, shared.v.at[stage], emulated)"
+OF_ROWS = "out = softmax.add_product(state.out, weights, values, emulated)"
+OF_ROWS_FREE = "plgpu.barrier_arrive(v_free.at[stage])"
 DECODE_BUGS = OF_BOTH | {
-    "early release": (OF_ROWS + BETWEEN + V_FREE, V_FREE + BETWEEN + OF_ROWS),
+    "early release": (
+        OF_ROWS + BETWEEN + OF_ROWS_FREE,
+        OF_ROWS_FREE + BETWEEN + OF_ROWS,
+    ),
 }
 MORE_DECODE_BUGS = MORE_OF_BOTH | {
     "wait for values": (V_FULL, "pass"),
