@@ -50,7 +50,7 @@ from jaxkv.progress import QUIET, Progress
 from scaling.corpora import corpora
 from scaling.costs import serving as serving_costs
 from scaling.shapes import from_model
-from scaling.training import architectures
+from scaling.training import architectures, objectives
 
 PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.4)
 
@@ -198,9 +198,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         served, depths = serving.serve_in_turns(
             first[DENSE],
             first[WHOLE],
-            prompts=serving.cut_prompts(
-                corpus.held_out, config.prompt_tokens, config.num_prompts
-            ),
+            prompts=objectives.stream_windows(
+                corpus.held_out,
+                seq_len=config.prompt_tokens - 1,
+                num_windows=config.num_prompts,
+            ).tolist(),
             output_tokens=config.output_tokens,
             num_drafts=config.num_drafts,
             batches=config.batches,

@@ -106,7 +106,8 @@ class Config:
         """Validates the fields."""
         validation.among(self, "kinds", known=KINDS)
         names = ("num_seeds", "seq_len", "batch_size", "rounds", "num_drafts")
-        validation.at_least(self, *names, "prompt_tokens", "output_tokens")
+        validation.at_least(self, *names, "output_tokens")
+        validation.at_least(self, "prompt_tokens", low=2)
         validation.at_least(self, "num_steps", low=10)
         validation.at_least(self, "num_windows", low=2)
         validation.ascending(self, "batches", low=1)

@@ -18,7 +18,6 @@ from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import methods
-from scaling.training import objectives
 
 WITH_DRAFTS = "DeepSeek, with drafts"
 """The model with all three ideas, with drafts of its own module."""
@@ -107,15 +106,6 @@ def page_bytes_per_token(model: ModelConfig, dtype: str = "bfloat16") -> float:
 def _bytes_per_token(pages: Any, bounds: EngineConfig) -> float:
     leaves = jax.tree.leaves(pages)
     return sum(x.nbytes for x in leaves) / (bounds.num_pages * bounds.page_size)
-
-
-def cut_prompts(
-    held_out: np.ndarray, num_tokens: int, num_prompts: int
-) -> list[list[int]]:
-    """Cuts prompts from held-out text, evenly spaced."""
-    return objectives.stream_windows(
-        held_out, seq_len=num_tokens - 1, num_windows=num_prompts
-    ).tolist()
 
 
 def serve_in_turns(
