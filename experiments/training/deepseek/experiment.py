@@ -82,7 +82,7 @@ CONFIGS = {
         num_prompts=2,
         prompt_tokens=8,
         output_tokens=8,
-        num_drafts=2,
+        num_drafts=1,
         batches=(2,),
         rounds=2,
     ),
