@@ -181,6 +181,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layouts": ("tp=5",)}, "tensor"),
         ({"layouts": ("dp=3",)}, "must be a multiple of dp=3's dp"),
     ],
+    "deepseek": [
+        ({"kinds": ("mamba",)}, "kinds=('mamba',) must be of"),
+        ({"num_seeds": 0}, "num_seeds=0 must be at least 1"),
+        ({"num_steps": 9}, "num_steps=9 must be at least 10"),
+        ({"num_windows": 1}, "num_windows=1 must be at least 2"),
+        ({"batches": (8, 1)}, "batches=(8, 1) must be ascending"),
+        ({"batches": (1, 3)}, "num_prompts=16 must be a multiple of"),
+    ],
     "demo": [
         ({"page_size": 0}, "page_size=0 must be at least 1"),
         ({"max_slots": 0}, "max_slots=0 must be at least 1"),

@@ -71,6 +71,14 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
 
 
+@pytest.mark.slow
+def test_modules_of_the_bundled_model_change_no_token(jaxkv: Command) -> None:
+    words = ("stdlib-bytes-deepseek", *BOTH, "--temperature", "0")
+    plain = completions(jaxkv, *words)
+    found = completions(jaxkv, *words, "--speculate", "mtp")
+    assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
+
+
 def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:
     folder = bundled.find_heads_folder("stdlib-bytes", "eagle")
     for words, line in (

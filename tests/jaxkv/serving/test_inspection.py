@@ -230,7 +230,8 @@ def test_models_are_found_by_path_or_name(
     monkeypatch.chdir(tmp_path)
     assert files.model_folder("stdlib-bytes") == bundled
     assert files.model_folder(bundled) == bundled
-    assert [*files.bundled_models()] == ["stdlib-bytes"]
+    names = ["stdlib-bytes", "stdlib-bytes-deepseek"]
+    assert [*files.bundled_models()] == names
     assert jaxkv.bundled_model() == bundled
     (tmp_path / "experiments").mkdir()  # a user's package of the same name
     (tmp_path / "experiments" / "__init__.py").touch()
@@ -247,7 +248,7 @@ def test_models_are_found_by_path_or_name(
     load: Any = jaxkv.Engine.load
     lines = {
         "Qwen/Qwen3-0.6B": "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
-        "stdlib-byte": "unknown model 'stdlib-byte'; did you mean stdlib-bytes?",
+        "stdlib-byte": "unknown model 'stdlib-byte'; did you mean stdlib-bytes or ",
         str(tmp_path / "nowhere"): "no such folder",
     }
     for name, line in lines.items():
