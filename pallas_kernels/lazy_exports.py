@@ -59,4 +59,5 @@ def lazy_exports(
         setattr(module, name, value)
         return value
 
-    return sorted(homes), get_export, lambda: sorted({*vars(module), *homes})
+    names = sorted(homes)
+    return names, get_export, lambda: names

@@ -29,8 +29,8 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from experiments.framework import config_loads, registry, study
-from experiments.framework.claims import Claim, judge
+from experiments.framework import Claim, config_loads, registry, study
+from experiments.framework.claims import judge
 from jaxkv.progress import QUIET, Progress
 from tests.support import commands, folders
 from tests.support.mutation import replace

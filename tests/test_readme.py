@@ -293,6 +293,7 @@ def expected_numbers() -> dict[str, list[str]]:
             f"came to {measured_loss:.3f}",
         ],
         "mixtures against dense": [written("{:.2f}", measured("experts", SEVENTH))],
+        "latent against": [written("{:+.3f}", measured("deepseek", LATENT))],
         "LSTM against": [written("{:.1f}", measured("rivals", "lstm, to equal loss"))],
         "decode at a context of 128": ranged("ratio", context=128),
         "decode at a context of 768": ranged("ratio", context=768),
@@ -322,6 +323,7 @@ SPECULATION = [
 ]
 TRANSLATIONS = [f"translations that begin with the same {x} tokens" for x in (80, 341)]
 CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
+LATENT = "latent attention reaches a lower loss than multi-head attention"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
 
 
@@ -380,6 +382,7 @@ JUDGED = {
     "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
+    "latent against": {"deepseek": ".*than multi-head attention"},
     "LSTM against": {"rivals": "lstm, to equal loss"},
 }
 WORDS = {"hold": "holds", "fail": "fails"}

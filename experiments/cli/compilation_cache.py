@@ -13,7 +13,7 @@ MIN_COMPILE_TIME_S = 0.2
 COMPILE_BOUND = frozenset(
     {
         *("bench_decode", "bench_device", "bundled_heads", "demo", "experts"),
-        *("isoflop", "jacobi", "learning_rate"),
+        *("deepseek", "isoflop", "jacobi", "learning_rate"),
         *("speculation", "speculation_zoo"),
     }
 )

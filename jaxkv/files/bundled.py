@@ -36,7 +36,8 @@ def bundled_model(name: str = "stdlib-bytes") -> Path:
     """Returns the folder of a model, or of draft heads, that ship with the project.
 
     The default is a byte-level Llama of 1.36 million parameters; its draft heads are
-    `stdlib-bytes-eagle` and `stdlib-bytes-medusa`.
+    `stdlib-bytes-eagle` and `stdlib-bytes-medusa`. A checkout of the repository also
+    has `stdlib-bytes-deepseek`, a small model in the form of DeepSeek-V3.
 
     Args:
       name: name of the folder.

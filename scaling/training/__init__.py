@@ -27,7 +27,9 @@ if TYPE_CHECKING:
         tree_specs,
     )
     from scaling.training.objectives import (
+        NEXT_TOKEN,
         MultiTokenPrediction,
+        Objective,
         StreamScore,
         score_documents,
         score_stream,

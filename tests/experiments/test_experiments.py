@@ -11,7 +11,7 @@ import pytest
 from experiments import framework
 from experiments.framework import load_experiment, run_folder
 from pallas_kernels.bench import unavailable_reason
-from scaling.corpora.languages.language import LanguageConfig
+from scaling.corpora import LanguageConfig
 from tests.support import figures, smoke
 from tests.support.folders import RECORDS
 
@@ -180,6 +180,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layouts": ()}, "must be 1 or more"),
         ({"layouts": ("tp=5",)}, "tensor"),
         ({"layouts": ("dp=3",)}, "must be a multiple of dp=3's dp"),
+    ],
+    "deepseek": [
+        ({"kinds": ("mamba",)}, "kinds=('mamba',) must be of"),
+        ({"num_seeds": 0}, "num_seeds=0 must be at least 1"),
+        ({"num_steps": 9}, "num_steps=9 must be at least 10"),
+        ({"num_windows": 1}, "num_windows=1 must be at least 2"),
+        ({"batches": (8, 1)}, "batches=(8, 1) must be ascending"),
+        ({"batches": (1, 3)}, "num_prompts=16 must be a multiple of"),
     ],
     "demo": [
         ({"page_size": 0}, "page_size=0 must be at least 1"),

@@ -11,8 +11,7 @@ import pytest
 
 from jaxkv import decoding, memory, models
 from jaxkv.memory import Pages, make_pages
-from jaxkv.models import PagedForward, make_model_pages, param_shapes
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
 from pallas_kernels import devices
 from tests.support import engines
 from tests.support.engines import MODEL

@@ -10,13 +10,12 @@ import pytest
 
 import jaxkv
 from jaxkv import decoding, models, scheduling, simulation
-from jaxkv.engine.requests import Requests
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig, Requests
 from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling, make_beams
 from jaxkv.serving import make_requests
-from jaxkv.simulation import step
-from jaxkv.simulation.state import Capacity, Simulation, init_simulation
+from jaxkv.simulation import Capacity, Simulation, step
+from jaxkv.simulation.state import init_simulation
 from jaxkv.workloads import make_workload
 from tests.support import engines
 from tests.support.engines import MODEL

@@ -19,7 +19,7 @@ import pytest
 
 import jaxkv
 from jaxkv import decoding, memory, simulation, validation, workloads
-from jaxkv.engine.state import EngineConfig, init
+from jaxkv.engine import EngineConfig, init
 from jaxkv.memory import (
     Pages,
     Rows,
@@ -28,8 +28,8 @@ from jaxkv.memory import (
     make_prefix_cache,
     make_table,
 )
-from jaxkv.models import PagedForward, make_model_pages
-from jaxkv.models.config import Experts, ModelConfig, RopeScaling
+from jaxkv.models import Experts, ModelConfig, PagedForward, make_model_pages
+from jaxkv.models.config import RopeScaling
 from jaxkv.sampling import Sampling, make_beams
 from jaxkv.serving import device_memory, make_requests
 from jaxkv.workloads import Fixed, Gamma

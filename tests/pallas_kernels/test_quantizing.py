@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv import memory, models
-from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory import Pages, copy
-from jaxkv.memory.kv_pages import Rows
+from jaxkv.engine import EngineConfig, EngineState, init
+from jaxkv.memory import Pages, Rows, copy
 from jaxkv.models import make_model_pages
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write_rows

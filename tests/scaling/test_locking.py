@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import registry
-from experiments.framework.study import Experiment
+from experiments.framework import Experiment, registry
 from scaling import locking
 from tests.support.commands import Command
 from tests.support.mutation import replace

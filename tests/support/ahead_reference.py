@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig
 
 
 def reference_logits(

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.api import AttentionState
+from pallas_kernels.paged_attention import AttentionState, paged_attention
 
 attend = jax.jit(
     paged_attention,

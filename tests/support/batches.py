@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxkv import scheduling
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig
 from tests.support import engines
 from tests.support.engines import MODEL, Ask, Outcome, Run, pages_of
 

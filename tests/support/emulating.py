@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_packing
 from pallas_kernels.online_softmax import ScoreTransform
-from pallas_kernels.paged_attention import decode_plan, prefill_plan
-from pallas_kernels.paged_attention.dispatch import KernelTilings
+from pallas_kernels.paged_attention import KernelTilings, decode_plan, prefill_plan
 from pallas_kernels.paged_attention.hopper import decode, kv_ring, prefill
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support.kernel_cases import Case

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxkv import parallel, scheduling
-from jaxkv.engine import run_steps
-from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.state import EngineConfig, init
-from jaxkv.models import PagedForward, make_model_pages, param_axes, param_shapes
-from jaxkv.models.config import ModelConfig
+from jaxkv.engine import EngineConfig, Speculation, init, run_steps
+from jaxkv.models import (
+    ModelConfig,
+    PagedForward,
+    make_model_pages,
+    param_axes,
+    param_shapes,
+)
 from jaxkv.parallel import degree_of, experts_of, fit_config, param_specs, state_specs
 from jaxkv.scheduling import Policy
 from jaxkv.serving import programs

@@ -11,25 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import clock, engine, models, scheduling
-from jaxkv.engine import LogitsFn
-from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.requests import DrainedSequences, Requests
-from jaxkv.engine.state import (
+from jaxkv.engine import (
     CANCELLED,
-    FULL,
-    NOT_A_NUMBER,
-    NOT_ENDED,
     REASONS,
-    STOPPED,
+    DrainedSequences,
     EngineConfig,
     EngineState,
+    LogitsFn,
+    Requests,
+    Speculation,
+    StepInfo,
     init,
 )
-from jaxkv.engine.steps import StepInfo
+from jaxkv.engine.state import FULL, NOT_A_NUMBER, NOT_ENDED, STOPPED
 from jaxkv.ledger import NO_SEQUENCE, SequenceEvents, SequenceProgress
 from jaxkv.memory import Eviction, count_prefix_faults
 from jaxkv.models import (
     Forward,
+    ModelConfig,
     PagedForward,
     Params,
     init_params,
@@ -37,12 +36,11 @@ from jaxkv.models import (
     param_shapes,
     save_model,
 )
-from jaxkv.models.config import ModelConfig
 from jaxkv.sampling import Sampling, penalise
 from jaxkv.sampling import sample as sample_tokens
 from jaxkv.scheduling import Policy
 from jaxkv.serving import HostSpace, make_requests
-from jaxkv.text.tokenizer import ByteTokenizer
+from jaxkv.text import ByteTokenizer
 from tests.support.shapes import SMALL
 
 MODEL = ModelConfig(

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.engine.steps import StepInfo
+from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from tests.support.engines import Ask
 from tests.support.oracle import Oracle
 

@@ -13,8 +13,7 @@ from jaxkv import server
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import StallError
 from jaxkv.server import HttpService, make_app
-from jaxkv.serving import Completion, Event
-from jaxkv.serving.outputs import FinishedAnswer
+from jaxkv.serving import Completion, Event, FinishedAnswer
 from jaxkv.text import ByteTokenizer
 
 KEY = "a-secret-key"

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models import param_shapes
-from jaxkv.models.config import LatentConfig, ModelConfig, RopeScaling
+from jaxkv.models import LatentConfig, ModelConfig, param_shapes
+from jaxkv.models.config import RopeScaling
 from tests.support import engines
 
 LATENT = dataclasses.replace(

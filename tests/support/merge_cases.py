@@ -7,12 +7,12 @@ import numpy as np
 
 from pallas_kernels import row_packing
 from pallas_kernels.paged_attention import (
+    DecodePlan,
     PartialStates,
     decode_plan,
     merge_and_unpack,
     stream_k,
 )
-from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 PROGRAMS = 7

@@ -6,8 +6,7 @@ tests compare states, not only sizes.
 
 import numpy as np
 
-from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.page_table import Table
+from jaxkv.memory import NO_PAGE, Pool, Table
 
 
 class Oracle:

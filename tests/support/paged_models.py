@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig
 from jaxkv.memory import Rows
-from jaxkv.models.config import ModelConfig
-from jaxkv.models.paged import PagedForward, make_model_pages
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages
 from tests.support import engines
 
 ROWS = 24

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import scheduling
-from jaxkv.scheduling import Policy
-from jaxkv.scheduling.interface import Counts, Plan
+from jaxkv.scheduling import Counts, Plan, Policy
 
 LINE = 4
 

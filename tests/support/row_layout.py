@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.memory import KVLayout
-from jaxkv.memory.kv_pages import Pages, Rows
+from jaxkv.memory import KVLayout, Pages, Rows
 from jaxkv.models import ForwardResult
 
 VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4

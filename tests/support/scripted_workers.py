@@ -5,10 +5,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, WorkerSpec
+from jaxkv.disaggregation import WorkerSpec
+from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report
 from jaxkv.sampling import Sampling
-from jaxkv.serving import Completion, Event
-from jaxkv.serving.outputs import FinishedAnswer
+from jaxkv.serving import Completion, Event, FinishedAnswer
 
 IDENTITY = {"weights": "a", "page_size": "4"}
 PREFILL = WorkerSpec(role="prefill", folder="model")

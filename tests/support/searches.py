@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from jaxkv import scheduling
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig
 from jaxkv.models import load_model
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling import Counts, Plan
-from jaxkv.scheduling.first_come import FCFS
+from jaxkv.scheduling import FCFS, Counts, Plan
 from tests.support import engines
 from tests.support.engines import Ask, Run
 from tests.support.folders import GOLDEN

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig
 
 SMALL = ModelConfig(
     vocab_size=257,

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import clock, scheduling
-from jaxkv.engine import init, run_steps, submit
-from jaxkv.engine.drafting import Speculation
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine import EngineConfig, EngineState, Speculation, init, run_steps, submit
 from jaxkv.memory import make_pages
-from jaxkv.models.interface import ForwardResult
+from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import NO_LIMIT, Policy, RequestAttributes
 from jaxkv.serving import make_requests

@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cli import run as cli_run
-from experiments.framework import SMOKE, SavedRun, load_experiment, read_run
-from experiments.framework.claims import Claim
-from experiments.framework.study import Study
+from experiments.framework import (
+    SMOKE,
+    Claim,
+    SavedRun,
+    Study,
+    load_experiment,
+    read_run,
+)
 from experiments.plotting import render_figure
 from tests.support import engines, texts
 
@@ -19,7 +24,7 @@ QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
-    *("bundled_heads", "chatbot", "chunked_prefill", "disaggregation"),
+    *("bundled_heads", "chatbot", "chunked_prefill", "deepseek", "disaggregation"),
     *("expert_parallel", "experts", "fit_coverage", "flash_attention", "isoflop"),
     *("jacobi", "known_entropy", "learning_rate", "memory_waste", "page_tables"),
     *("preemption", "prefix_caching", "sharing", "speculation", "speculation_zoo"),
@@ -93,10 +98,19 @@ def _drafting(config: Any) -> dict[str, Any]:
     }
 
 
+def _small_text(config: Any) -> dict[str, Any]:
+    place = folder() / "small_text"
+    pattern = f"{place}/*.py"
+    if not place.is_dir():
+        texts.write_functions(place, num=30, times=20)
+    return {"corpus": dataclasses.replace(config.corpus, pattern=pattern, held_out=0.2)}
+
+
 CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bench_device": lambda _: {"folder": str(folder() / "device")},
     "bundled_heads": _drafting,
     "bundled_model": _trained,
+    "deepseek": _small_text,
     "demo": _served(64),
     "isoflop": _swept,
     "jacobi": _served(64),

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig
 from scaling.corpora import CorpusConfig
-from scaling.sweeps.grid import SweepConfig
+from scaling.sweeps import SweepConfig
 from tests.support import texts
 from tests.support.shapes import SMALL
 

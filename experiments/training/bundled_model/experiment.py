@@ -3,7 +3,8 @@
 The `shipped` config trained the model in `models/stdlib-bytes`: a constant learning
 rate on short windows (the trunk), then a cooldown on windows as long as served
 contexts. The same command resumes a stopped run. `deep` trains a model with 3 times as
-many layers, for which the shipped one is a draft model.
+many layers, for which the shipped one is a draft model. `deepseek` trained the model in
+`models/stdlib-bytes-deepseek`, with the layers of DeepSeek-V3.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from experiments.plotting import (
     set_labels,
 )
 from jaxkv import files, validation
-from jaxkv.models import ModelConfig, save_model
+from jaxkv.models import Experts, LatentConfig, ModelConfig, save_model
 from jaxkv.progress import QUIET, Progress
 from jaxkv.text import ByteTokenizer
 from scaling import training
@@ -43,7 +44,14 @@ from scaling.corpora import (
     encode_documents,
     load_documents,
 )
-from scaling.training import TrainConfig, score_documents, serving_config
+from scaling.training import (
+    NEXT_TOKEN,
+    MultiTokenPrediction,
+    Objective,
+    TrainConfig,
+    score_documents,
+    serving_config,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +86,17 @@ class Config:
         """Training text."""
         assert isinstance(self.trunk.corpus, CorpusConfig)
         return self.trunk.corpus
+
+    @property
+    def objective(self) -> Objective:
+        """Training objective: that of the model's modules for multi-token prediction.
+
+        Without modules it is the next-token loss.
+        """
+        model = serving_config(self.trunk.model)
+        if not model.num_ahead_layers:
+            return NEXT_TOKEN
+        return MultiTokenPrediction()
 
     @property
     def cooldown(self) -> TrainConfig:
@@ -119,6 +138,35 @@ _SHIPPED = Config(
     folder="runs/stdlib-bytes",
     export="experiments/models/stdlib-bytes",
 )
+_DEEPSEEK_MODEL = ModelConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=128,
+    num_layers=3,
+    num_q_heads=4,
+    num_kv_heads=4,
+    head_dim=48,
+    mlp_size=240,
+    max_positions=1024,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    latent=LatentConfig(kv_rank=48, q_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
+    num_ahead_layers=1,
+    experts=Experts(
+        num_experts=16,
+        top_k=4,
+        size=48,
+        shared_size=48,
+        scoring="sigmoid",
+        gate_bias=True,
+        num_groups=4,
+        top_groups=2,
+        scale=2.0,
+        num_dense_layers=1,
+        balance_weight=0.0,
+        bias_rate=1e-3,
+    ),
+    family="deepseek_v3",
+)
 _DEEP_MODEL = dataclasses.replace(_SHIPPED.trunk.model, num_layers=12, mlp_size=416)
 
 CONFIGS = {
@@ -155,6 +203,18 @@ CONFIGS = {
         folder="runs/stdlib-bytes-deep",
         export="runs/stdlib-bytes-deep/model",
     ),
+    "deepseek": dataclasses.replace(
+        _SHIPPED,
+        trunk=dataclasses.replace(
+            _SHIPPED.trunk,
+            model=_DEEPSEEK_MODEL,
+            num_steps=500,
+            learning_rate=1.5e-2,
+        ),
+        cooldown_steps=100,
+        folder="runs/stdlib-bytes-deepseek",
+        export="experiments/models/stdlib-bytes-deepseek",
+    ),
 }
 
 
@@ -189,12 +249,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     split = load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
-        runs = [training.train(config.trunk, folder / "trunk", progress=progress)]
+        how: Any = {"objective": config.objective, "progress": progress}
+        runs = [training.train(config.trunk, folder / "trunk", **how)]
         if runs[0].status == "done":
             at, start = folder / "cooldown", runs[0].checkpoint
-            runs.append(
-                training.train(config.cooldown, at, start=start, progress=progress)
-            )
+            runs.append(training.train(config.cooldown, at, start=start, **how))
     params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
     tokens, loss, before = [], [], 0
     for part in runs:
@@ -262,26 +321,28 @@ def model_card(config: Config, split: TextSplit, result: Result) -> str:
     rows = [
         ("held-out bits per byte, these bfloat16 weights", result.bits_per_byte),
         ("the same before rounding to bfloat16", result.bits_per_byte_float32),
-        ("training loss at the end, nats per token", np.mean(result.loss[-10:])),
+        ("training loss of the last report, nats per token", result.loss[-1]),
     ]
+    name, drafts, loss = "shipped", "", ""
+    if num := model.num_ahead_layers:
+        name, drafts = "deepseek", " --speculate mtp"
+        loss = f"""The loss is that of the next token, plus 0.3 times the mean loss of
+        {num} module for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section
+        2.2)."""
     parts = [
-        "---\nlicense: psf-2.0\ntags: [llama, byte-level, code]\n---",
+        f"---\nlicense: psf-2.0\ntags: [{model.family}, byte-level, code]\n---",
         f"# {Path(config.export).name}",
         f"""A decoder-only transformer of {result.num_params / 1e6:.2f} million
         parameters that writes text like {data}. It is small enough to ship with the
         project and to run on any machine: a model for tests and demonstrations of a
         serving engine, not for writing programs.""",
         "## Use",
-        f"    jaxkv generate {Path(config.export).name} --prompt 'def '",
+        f"    jaxkv generate {Path(config.export).name} --prompt 'def '{drafts}",
         f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {END} ends a
         document and also precedes one. Contexts of up to {window} tokens were
         trained.""",
         "## Shape",
-        f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied embeddings):
-        hidden size {model.hidden_size}, {model.num_layers} layers,
-        {model.num_q_heads} query and {model.num_kv_heads} KV heads of
-        {model.head_dim}, MLP {model.mlp_size}, vocabulary {model.vocab_size}.
-        Weights in bfloat16.""",
+        describe_shape(model),
         "## Data",
         f"""{data[0].upper()}{data[1:]}, without tests, code tables, generated texts and
         copies: {len(split.train)} files of {count_bytes(split.train):,} bytes
@@ -293,15 +354,34 @@ def model_card(config: Config, split: TextSplit, result: Result) -> str:
         f"""Held-out files are scored in consecutive windows of {window} tokens, every
         byte and every document's end once.""",
         "## Training",
-        "    jaxkv run bundled_model shipped",
+        f"    jaxkv run bundled_model {name}",
         f"""{result.num_tokens:,} tokens ({epochs:.1f} epochs):
         {trunk.num_steps:,} steps of {trunk.batch_size} x {trunk.seq_len} tokens at a
         constant learning rate of {trunk.learning_rate}, then
         {config.cooldown_steps:,} steps of {config.cooldown_batch_size} x {window} while
         it falls to zero. Muon for the layers' matrices, AdamW for other parameters,
-        seed {trunk.seed}. {training_note(result.duration_s)}""",
+        seed {trunk.seed}. {loss} {training_note(result.duration_s)}""",
     ]
     return card_text(parts)
+
+
+def describe_shape(model: ModelConfig) -> str:
+    """Returns a paragraph on the architecture and sizes of a model."""
+    sizes = f"hidden size {model.hidden_size}, {model.num_layers} layers"
+    ends = f"MLP {model.mlp_size}, vocabulary {model.vocab_size}. Weights in bfloat16."
+    latent, experts = model.latent, model.experts
+    if latent is None or experts is None:
+        return f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied
+        embeddings): {sizes}, {model.num_q_heads} query and {model.num_kv_heads} KV
+        heads of {model.head_dim}, {ends}"""
+    return f"""DeepSeek-V3 architecture: {sizes}, {model.num_q_heads} heads of latent
+    attention (latent {latent.kv_rank}, compressed query {latent.q_rank}, heads of
+    {latent.nope_dim} without positions and {latent.rope_dim} with, values of
+    {latent.value_dim}), {experts.num_experts} routed experts of {experts.size} in
+    {experts.num_groups} groups, {experts.top_k} of them per token from
+    {experts.top_groups} groups, a shared expert of {experts.shared_size},
+    {experts.num_dense_layers} first layer without experts, {model.num_ahead_layers}
+    module for multi-token prediction, {ends} Experts are balanced by bias."""
 
 
 def training_note(duration_s: float) -> str:

@@ -15,8 +15,7 @@ import pytest
 from experiments.bench import peer_process
 from experiments.bench.decode import experiment, jaxkv_engine
 from experiments.framework import load_experiment
-from experiments.harness import host_share, load_benchmark_model
-from experiments.harness.timing import CallTimes
+from experiments.harness import CallTimes, host_share, load_benchmark_model
 from jaxkv import memory
 from jaxkv.progress import Quiet
 from jaxkv.sampling import Sampling

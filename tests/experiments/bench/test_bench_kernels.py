@@ -16,21 +16,24 @@ from jax.experimental.mosaic.gpu import profiler
 from experiments.bench import peer_process
 from experiments.bench.kernels import experiment, peer_frameworks, report
 from experiments.bench.kernels.experiment import Config
-from experiments.framework import load_experiment
-from experiments.framework.report import Sheet
-from experiments.harness.kernels import Implementation, KernelRun, calls, runs
+from experiments.framework import Sheet, load_experiment
+from experiments.harness import Implementation, KernelRun
+from experiments.harness.kernels import calls, runs
 from jaxkv.progress import Quiet
 from pallas_kernels import devices
 from pallas_kernels.bench import (
     SETS,
+    Ceilings,
+    Spec,
+    Timing,
     compile_function,
+    num_turns,
     problems,
     specs,
     unavailable_reason,
 )
 from pallas_kernels.bench import timing as bench_timing
-from pallas_kernels.bench.specs import Spec
-from pallas_kernels.bench.timing import Ceilings, Timing, _cupti, _queue, num_turns
+from pallas_kernels.bench.timing import _cupti, _queue
 from pallas_kernels.devices import Target
 from pallas_kernels.paged_attention import KernelTilings, decode_plan, merging, stream_k
 from tests.support import smoke

@@ -14,8 +14,7 @@ from experiments.bench.launches import experiment
 from experiments.bench.launches.experiment import CONFIGS, Launches
 from experiments.cli import run
 from experiments.framework import Experiment, load_experiment, run_folder
-from pallas_kernels.bench import deviceless
-from pallas_kernels.bench.launches import Route, Thunk
+from pallas_kernels.bench import Route, Thunk, deviceless
 from tests.support import folders, smoke
 from tests.support.mutation import replace
 

@@ -9,9 +9,9 @@ from experiments import harness
 from experiments.bench.simulate import experiment, plain_scheduler
 from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
-from jaxkv.simulation.state import Capacity, Simulation
+from jaxkv.simulation import Capacity, Simulation
 from jaxkv.simulation.step import init_simulation, simulate_steps
-from jaxkv.workloads.arrivals import Workload
+from jaxkv.workloads import Workload
 from tests.support import smoke
 
 NUM = 40

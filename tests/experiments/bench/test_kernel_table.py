@@ -9,8 +9,7 @@ from experiments.bench.kernels import report
 from experiments.bench.kernels.experiment import Config, _row
 from experiments.framework import begin_run, finish_run, load_experiment
 from experiments.plotting import style
-from pallas_kernels.bench import SETS
-from pallas_kernels.bench.timing import Ceilings
+from pallas_kernels.bench import SETS, Ceilings
 from tests.support.mutation import replace
 
 ONE, TWO, COPY = (SETS["quick"][i] for i in (0, 2, 8))

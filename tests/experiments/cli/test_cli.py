@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.cli import compilation_cache
-from experiments.framework import registry, run_folder
-from experiments.framework.study import Experiment
+from experiments.framework import Experiment, registry, run_folder
 from tests.support.commands import (
     Command,
     assert_nothing_heavy_is_imported,

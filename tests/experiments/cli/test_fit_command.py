@@ -13,17 +13,17 @@ from matplotlib import pyplot as plt
 
 from experiments.fitting import Config, drawing, fitting, grids, report
 from experiments.fitting.report import metrics, summary
-from scaling.fits import fit as fit_law
 from scaling.fits import (
+    describe_thinning,
+    from_json,
     levenberg_marquardt,
     profile,
 )
-from scaling.fits.fitting import describe_thinning, from_json
-from scaling.frontiers import Frontier, frontier_set
-from scaling.frontiers.frontier import Minima, PowerLaw
-from scaling.laws import simulate_isoflop_runs
-from scaling.laws.published import CHINCHILLA
-from scaling.logs.log import read_log
+from scaling.fits import fit as fit_law
+from scaling.frontiers import Frontier, PowerLaw, frontier_set
+from scaling.frontiers.frontier import Minima
+from scaling.laws import CHINCHILLA, simulate_isoflop_runs
+from scaling.logs import read_log
 from tests.support import traces
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping

@@ -18,8 +18,7 @@ from experiments.cli.console import AnswerWriter
 from experiments.harness import bundled, terminal_text
 from jaxkv import models
 from jaxkv.models import load_model
-from jaxkv.serving import Engine
-from jaxkv.serving.outputs import Event
+from jaxkv.serving import Engine, Event
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused, command, document
 
@@ -70,6 +69,14 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
     folder = str(bundled.find_heads_folder("stdlib-bytes", kind))
     named = completions(jaxkv, *words, "--speculate", kind, "--heads", folder)
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
+
+
+@pytest.mark.slow
+def test_modules_of_the_bundled_model_change_no_token(jaxkv: Command) -> None:
+    words = ("stdlib-bytes-deepseek", *BOTH, "--temperature", "0")
+    plain = completions(jaxkv, *words)
+    found = completions(jaxkv, *words, "--speculate", "mtp")
+    assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
 
 
 def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:

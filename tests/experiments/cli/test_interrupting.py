@@ -16,8 +16,7 @@ import pytest
 from experiments.cli.console import interrupts
 from experiments.framework import load_experiment, run_folder
 from experiments.training.bundled_model import experiment
-from scaling.training import restore_checkpoint
-from scaling.training.step import init_train_state
+from scaling.training import init_train_state, restore_checkpoint
 from tests.support import engines
 
 TIMEOUT_S = 120

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scaling import fits
-from scaling.fits.fitting import to_json
+from scaling.fits import to_json
 from scaling.laws import CHINCHILLA, compute_optimum
 from scaling.plan import budgets
 from tests.support.commands import Command, assert_refused, document, words

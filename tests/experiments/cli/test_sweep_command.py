@@ -9,9 +9,8 @@ import pytest
 from experiments.framework import config_dumps, config_loads
 from experiments.harness import sweep_tables
 from scaling.fits import from_json
-from scaling.sweeps import SWEEPS, TRAININGS
-from scaling.sweeps.grid import SweepConfig
-from scaling.training.recipes import TrainConfig
+from scaling.sweeps import SWEEPS, TRAININGS, SweepConfig
+from scaling.training import TrainConfig
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import RECORDS
 

@@ -17,7 +17,7 @@ from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.framework import load_experiment
 from jaxkv.models import load_model
 from scaling.corpora import CorpusConfig
-from scaling.training.consistency import Consistency
+from scaling.training import Consistency
 from tests.support import smoke
 
 STUDY = next(x for x in load_experiment("jacobi").studies if x.run is fine_tuning.run)

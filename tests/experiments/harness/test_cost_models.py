@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import RooflineCost, figure_12, make_roofline_cost, named_costs
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import Work
 from scaling import shapes
 from scaling.costs import find_device, steps
 from tests.support.folders import RECORDS

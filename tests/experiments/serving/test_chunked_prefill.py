@@ -10,7 +10,7 @@ from experiments import harness
 from experiments.harness import PAGE_SIZE
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.experiment import Result
-from jaxkv.scheduling.prefill_chunks import chunked_prefill
+from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import SerializedPhases, make_work
 from tests.support import smoke
 from tests.support.plans import counts, plan_of

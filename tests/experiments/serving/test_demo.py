@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework.report import Sheet
+from experiments.framework import Sheet
 from experiments.framework.study import studies_of
 from experiments.harness import cut_held_out_prompts, draw_ragged_lengths
 from experiments.plotting import timelines
 from experiments.serving.demo import experiment
 from jaxkv.engine import StepInfo
 from jaxkv.sampling import Sampling
-from jaxkv.serving.outputs import Completion, FinishedAnswer
-from jaxkv.text.tokenizer import ByteTokenizer
+from jaxkv.serving import Completion, FinishedAnswer
+from jaxkv.text import ByteTokenizer
 from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping

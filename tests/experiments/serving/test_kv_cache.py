@@ -9,8 +9,8 @@ import pytest
 
 from experiments.serving.kv_cache import counting, experiment
 from experiments.serving.kv_cache.experiment import CONFIGS, Config, TokenTimes
-from scaling.costs.flops import decode_terms, forward_terms, total_flops
-from scaling.shapes.description import HeadAttention, ModelShape
+from scaling.costs import decode_terms, forward_terms, total_flops
+from scaling.shapes import HeadAttention, ModelShape
 from tests.support import smoke
 
 MODEL = ModelShape(

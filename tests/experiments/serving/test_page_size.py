@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import config_dumps
-from experiments.framework.study import Experiment, studies_of
-from experiments.harness.kernels import Implementation, KernelRun, runs
+from experiments.framework import Experiment, config_dumps
+from experiments.framework.study import studies_of
+from experiments.harness import Implementation, KernelRun
+from experiments.harness.kernels import runs
 from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
 from experiments.serving.page_size.serving import Result, Serving
-from pallas_kernels.bench import timing
-from pallas_kernels.bench.timing import Timing
+from pallas_kernels.bench import Timing, timing
 from tests.support import smoke
 from tests.support.mutation import replace
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.framework import table
-from experiments.harness.sentence_model import SentenceLanguage, SentenceModel
+from experiments.harness import SentenceLanguage, SentenceModel
 from experiments.serving.page_tables import experiment
 from experiments.serving.page_tables.frames import Frames
-from jaxkv.memory import Rows, make_pages
-from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.memory import NO_PAGE, Rows, make_pages
 from tests.support import smoke
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.harness.stepper import Stepper
+from experiments.harness import Stepper
 from experiments.serving.prefix_caching import experiment, serving, workloads
 from tests.support import smoke, traces
 from tests.support.commands import Command, assert_refused

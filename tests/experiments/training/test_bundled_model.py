@@ -14,7 +14,7 @@ from experiments.harness import bundled
 from experiments.training.bundled_model import experiment
 from jaxkv.models import load_model, read_config
 from scaling.corpora import END, load_documents
-from scaling.training import score_documents
+from scaling.training import NEXT_TOKEN, MultiTokenPrediction, score_documents
 from tests.support import smoke
 from tests.support.impatience import Stopping
 
@@ -59,12 +59,19 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-def test_the_shipped_model_fits_its_limits() -> None:
-    config = experiment.CONFIGS["shipped"]
+@pytest.mark.parametrize("name", ["shipped", "deepseek"])
+def test_the_shipped_models_fit_their_limits(name: str) -> None:
+    config = experiment.CONFIGS[name]
     assert config.cooldown.seq_len == 512
-    folder = bundled.FOLDER / "stdlib-bytes"
+    folder = bundled.FOLDER / Path(config.export).name
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
     assert read_config(folder) == config.trunk.model
+
+
+def test_modules_are_trained_with_their_objective() -> None:
+    objective = experiment.CONFIGS["deepseek"].objective
+    assert objective == MultiTokenPrediction(weight=0.3)
+    assert experiment.CONFIGS["shipped"].objective == NEXT_TOKEN
 
 
 def test_a_cooldown_is_needed() -> None:

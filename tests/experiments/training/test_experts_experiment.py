@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.framework import load_experiment
-from experiments.framework.report import Sheet
+from experiments.framework import Sheet, load_experiment
 from experiments.training.experts import experiment, runs
 from scaling.training import count_model_parameters
 from tests.support import smoke

@@ -13,8 +13,14 @@ from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
 from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
-from scaling.sweeps import count_cost, family_shape, fit_powers, nearest_shape
-from scaling.sweeps.learning_rates import extrapolate, optimal_rates
+from scaling.sweeps import (
+    count_cost,
+    extrapolate,
+    family_shape,
+    fit_powers,
+    nearest_shape,
+    optimal_rates,
+)
 from tests.support import smoke
 
 

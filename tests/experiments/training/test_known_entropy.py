@@ -10,7 +10,7 @@ from experiments.training.known_entropy import experiment
 from experiments.training.known_entropy.experiment import CONFIGS
 from experiments.training.known_entropy.runs import train_language
 from jaxkv.progress import QUIET
-from scaling.corpora.languages.language import LanguageConfig
+from scaling.corpora import LanguageConfig
 from tests.support import smoke
 from tests.support.impatience import Stopping
 

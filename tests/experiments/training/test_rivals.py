@@ -16,7 +16,7 @@ from experiments.training.rivals.runs import NUM_TRIALS, SideResult, SideRuns
 from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
 from scaling.frontiers import best_runs
-from scaling.sweeps.learning_rates import next_rate
+from scaling.sweeps import next_rate
 from scaling.training import count_model_parameters, resize_model
 from tests.support import smoke
 from tests.support.impatience import Stopping

@@ -9,7 +9,7 @@ import pytest
 from jaxkv import clock, scheduling
 from jaxkv.models import PagedForward, load_model
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling.first_come import fcfs
+from jaxkv.scheduling import fcfs
 from jaxkv.serving import refusals
 from tests.support import engines
 from tests.support.engines import Ask

@@ -14,8 +14,7 @@ import pytest
 
 from jaxkv import decoding, scheduling
 from jaxkv.memory import Pages, make_pool
-from jaxkv.models import PagedForward, param_shapes
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig, PagedForward, param_shapes
 from tests.support import pool_sized
 from tests.support.engine_programs import (
     CONFIG,

@@ -24,7 +24,7 @@ from jaxkv.models import (
     make_model_pages,
     save_model,
 )
-from jaxkv.scheduling.first_come import fcfs
+from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
 from jaxkv.speculation import (
     Eagle,

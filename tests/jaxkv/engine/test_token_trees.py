@@ -10,8 +10,7 @@ import pytest
 from jaxkv.engine import drafting
 from jaxkv.engine.drafting import Drafts
 from jaxkv.engine.emitting import Answer, verification
-from jaxkv.memory import make_pages, move_tokens
-from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.memory import NO_PAGE, make_pages, move_tokens
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 

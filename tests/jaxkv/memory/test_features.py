@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import clock, models, scheduling
-from jaxkv.engine.state import init
+from jaxkv.engine import init
 from jaxkv.memory import make_pages, parent_places, read_features, write_features
 from jaxkv.memory.kv_pages import Rows
 from jaxkv.memory.page_pool import NO_PAGE

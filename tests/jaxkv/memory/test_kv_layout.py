@@ -28,9 +28,9 @@ from jaxkv.memory import (
     to_host,
 )
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models.partition import TENSOR
+from jaxkv.models import TENSOR
 from jaxkv.parallel import pages_specs
-from jaxkv.scheduling.first_come import fcfs
+from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write_rotated_kv

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from jaxkv import arrays, clock, engine, memory, scheduling
-from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.engine import EngineConfig, EngineState, init
 from jaxkv.memory import Pages, Rows, prefix_cache, prefix_eviction
 from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefix_cache import PrefixCache
-from jaxkv.models.interface import ForwardResult
+from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from tests.support import engines, traces
 from tests.support.engines import Ask, Outcome

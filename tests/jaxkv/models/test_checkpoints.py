@@ -20,7 +20,7 @@ from jaxkv.models import init_params, load_model, param_forms, read_config, save
 from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
-from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
+from jaxkv.text import ByteTokenizer, Tokenizer
 from tests.support.folders import GOLDEN
 
 FOLDERS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig
 from jaxkv.models import (
     ModelConfig,
     add_transposed_weights,

@@ -19,8 +19,7 @@ from jaxkv.parallel import layout, make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig
 from pallas_kernels.paged_attention import api
-from scaling.costs import prefill_traffic
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout, prefill_traffic
 from scaling.shapes import describe_config
 from tests.support import engines, latent_models, meshes
 from tests.support.folders import GOLDEN, ROOT

@@ -4,13 +4,12 @@ import collections
 
 import pytest
 
-from jaxkv.engine.state import EngineConfig
-from jaxkv.models.config import ModelConfig
+from jaxkv.engine import EngineConfig
+from jaxkv.models import ModelConfig
 from jaxkv.parallel.collectives import find_collectives
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
-from scaling.costs import decode_traffic, prefill_traffic
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout, decode_traffic, prefill_traffic
 from scaling.shapes import describe_config
 from tests.support import engine_programs
 

@@ -14,8 +14,7 @@ from jaxkv import parallel
 from jaxkv.memory import Rows
 from jaxkv.models import row_parts
 from jaxkv.parallel import WHOLE, make_mesh, map_over_mesh
-from scaling.costs import prefill_traffic
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout, prefill_traffic
 from scaling.shapes import describe_config
 from tests.support import engines, meshes
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine.state import EngineState
+from jaxkv.engine import EngineState
 from jaxkv.ledger import SequenceEvents
 from jaxkv.parallel import make_mesh, place_state
 from tests.support import engine_programs, engines

@@ -11,8 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import load_model
-from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models import Experts, ModelConfig, load_model
 from jaxkv.parallel import (
     WHOLE,
     collectives,
@@ -23,8 +22,7 @@ from jaxkv.parallel import (
 )
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig
-from scaling.costs import decode_traffic
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout, decode_traffic
 from scaling.shapes import describe_config
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT

@@ -15,10 +15,9 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import speculation, validation
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine import Speculation
 from jaxkv.engine.emitting import logit_rows
-from jaxkv.models import LoadedModel, load_model, save_model
-from jaxkv.models.paged import PagedForward
+from jaxkv.models import LoadedModel, PagedForward, load_model, save_model
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, methods, static_tree

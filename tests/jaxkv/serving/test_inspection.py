@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.framework import ResultTable, column
-from experiments.framework.table import Ints
+from experiments.framework import Ints, ResultTable, column
 from jaxkv import files
 from jaxkv.engine import EngineState
-from jaxkv.memory.page_table import PageTableView, SlotPages
+from jaxkv.memory import PageTableView, SlotPages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
 from jaxkv.simulation import results
@@ -39,7 +38,7 @@ def engine() -> jaxkv.Engine:
 
 
 def test_the_package_lists_its_names() -> None:
-    packages = {*dir(jaxkv)} - {*jaxkv.__all__}
+    packages = {*dir(jaxkv)} - {*jaxkv.__all__, "__version__"}
     assert packages == {x.name for x in pkgutil.iter_modules(jaxkv.__path__)} - {
         *("arrays", "clock", "progress", "validation")
     }
@@ -231,7 +230,8 @@ def test_models_are_found_by_path_or_name(
     monkeypatch.chdir(tmp_path)
     assert files.model_folder("stdlib-bytes") == bundled
     assert files.model_folder(bundled) == bundled
-    assert [*files.bundled_models()] == ["stdlib-bytes"]
+    names = ["stdlib-bytes", "stdlib-bytes-deepseek"]
+    assert [*files.bundled_models()] == names
     assert jaxkv.bundled_model() == bundled
     (tmp_path / "experiments").mkdir()  # a user's package of the same name
     (tmp_path / "experiments" / "__init__.py").touch()
@@ -248,7 +248,7 @@ def test_models_are_found_by_path_or_name(
     load: Any = jaxkv.Engine.load
     lines = {
         "Qwen/Qwen3-0.6B": "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
-        "stdlib-byte": "unknown model 'stdlib-byte'; did you mean stdlib-bytes?",
+        "stdlib-byte": "unknown model 'stdlib-byte'; did you mean stdlib-bytes or ",
         str(tmp_path / "nowhere"): "no such folder",
     }
     for name, line in lines.items():

@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.models import LoadedModel, PagedForward, load_model, make_model_pages
 from jaxkv.serving import requests
-from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
+from jaxkv.text import ByteTokenizer, Tokenizer
 from tests.support import engines
 from tests.support import tokenizers as tokenizers_support
 from tests.support.folders import TOKENIZED

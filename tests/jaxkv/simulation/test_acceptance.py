@@ -12,7 +12,7 @@ import pytest
 
 from experiments.harness import cost_models
 from jaxkv import scheduling, simulation
-from jaxkv.engine.drafting import AcceptResult, Drafter, Drafts, Speculation
+from jaxkv.engine import AcceptResult, Drafter, Drafts, Speculation
 from jaxkv.ledger import Slots
 from jaxkv.sampling import request_key, request_keys
 from jaxkv.scheduling import interface

@@ -13,7 +13,7 @@ from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
-from jaxkv.workloads.arrivals import Workload
+from jaxkv.workloads import Workload
 from tests.support.buddies import Buddies
 from tests.support.simulations import COST
 

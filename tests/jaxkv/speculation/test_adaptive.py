@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine.drafting import Speculation, VerifyOutput
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig, Speculation, VerifyOutput
 from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL

@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 
 from jaxkv import clock, models, sampling
-from jaxkv.engine import run_steps
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
-from jaxkv.engine.state import EngineConfig, EngineState, init
+from jaxkv.engine import (
+    Drafter,
+    Drafts,
+    EngineConfig,
+    EngineState,
+    Speculation,
+    init,
+    run_steps,
+)
 from jaxkv.models import PagedForward, make_model_pages, param_shapes, run_sequences
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import (

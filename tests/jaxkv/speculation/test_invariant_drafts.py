@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine.state import init
+from jaxkv.engine import init
 from jaxkv.speculation import (
     EagleConfig,
     LoadedHeads,

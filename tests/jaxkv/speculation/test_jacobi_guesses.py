@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine.drafting import VerifyOutput
+from jaxkv.engine import VerifyOutput
 from jaxkv.speculation import Jacobi
 from tests.support import engines, mutation
 from tests.support.engines import TIGHT

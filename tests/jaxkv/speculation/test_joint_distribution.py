@@ -16,12 +16,18 @@ import numpy as np
 import pytest
 
 from jaxkv import arrays, sampling
-from jaxkv.engine import drafting, model_runner
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
+from jaxkv.engine import (
+    Drafter,
+    Drafts,
+    EngineConfig,
+    Speculation,
+    drafting,
+    init,
+    model_runner,
+)
 from jaxkv.engine.emitting import verification
-from jaxkv.engine.state import EngineConfig, init
 from jaxkv.memory import make_pages
-from jaxkv.models.interface import ForwardResult
+from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import (
     Adaptive,

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import drafting
-from jaxkv.engine.state import EngineConfig
+from jaxkv.engine import EngineConfig, drafting
 from jaxkv.speculation import Lookahead, lookahead
 from tests.support import engines
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine.drafting import Speculation
+from jaxkv.engine import Speculation
 from jaxkv.models import (
     PagedForward,
     load_model,

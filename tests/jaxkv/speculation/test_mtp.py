@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine.state import EngineConfig, EngineState, init
-from jaxkv.memory.kv_pages import Rows
-from jaxkv.models import ModelConfig, init_params
-from jaxkv.models.config import Experts
+from jaxkv.engine import EngineConfig, EngineState, init
+from jaxkv.memory import Rows
+from jaxkv.models import Experts, ModelConfig, init_params
 from jaxkv.speculation import (
     EngineParts,
     ModelWeights,

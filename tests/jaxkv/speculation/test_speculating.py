@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import steps
-from jaxkv.engine.drafting import Drafter, Drafts, Speculation
-from jaxkv.engine.state import EngineConfig, init
+from jaxkv.engine import Drafter, Drafts, EngineConfig, Speculation, init, steps
 from jaxkv.models import PagedForward, make_model_pages, param_shapes
 from jaxkv.sampling import Sampling
-from jaxkv.scheduling.first_come import fcfs
+from jaxkv.scheduling import fcfs
 from jaxkv.speculation import (
     Adaptive,
     DraftModel,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
-from jaxkv.scheduling.interface import NO_LIMIT
-from jaxkv.text.tokenizer import ByteTokenizer
+from jaxkv.scheduling import NO_LIMIT
+from jaxkv.text import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths, recordings
 from jaxkv.workloads.lengths import (
     ALPACA,

@@ -13,14 +13,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv import memory
-from jaxkv.engine.drafting import Speculation
-from jaxkv.memory import Pages
-from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
+from jaxkv.engine import Speculation
+from jaxkv.memory import DEFAULT_LAYOUT, Pages
 from jaxkv.speculation import Lookahead, NGram, SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.bench import deviceless
-from pallas_kernels.page_ops import copy_mosaic_gpu
-from pallas_kernels.page_ops.copy import copy_pages
+from pallas_kernels.page_ops import copy_mosaic_gpu, copy_pages
 from tests.support import engine_programs
 
 WHY_NOT = deviceless.unavailable_reason()

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv import memory
-from jaxkv.memory import Rows
-from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
-from jaxkv.memory.kv_pages import Pages
-from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.memory import DEFAULT_LAYOUT, NO_PAGE, Pages, Rows
 from pallas_kernels.page_ops.copy import copy_pages
 from tests.support.trees import ints
 

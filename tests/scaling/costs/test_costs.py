@@ -18,12 +18,14 @@ from scaling.costs import (
 )
 from scaling.shapes import (
     CONFIGS,
+    HeadAttention,
+    MixtureShape,
+    ModelShape,
     describe,
     describe_config,
     describe_huggingface,
     load_shape,
 )
-from scaling.shapes.description import HeadAttention, MixtureShape, ModelShape
 from tests.support.folders import GOLDEN
 from tests.support.refusals import refused
 from tests.support.shapes import BIASED, GROUPED

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import models
-from jaxkv.models import layers, param_shapes
-from jaxkv.models.config import ModelConfig
+from jaxkv.models import ModelConfig, layers, param_shapes
 from scaling import shapes
 from scaling.costs import (
     check_layout,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scaling.fits import intervals, levenberg_marquardt, make_observations
-from scaling.laws.published import CHINCHILLA
+from scaling.laws import CHINCHILLA
 from tests.support import mutation
 from tests.support.mutation import Bug
 

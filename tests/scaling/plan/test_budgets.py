@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from scaling.laws import CHINCHILLA, CONSTANTS, LAWS, compute_optimum
-from scaling.laws.published import TwoPowers
+from scaling.laws import CHINCHILLA, CONSTANTS, LAWS, TwoPowers, compute_optimum
 from scaling.plan import DataLimit, best_offer, budgets, parse_offer
 
 LECTURE = budgets.law_two_powers(CHINCHILLA, CONSTANTS["lecture"])

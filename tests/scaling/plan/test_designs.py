@@ -10,7 +10,7 @@ from scaling.costs import count_parameters, training_step_flops
 from scaling.laws import CHINCHILLA, CONSTANTS
 from scaling.plan import budgets, designs
 from scaling.plan.designs import DesignFamily
-from scaling.shapes.description import HeadAttention
+from scaling.shapes import HeadAttention
 
 FAMILY = DesignFamily()
 GRID = designs.make_grid(FAMILY)

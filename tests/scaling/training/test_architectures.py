@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models.config import Experts, ModelConfig
+from jaxkv.models import Experts, ModelConfig
 from scaling.training import architectures, objectives, optimizers
 from scaling.training.recipes import OptimizerConfig
 from scaling.training.recurrent import NUM_GATES, RecurrentConfig

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import models
 from scaling.corpora import streams
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout
 from scaling.training import TrainConfig, TrainState, make_records, train_in_memory
 from scaling.training.consistency import Consistency, Trajectory
 from tests.support import engines

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.models import ModelConfig, param_shapes
-from jaxkv.models.config import Experts
-from scaling.costs.parallelism import Layout
+from jaxkv.models import Experts, ModelConfig, param_shapes
+from scaling.costs import Layout
 from scaling.training import (
+    Objective,
     divided_gradient,
     gather_tree,
-    objectives,
     place_training_tree,
     transformer_rows,
 )
@@ -140,4 +139,4 @@ def test_models_without_modules_are_refused() -> None:
         loss_of(params_of(MODEL), MODEL)
     with pytest.raises(ValueError, match="weight=-1"):
         MultiTokenPrediction(weight=-1.0)
-    assert isinstance(OBJECTIVE, objectives.Objective)
+    assert isinstance(OBJECTIVE, Objective)

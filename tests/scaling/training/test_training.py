@@ -29,8 +29,7 @@ from scaling.corpora import (
     load_documents,
     open_corpus,
 )
-from scaling.costs import parse_layout
-from scaling.costs.parallelism import Layout
+from scaling.costs import Layout, parse_layout
 from scaling.training import (
     TrainResult,
     compiled_steps,

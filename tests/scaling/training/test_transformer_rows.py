@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv.models import Experts, init_params
-from jaxkv.models.config import ModelConfig, RopeScaling
+from jaxkv.models import Experts, ModelConfig, init_params
+from jaxkv.models.config import RopeScaling
 from scaling.training import transformer_rows
 
 LLAMA = ModelConfig(

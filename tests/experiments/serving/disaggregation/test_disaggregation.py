@@ -10,8 +10,14 @@ from experiments import harness
 from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
-from jaxkv.simulation import KVTransferred, disaggregated, make_work
-from jaxkv.simulation.disaggregated import PhasePlacement, RequestLoad, RequestTiming
+from jaxkv.simulation import (
+    KVTransferred,
+    PhasePlacement,
+    RequestLoad,
+    RequestTiming,
+    disaggregated,
+    make_work,
+)
 from jaxkv.workloads import Lengths, Objectives, fifo_finish_s
 from tests.support import smoke
 

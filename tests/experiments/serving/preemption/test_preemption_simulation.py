@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.framework.report import Sheet
+from experiments.framework import Sheet
 from experiments.framework.study import studies_of
 from experiments.serving.preemption import simulation
 from experiments.serving.preemption.simulation import Config, Result, SimulatedServings

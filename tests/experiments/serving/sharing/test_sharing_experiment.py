@@ -7,18 +7,21 @@ import numpy as np
 import pytest
 
 from experiments.framework import load_experiment
-from experiments.harness import draw_lengths, make_stepper, measured_page_saving
-from experiments.harness.prompts import PromptRequest
+from experiments.harness import (
+    PromptRequest,
+    draw_lengths,
+    make_stepper,
+    measured_page_saving,
+)
 from experiments.serving.sharing import measurement, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, PageTableScenes
 from experiments.serving.sharing.requests import Client
 from jaxkv import scheduling
-from jaxkv.memory.page_pool import NO_PAGE
+from jaxkv.memory import NO_PAGE
 from jaxkv.models import load_model
 from jaxkv.progress import QUIET
 from jaxkv.sampling import Sampling
-from jaxkv.workloads import ALPACA, SHAREGPT, Pair
-from jaxkv.workloads.lengths import Lengths
+from jaxkv.workloads import ALPACA, SHAREGPT, Lengths, Pair
 from tests.support import smoke as support_smoke
 from tests.support.impatience import Impatient, Stopping
 from tests.support.smoke import measured_values, run

@@ -12,8 +12,7 @@ from experiments.serving.sharing.simulation import (
     SimulatedSavings,
     TranslationRates,
 )
-from jaxkv.simulation import SimulationMember
-from jaxkv.simulation.step import Work
+from jaxkv.simulation import SimulationMember, Work
 from tests.support.commands import Command, document
 
 
