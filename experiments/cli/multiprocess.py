@@ -65,10 +65,10 @@ def check_command(command: str) -> None:
       ValueError: the command does not divide its work.
     """
     joined = sys.modules.get("jaxkv.parallel.processes")
-    if joined is not None and joined.num() > 1 and command not in MANY:
+    if joined is not None and joined.num_processes() > 1 and command not in MANY:
         raise ValueError(
-            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of {joined.num()} "
-            f"processes would repeat {command}"
+            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of "
+            f"{joined.num_processes()} processes would repeat {command}"
         )
 
 
@@ -110,7 +110,7 @@ def is_first_process() -> bool:
 def is_peer_loss(error: Exception) -> bool:
     """Returns True if an error means that another process has ended."""
     joined = sys.modules.get("jaxkv.parallel.processes")
-    is_joined = joined is not None and joined.num() > 1
+    is_joined = joined is not None and joined.num_processes() > 1
     return is_joined and ("Gloo" in str(error) or "NCCL" in str(error))
 
 
