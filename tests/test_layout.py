@@ -118,15 +118,17 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(path: Path, *, lazy: bool = True) -> Iterator[tuple[int, str]]:
-    """Yields the line and dotted name of every import; lazy ones (in functions) too."""
-    tree = syntax_tree(path)
+@functools.cache
+def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
+    """Returns line and dotted name of every import; lazy ones (in functions) too."""
+    tree, found = syntax_tree(path), []
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [(node.lineno, name) for name in names]
+    return found
 
 
 def is_inside(name: str, module: str) -> bool:
@@ -354,7 +356,7 @@ def test_public_names_are_defined_once() -> None:
     """No two modules define a public class or function of the same name."""
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in syntax_tree(path).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 if not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(module)

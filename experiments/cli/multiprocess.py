@@ -65,10 +65,11 @@ def check_command(command: str) -> None:
       ValueError: the command does not divide its work.
     """
     joined = sys.modules.get("jaxkv.parallel.processes")
-    if joined is not None and joined.num_processes() > 1 and command not in MANY:
+    num = 1 if joined is None else joined.num_processes()
+    if num > 1 and command not in MANY:
         raise ValueError(
-            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of "
-            f"{joined.num_processes()} processes would repeat {command}"
+            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of {num} "
+            f"processes would repeat {command}"
         )
 
 

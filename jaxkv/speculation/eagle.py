@@ -133,7 +133,9 @@ class EagleConfig:
     @property
     def layer(self) -> ModelConfig:
         """Shape of a model with the drafter's single layer."""
-        return dataclasses.replace(self.target, num_layers=1, experts=None)
+        return dataclasses.replace(
+            self.target, num_layers=1, num_ahead_layers=0, experts=None
+        )
 
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""

@@ -104,8 +104,7 @@ class SpeculationConfig:
     """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
     """Layers of the model that "early-exit" runs, for example those found by
-    `layer_search.search`, or the number of first layers; None means half of the
-    layers."""
+    `search_layers`, or the number of first layers; None means half of the layers."""
     heads_folder: Any = None
     """Folder of the heads of "medusa" or "eagle", trained for this model."""
     adaptive: bool = False
@@ -164,10 +163,15 @@ def build_speculative(
       heads: heads of "medusa" or "eagle".
 
     Raises:
-      ValueError: a model, heads or modules are missing, or do not fit the method or the
-        target.
+      ValueError: a model, heads, modules or drafts are missing, or do not fit the
+        method or the target.
     """
     method = None if speculation is None else speculation.method
+    if method is not None and bounds.max_drafts < 1:
+        raise ValueError(
+            f"max_drafts={bounds.max_drafts} must be at least 1 with "
+            f"speculate={method!r}"
+        )
     if (draft is not None) != (method == "draft-model"):
         raise ValueError(
             "draft must be given if, and only if, the method is 'draft-model'"

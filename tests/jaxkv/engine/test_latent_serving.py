@@ -16,16 +16,26 @@ from jaxkv.disaggregation import identity
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.memory import KVLayout
-from jaxkv.models import ModelConfig, PagedForward, make_model_pages
+from jaxkv.models import (
+    Experts,
+    ModelConfig,
+    PagedForward,
+    load_model,
+    make_model_pages,
+    save_model,
+)
 from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
 from jaxkv.speculation import (
     Eagle,
     EagleConfig,
+    ModelWeights,
     SharedNoiseVerifier,
     TargetAndDraftParams,
     TargetWithEagle,
     build_self_speculative,
+    build_speculative,
+    parse_speculation,
     unroll_drafts,
 )
 from tests.support import batches, engines, latent_models
@@ -33,6 +43,27 @@ from tests.support.asks import alike, groups
 from tests.support.engines import Ask, Run
 from tests.support.latent_models import LATENT, YARN
 from tests.support.trees import assert_same
+
+DEEPSEEK = dataclasses.replace(
+    LATENT,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    experts=Experts(
+        num_experts=4,
+        top_k=2,
+        size=8,
+        shared_size=8,
+        scoring="sigmoid",
+        gate_bias=True,
+        num_groups=2,
+        top_groups=1,
+        scale=2.5,
+        num_dense_layers=1,
+    ),
+    num_ahead_layers=1,
+    family="deepseek_v3",
+)
+"""All parts of DeepSeek-V3: latents, experts with biases, and a module that drafts."""
 
 
 def serve(asks: Sequence[Ask], config: EngineConfig, **how: Any) -> Run:
@@ -76,6 +107,7 @@ def check_greedy(config: EngineConfig, preemption: Any) -> None:
     assert (run.info.num_swapped_out.sum() > 0) == (preemption == "swap")
 
 
+@pytest.mark.thorough
 def test_greedy_tokens_equal_whole_sequences() -> None:
     check_greedy(sized(2, prefix_cache=True, max_swap_pages=16), "swap")
 
@@ -168,6 +200,41 @@ def test_drafts_change_no_token(name: str) -> None:
     assert tokens_of(run) == engines.plain(asks, config, model=LATENT, weights=weights)
     assert run.info.num_drafts is not None
     assert run.info.num_drafts.sum() > 100
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kind", ["model", pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_own_module_drafts_for_a_saved_mixture(kind: Any, tmp_path: Path) -> None:
+    """Greedy tokens of a model in DeepSeek-V3's form equal those of its logits."""
+    folder = save_model(tmp_path / "m", DEEPSEEK, latent_models.params(DEEPSEEK))
+    model, params, *_ = load_model(folder)
+    asks = greedy(8)
+    fields = {"max_drafts": 2, "token_budget": 40, "max_swap_pages": 8}
+    config = sized(4, kv_dtype=kind, prefix_cache=True, **fields)
+    parts = build_speculative(
+        ModelWeights(model, params), config, parse_speculation("mtp"), dtype="float32"
+    )
+    run = engines.serve(
+        asks,
+        config,
+        fcfs(preemption="swap"),
+        weights=parts.params,
+        forward=parts.forward,
+        state=init(config, parts.pages, ()),
+        speculation=parts.speculation,
+    )
+    if kind == "model":
+        wanted = engines.plain(asks, config, model=DEEPSEEK, weights=params)
+    else:
+        wanted = tokens_of(
+            serve(asks, dataclasses.replace(config, max_drafts=0), model=DEEPSEEK)
+        )
+    assert tokens_of(run) == wanted
+    assert run.info.num_drafts is not None
+    assert run.info.num_drafts.sum() > 50
+    assert run.info.num_swapped_out.sum() > 0
 
 
 def test_pages_have_a_row_for_each_token() -> None:

@@ -405,3 +405,5 @@ def test_other_models_have_layers_of_their_own() -> None:
     shapes, drawn = config.param_shapes(), config.init_params(jax.random.key(0))
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(lambda x: x.shape, shapes)
     assert not {"embed", "head"} & drawn.keys()
+    ahead = dataclasses.replace(tied, num_ahead_layers=2)
+    assert EagleConfig(target=ahead, taps=(2,)).param_shapes() == shapes

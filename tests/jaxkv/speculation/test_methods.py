@@ -262,7 +262,7 @@ def served(method: Any, layers: Any = None, **models: Any) -> EngineParts:
         (lambda: loaded(max_drafts=2), "config.max_drafts=2 must be 0 without specu"),
         (
             lambda: loaded(max_drafts=0, speculate="jacobi"),
-            "config.max_drafts=0 must be 0 without speculation, at least 1 with it",
+            "max_drafts=0 must be at least 1 with speculate='jacobi'",
         ),
         (
             lambda: dataclasses.replace(engines.TIGHT, max_drafts=64),
