@@ -107,6 +107,7 @@ def check_greedy(config: EngineConfig, preemption: Any) -> None:
     assert (run.info.num_swapped_out.sum() > 0) == (preemption == "swap")
 
 
+@pytest.mark.thorough
 def test_greedy_tokens_equal_whole_sequences() -> None:
     check_greedy(sized(2, prefix_cache=True, max_swap_pages=16), "swap")
 

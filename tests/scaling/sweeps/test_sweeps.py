@@ -30,6 +30,7 @@ from scaling.sweeps import (
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Cell, Lane, SweepConfig
 from scaling.training import score_stream
+from scaling.training.step import TrainStepInfo
 from tests.support import sweeping
 from tests.support.impatience import Stopping
 from tests.support.sweeping import model
@@ -235,7 +236,7 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
         if not calls:
             time.sleep(0.4)
         calls.append(num_steps)
-        return state, jnp.float32(5.0)
+        return state, TrainStepInfo(jnp.float32(5.0), None)
 
     monkeypatch.setattr(branching, "_program", lambda *args: compiled_first)
     lane = grid.Lane(1e-2, 0)
