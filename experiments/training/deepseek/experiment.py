@@ -255,6 +255,14 @@ def _row(trained: TrainedModel) -> dict[str, Any]:
 
 
 CLAIMS = claims_file(__file__)
+LOSS_CLAIMS = {
+    ("MLA", "MHA"): "MLA_over_MHA",
+    ("MLA", "GQA"): "MLA_over_GQA",
+    ("MHA", "MQA"): "MHA_over_MQA",
+    ("balanced by bias", "balanced by loss"): "balanced_by_bias_over_balanced_by_loss",
+    ("DeepSeek", "MHA"): "DeepSeek_over_MHA",
+}
+"""Claims on the difference of the losses of two kinds."""
 
 
 @CLAIMS.judge
@@ -265,9 +273,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         off = np.abs(models.kv_bytes - models.kv_formula).max()
         yield measured("kv_bytes", off, num=len(models))
     for row in result.differences.rows():
-        names = row["ours"], row["theirs"]
-        id = "_over_".join(names).replace(" ", "_")
-        if id not in CLAIMS.ids:
+        id = LOSS_CLAIMS.get((row["ours"], row["theirs"]))
+        if id is None:
             continue
         # An interval of the gain, which is above 0 if the loss is lower.
         shown = judge_direction(-row["high"], -row["low"], above=0)

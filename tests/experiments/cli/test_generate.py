@@ -216,7 +216,7 @@ def output(found: list[dict]) -> str:
     [
         ("", "MODEL is missing: a folder, or one of: stdlib-bytes"),
         ("--prompt x", "MODEL is missing"),
-        ("stdlib-byte --prompt x", "did you mean stdlib-bytes?"),
+        ("stdlib-byte --prompt x", "stdlib-bytes or stdlib-bytes-deepseek?"),
         ("no/such/folder --prompt x", "unknown model 'no/such/folder'"),
         ("stdlib-bytes", "--prompt must be given at least once"),
         ("stdlib-bytes --promt x", "did you mean --prompt?"),
