@@ -74,7 +74,7 @@ def test_a_cancelled_search_frees_all_pages() -> None:
     assert all(each.tokens == [] for each in outcomes.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_search_ends_where_logits_are_not_finite() -> None:
     loaded = load_model(GOLDEN / "llama")
     head = "embed" if loaded.config.tie_embeddings else "head"

@@ -240,7 +240,7 @@ def test_invalid_value_widths_are_refused() -> None:
         rotate(jnp.zeros((1, 2, 4, 8)), cos_sin, k, v[..., :4], ints(0), ints(0))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_engine_with_row_layout() -> None:
     """Forks, copies, preemption and swapping to the host do not change answers."""
     asks, answers = groups(1, 16), []

@@ -238,7 +238,7 @@ def fit(name: str, verifier: Any) -> float:
 
 
 QUICKEST = {("n-gram", "rejection")}
-THOROUGH = {("jacobi", "coupled"), ("tree, drawn", "rejection")}
+THOROUGH = {("jacobi", "coupled")}
 
 
 def pairs() -> list[Any]:

@@ -197,7 +197,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
     ("drafter", "bounds", "asks"),
     [
         marked("n-gram", "cached", "shared prefix"),
-        marked("tree", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("tree", "cached", "shared prefix"),
         marked("tree", "swapping", "groups"),
         marked("tree", "tight", "singles"),
         marked("medusa", "tight", "singles"),
