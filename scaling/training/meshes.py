@@ -55,6 +55,8 @@ def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None
         raise ValueError(f"{layout=} must have pipeline or ring and ulysses, not both")
     if layout.pipeline > 1 and (mixed := model.experts) and mixed.num_dense_layers:
         raise ValueError(f"{mixed.num_dense_layers=} must be 0 with pipeline stages")
+    if layout.pipeline > 1 and model.num_ahead_layers:
+        raise ValueError(f"{model.num_ahead_layers=} must be 0 with pipeline stages")
     if model.num_kv_heads % layout.tensor:
         # Replicated KV heads would be trained separately.
         raise ValueError(

@@ -358,6 +358,11 @@ def test_an_extra_exchange_is_counted(
         ("ep=2,tp=2,gather", MIXTURE, "must have expert or tensor, not both"),
         ("ep=2,ulysses=2,gather", MIXTURE, "expert=2 must divide data=1"),
         ("pp=2,dp=2", SHARED, "num_dense_layers=1 must be 0 with pipeline stages"),
+        (
+            "pp=2,dp=2",
+            {"num_ahead_layers": 1},
+            "num_ahead_layers=1 must be 0 with pipeline stages",
+        ),
         ("tp=3", {"num_kv_heads": 3, "num_q_heads": 9}, "tensor=3 must divide the 32"),
     ],
 )
