@@ -1,0 +1,21 @@
+"""Calibration of simulated servers to measured ones."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.calibration.measurements import (
+        LatencySummary,
+        MeasuredStage,
+        read_measured_stages,
+    )
+    from scaling.calibration.server_cost import (
+        PRIOR,
+        ServerCoefficients,
+        ServerCost,
+        draw_coefficients,
+        make_server_cost,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
