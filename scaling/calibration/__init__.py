@@ -17,5 +17,13 @@ if TYPE_CHECKING:
         draw_coefficients,
         make_server_cost,
     )
+    from scaling.calibration.server_stages import (
+        StageLatencies,
+        StageLoad,
+        compare_stage,
+        make_stage_load,
+        num_kv_blocks,
+        simulate_stage,
+    )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)
