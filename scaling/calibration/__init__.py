@@ -10,6 +10,13 @@ if TYPE_CHECKING:
         MeasuredStage,
         read_measured_stages,
     )
+    from scaling.calibration.posterior import (
+        DISCREPANCY,
+        NOISE,
+        ServerPosterior,
+        fit_posterior,
+        predict_stage,
+    )
     from scaling.calibration.server_cost import (
         PRIOR,
         ServerCoefficients,
@@ -24,6 +31,11 @@ if TYPE_CHECKING:
         make_stage_load,
         num_kv_blocks,
         simulate_stage,
+    )
+    from scaling.calibration.steady_state import (
+        SteadyLoad,
+        SteadyState,
+        find_steady_state,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)
