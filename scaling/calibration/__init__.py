@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         NOISE,
         ServerPosterior,
         fit_posterior,
+        leave_out,
         predict_stage,
     )
     from scaling.calibration.server_cost import (

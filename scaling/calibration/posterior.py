@@ -15,8 +15,8 @@ Sources: Kennedy and O'Hagan 2001, doi:10.1111/1467-9868.00294 (discrepancy);
 Rubin 1988, "Using the SIR algorithm to simulate posterior distributions".
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +155,27 @@ def predict_stage(
             for summary, scale in zip(found, (whole, first, whole), strict=True)
         )
     )
+
+
+def leave_out(
+    stages: Sequence[MeasuredStage], by: Literal["model", "load"]
+) -> Iterator[tuple[list[MeasuredStage], list[MeasuredStage]]]:
+    """Yields stages to fit, and stages to predict; overloaded ones are in neither.
+
+    Args:
+      stages: the stages.
+      by: "model" leaves out all stages of one model at a time, "load" one stage.
+    """
+    validation.choice("by", by, ("model", "load"))
+    kept = [stage for stage in stages if not stage.is_overloaded]
+    names = [
+        shapes.describe_checkpoint(stage.model).name if by == "model" else stage.name
+        for stage in kept
+    ]
+    for name in dict.fromkeys(names):
+        is_out = [x == name for x in names]
+        pairs = list(zip(kept, is_out, strict=True))
+        yield [x for x, out in pairs if not out], [x for x, out in pairs if out]
 
 
 def make_surrogate(

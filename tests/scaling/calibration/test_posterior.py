@@ -17,6 +17,7 @@ from scaling.calibration import (
     StageLatencies,
     draw_coefficients,
     fit_posterior,
+    leave_out,
     posterior,
     predict_stage,
     read_measured_stages,
@@ -144,3 +145,13 @@ def test_intervals_include_the_discrepancy_of_a_model(
         assert np.std(after) == pytest.approx(NOISE[i], rel=0.3)
         assert np.mean(before) == pytest.approx(0, abs=4 * total / 8)
         assert np.mean(after) == pytest.approx(shift[0, i], abs=NOISE[i])
+
+
+def test_models_and_loads_are_left_out_one_at_a_time() -> None:
+    other = {"model": "codellama/CodeLlama-34b-hf", "run": "b"}
+    changes = ({}, {"stage": 1}, other, {**other, "stage": 1, "failures": 2})
+    stages = [dataclasses.replace(FIRST, **x) for x in changes]
+    a, b, c, _ = stages
+    assert list(leave_out(stages, "model")) == [([c], [a, b]), ([a, b], [c])]
+    expected = [([b, c], [a]), ([a, c], [b]), ([a, b], [c])]
+    assert list(leave_out(stages, "load")) == expected
