@@ -99,7 +99,9 @@ PRIOR: Mapping[str, tuple[float, float]] = {
 Shares: the highest measured rates are 0.8 of the peak of an H100 in products
 (`costs.devices`) and about 0.9 in reads; kernels of a server reach less. Overheads:
 launches of some microseconds for a layer, about a millisecond of host work for a step,
-some milliseconds of HTTP and tokenising for a request. No value was fitted."""
+some milliseconds of HTTP and tokenising for a request. No value was fitted, but
+`ingest_s` and `delivery_lag` were chosen after a look at published first-token times of
+H100 servers: predictions of left-out rows of that table are not free of it."""
 
 
 def draw_coefficients(
