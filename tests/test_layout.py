@@ -41,7 +41,7 @@ LAYERS = {
     "scaling": (
         "locking shapes laws corpora",
         "logs costs fits",
-        "frontiers training plan",
+        "frontiers training plan calibration",
         "sweeps",
     ),
     "experiments": (

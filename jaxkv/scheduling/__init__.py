@@ -36,5 +36,6 @@ if TYPE_CHECKING:
     from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, stall_error
     from jaxkv.scheduling.static_batching import static
     from jaxkv.scheduling.victims import Victim
+    from jaxkv.scheduling.vllm import vllm_scheduler
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

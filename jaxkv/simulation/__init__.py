@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         simulate_jobs,
         simulate_placements,
     )
-    from jaxkv.simulation.driver import part_size, simulate, stack
+    from jaxkv.simulation.driver import pad_workload, part_size, simulate, stack
     from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
     from jaxkv.simulation.outcomes import read_outcomes
     from jaxkv.simulation.results import SimulationResult

@@ -58,7 +58,8 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
-            "the workloads of all members must have limits and attributes, or none must"
+            "the workloads of all members must have limits, attributes and contexts, "
+            "or none must"
         )
     for name in ("policy", "cost", "reservation", "acceptance"):
         kinds = {jax.tree.structure(getattr(member, name)) for member in singles}
@@ -89,6 +90,7 @@ def pad_workload(workload: Workload, num: int) -> Workload:
         clients=w.clients,
         limit=None if w.limit is None else padded(w.limit, 1),
         attributes=jax.tree.map(lambda x: padded(x, 0), w.attributes),
+        context=None if w.context is None else padded(w.context, 0),
     )
 
 

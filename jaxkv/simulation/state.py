@@ -123,7 +123,8 @@ def init_simulation(
     # Requests that fit into an idle engine.
     shared, own = max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
     fits = shared + w.samples * own <= c.num_pages
-    fits &= (w.prompt + w.output <= c.max_length) & (w.samples <= max_slots)
+    length = w.prompt + w.output + (0 if w.context is None else w.context)
+    fits &= (length <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
     if (r := reservation) is not None:
         asked = contiguous.reserved_places(r.rule, w.prompt, w.output, c.max_length)

@@ -156,7 +156,10 @@ def _step(
     request = jnp.maximum(slots.sequence, 0) // max_samples
     prompt, output = w.prompt[request], w.output[request]
     limit, num_rows = prompt + output, granted.num_rows
-    work = work_of_rows(slots, pages.length, num_rows, granted.num_drafts, prompt)
+    context = None if w.context is None else w.context[request]
+    work = work_of_rows(
+        slots, pages.length, num_rows, granted.num_drafts, prompt, context
+    )
     length, forked = pages.length + num_rows, jnp.zeros_like(runs)
     if group is not None:
         fork = slots.fork

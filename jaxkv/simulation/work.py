@@ -76,15 +76,18 @@ def work_of_rows(
     num_rows: Int32[Array, " slots"],
     num_drafts: Int32[Array, " slots"] | None,
     prompt: Int32[Array, " slots"],
+    context: Int32[Array, " slots"] | None = None,
 ) -> Work:
     """Returns the work of rows and drafts; emitted tokens and pages are set to 0.
 
     Each slot feeds `num_rows` tokens after its written ones, then `num_drafts` drafts.
+    `context` tokens of a prefix cache come before them, see `Workload.context`.
     """
     known = slots.num_tokens
     decodes = (num_rows == 1) & (length == known - 1) & (known > prompt)
     reads = (num_rows > 0) & ~decodes
-    before, after = length, length + num_rows
+    before = length if context is None else length + context
+    after = before + num_rows
 
     def total(mask: Array, values: Array) -> Array:
         return jnp.sum(jnp.where(mask, values, 0), dtype=values.dtype)

@@ -38,6 +38,10 @@ class Workload(NamedTuple):
     sequence."""
     attributes: RequestAttributes | None = None
     """Request attributes for policies; None means the defaults."""
+    context: Int32[Array, " requests"] | None = None
+    """Tokens before each prompt whose K and V are in a prefix cache, at least 0. A
+    request attends to them; it does not feed them, and its pages do not include theirs,
+    which are no part of the pool. None means 0."""
 
 
 def make_workload(
@@ -49,6 +53,7 @@ def make_workload(
     clients: int | None = None,
     limit: Int[np.ndarray, " requests"] | None = None,
     attributes: Any = None,
+    context: Int[np.ndarray, " requests"] | None = None,
 ) -> Workload:
     """Makes a workload from given numbers.
 
@@ -61,6 +66,8 @@ def make_workload(
       limit: largest number of tokens of prompt and answer that policies expect, at
         least the actual number; None means the longest sequence.
       attributes: `RequestAttributes` of columns, or of numbers for all requests.
+      context: cached tokens before each prompt, at least 0; None means 0. Only the
+        simulator reads them.
 
     Raises:
       ValueError: a value is out of its range or not an integer where it must be; the
@@ -103,12 +110,21 @@ def make_workload(
                 wrong, given, f"has attributes.{name}={{}}, not in [{low}, {high}]"
             )
             attributes = attributes._replace(**{name: jnp.asarray(given, jnp.int32)})
+    contexts = None
+    if context is not None:
+        context = np.broadcast_to(_numbers("context", context, "iu"), num)
+        wrong = (context < 0) | (context > lengths.LONGEST)
+        _check_column(
+            wrong, context, f"has context={{}}, not in [0, {lengths.LONGEST}]"
+        )
+        contexts = jnp.asarray(context, jnp.int32)
     return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival_s)),
         **{name: jnp.asarray(x, jnp.int32) for name, x in columns.items()},
         clients=jnp.asarray(clients or NO_LIMIT, jnp.int32),
         limit=limits,
         attributes=attributes,
+        context=contexts,
     )
 
 

@@ -3,6 +3,7 @@
 Numbers are those of the published checkpoints, or of the papers without checkpoints.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama-3.1-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
             "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
         },
+    ),
+    # Roziere et al. 2023, arXiv:2308.12950; the checkpoint's config.json.
+    **_rows(
+        {"model_type": "llama"},
+        _LLAMA,
+        {"codellama-34b": (8192, 48, 64, 8, 22016, 32000, 16384)},
     ),
     **_rows(
         {"model_type": "llama", "tie_word_embeddings": True},
@@ -184,3 +191,24 @@ def describe(name: str) -> ModelShape:
     if name not in CONFIGS:
         raise ValueError(f"unknown model {name!r}; one of: {', '.join(CONFIGS)}")
     return huggingface.describe_huggingface(CONFIGS[name], name=name)
+
+
+_VARIANT = re.compile(r"-(hf|chat|instruct|base|it|bf16|v\d+(\.\d+)?)$")
+"""Parts of a checkpoint's name that do not change the shape."""
+
+
+def describe_checkpoint(name: str) -> ModelShape:
+    """Returns the shape of a published checkpoint, such as `meta-llama/Llama-2-7b-hf`.
+
+    Case, the owner and endings such as `-instruct` or `-v0.1` are ignored.
+
+    Args:
+      name: name of the checkpoint, or a key of `CONFIGS`.
+
+    Raises:
+      ValueError: the model is unknown.
+    """
+    key = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
+    while (shorter := _VARIANT.sub("", key)) != key:
+        key = shorter
+    return describe(key)

@@ -112,6 +112,9 @@ CASES = {
         max_swap_pages=20,
     ),
     "static": Case(scheduling.static(), num_pages=70),
+    "vllm": Case(
+        scheduling.vllm_scheduler(max_num_seqs=7, long_prefill_token_threshold=9)
+    ),
     "groups": Case(scheduling.fcfs(), max_samples=3, num_pages=42),
     "groups, swap": Case(
         scheduling.fcfs(

@@ -1,0 +1,42 @@
+"""Calibration of simulated servers to measured ones."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.calibration.measurements import (
+        LatencySummary,
+        MeasuredStage,
+        read_measured_stages,
+    )
+    from scaling.calibration.posterior import (
+        DISCREPANCY,
+        NOISE,
+        ServerPosterior,
+        fit_posterior,
+        leave_out,
+        predict_stage,
+    )
+    from scaling.calibration.server_cost import (
+        PRIOR,
+        ServerCoefficients,
+        ServerCost,
+        draw_coefficients,
+        make_server_cost,
+    )
+    from scaling.calibration.server_stages import (
+        StageLatencies,
+        StageLoad,
+        compare_stage,
+        make_stage_load,
+        num_kv_blocks,
+        simulate_stage,
+    )
+    from scaling.calibration.steady_state import (
+        SteadyLoad,
+        SteadyState,
+        find_steady_state,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

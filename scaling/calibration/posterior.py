@@ -1,0 +1,282 @@
+"""A posterior over the coefficients of servers, from latencies that clients measured.
+
+Data are the logarithms of the mean end-to-end time and of the median first-token time
+of each stage that is not overloaded. Each is the prediction of a simulation, plus a
+discrepancy of the model that all of its stages share, plus noise. The discrepancy is
+integrated out; without it, intervals for other models are too narrow.
+
+A simulation is not smooth and takes a tenth of a second. So the fit works on a smooth
+surrogate: the steady state of the stage (`steady_state`), times a correction of each
+stage that simulations at draws of the posterior determine. Draws come from the normal
+approximation at the mode and are resampled by their weights under the surrogate's
+posterior; predictions are simulations at these draws.
+
+Sources: Kennedy and O'Hagan 2001, doi:10.1111/1467-9868.00294 (discrepancy);
+Rubin 1988, "Using the SIR algorithm to simulate posterior distributions".
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxkv import validation
+from scaling import shapes
+from scaling.calibration.measurements import LatencySummary, MeasuredStage
+from scaling.calibration.server_cost import (
+    PRIOR,
+    ServerCoefficients,
+    ServerCost,
+    draw_coefficients,
+    make_server_cost,
+)
+from scaling.calibration.server_stages import StageLatencies, simulate_stage
+from scaling.calibration.steady_state import SteadyLoad, find_steady_state
+from scaling.costs import find_device
+
+DISCREPANCY = np.array([0.05, 0.08])
+"""Standard deviation of a model's discrepancy: of the logarithms of the end-to-end and
+the first-token time. Assumed, not fitted: three models do not determine it."""
+NOISE = np.array([0.015, 0.04])
+"""Standard deviation of a stage's noise: load, start-up, and the seed of a window."""
+
+_NUM_ROUNDS, _DRAWS_PER_ROUND = 3, 8
+_NUM_PROPOSALS = 20_000
+_MAX_GAUSS_NEWTON, _LONGEST_STEP = 40, 2.0
+
+
+class ServerPosterior(NamedTuple):
+    """Draws of the posterior."""
+
+    deviations: Float[np.ndarray, "draws coefficients"]
+    """Coefficients in units of the prior, see `draw_coefficients`."""
+    residuals: dict[str, Float[np.ndarray, "draws 2"]]
+    """Mean residual of the stages of each model that was fitted, for each draw."""
+    num_stages: dict[str, int]
+    """Stages of each model."""
+    mode: Float[np.ndarray, " coefficients"]
+    corrections: Float[np.ndarray, "stages 2"]
+    """Logarithms of simulation over surrogate, by fitted stage."""
+    num_effective: float
+    """Effective number of the proposals: below a few hundred, the draws repeat."""
+
+
+def fit_posterior(
+    stages: Sequence[MeasuredStage], *, num_draws: int = 32, seed: int = 0
+) -> ServerPosterior:
+    """Fits the coefficients to measured stages; overloaded ones are left out.
+
+    Args:
+      stages: the stages, with latencies.
+      num_draws: draws of the posterior, at least 2.
+      seed: random seed.
+
+    Raises:
+      ValueError: no stage is left, a stage has no latencies, or a number is out of
+        range.
+    """
+    num_draws = validation.integer("num_draws", num_draws, low=2)
+    kept = [stage for stage in stages if not stage.is_overloaded]
+    if not kept:
+        raise ValueError("stages must have at least one that is not overloaded")
+    data = np.log([_targets(stage) for stage in kept])
+    models = [shapes.describe_checkpoint(stage.model).name for stage in kept]
+    surrogate = jax.jit(make_surrogate(kept))
+    jacobian = jax.jit(jax.jacfwd(surrogate))
+    batched = jax.jit(jax.vmap(surrogate))
+    whitener = _make_whitener(models)
+    rng = np.random.default_rng(seed)
+    mode = np.zeros(len(PRIOR))
+    corrections = np.zeros_like(data)
+    for _ in range(_NUM_ROUNDS):
+        mode, factor = _find_mode(
+            surrogate, jacobian, data - corrections, whitener, mode
+        )
+        near = mode + rng.normal(size=(_DRAWS_PER_ROUND, mode.size)) @ factor.T
+        near[0] = mode
+        simulated = np.stack([_simulated_targets(stage, near) for stage in kept], 1)
+        errors = np.log(simulated) - np.asarray(batched(jnp.float32(near)))
+        corrections = np.median(errors, axis=0)
+    mode, factor = _find_mode(surrogate, jacobian, data - corrections, whitener, mode)
+    normal = rng.normal(size=(_NUM_PROPOSALS, mode.size))
+    proposals = mode + normal @ factor.T
+    residuals = data - corrections - np.asarray(batched(jnp.float32(proposals)))
+    misfits = _whiten(whitener, residuals)
+    log_weight = -0.5 * (
+        np.sum(misfits**2, axis=1)
+        + np.sum(proposals**2, axis=1)
+        - np.sum(normal**2, axis=1)
+    )
+    weight = np.exp(log_weight - log_weight.max())
+    weight /= weight.sum()
+    chosen = rng.choice(len(weight), num_draws, p=weight)
+    by_model = {
+        name: residuals[chosen][:, [model == name for model in models]].mean(axis=1)
+        for name in dict.fromkeys(models)
+    }
+    return ServerPosterior(
+        deviations=proposals[chosen],
+        residuals=by_model,
+        num_stages={name: models.count(name) for name in by_model},
+        mode=mode,
+        corrections=corrections,
+        num_effective=float(1 / np.sum(weight**2)),
+    )
+
+
+def predict_stage(
+    stage: MeasuredStage, posterior: ServerPosterior, *, seed: int = 0
+) -> StageLatencies:
+    """Predicts a stage with each draw of the posterior, by simulation.
+
+    The spread over draws includes the discrepancy of the model, which is smaller for a
+    model that was fitted, and the noise of a stage. The measured latencies of the stage
+    are not read.
+    """
+    draws = posterior.deviations
+    found = simulate_stage(stage, draw_coefficients(draws))
+    name = shapes.describe_checkpoint(stage.model).name
+    rng = np.random.default_rng(seed)
+    mean, variance = np.zeros((len(draws), 2)), DISCREPANCY**2
+    if name in posterior.residuals:
+        # The discrepancy given the residuals of the model's stages.
+        share = variance / (variance + NOISE**2 / posterior.num_stages[name])
+        mean = share * posterior.residuals[name]
+        variance = variance * (1 - share)
+    spread = np.sqrt(variance + NOISE**2)
+    factor = np.exp(mean + spread * rng.normal(size=mean.shape))
+    whole, first = factor.T
+    return StageLatencies(
+        *(
+            LatencySummary(*(x * scale for x in summary))
+            for summary, scale in zip(found, (whole, first, whole), strict=True)
+        )
+    )
+
+
+def leave_out(
+    stages: Sequence[MeasuredStage], by: Literal["model", "load"]
+) -> Iterator[tuple[list[MeasuredStage], list[MeasuredStage]]]:
+    """Yields stages to fit, and stages to predict; overloaded ones are in neither.
+
+    Args:
+      stages: the stages.
+      by: "model" leaves out all stages of one model at a time, "load" one stage.
+    """
+    validation.choice("by", by, ("model", "load"))
+    kept = [stage for stage in stages if not stage.is_overloaded]
+    names = [
+        shapes.describe_checkpoint(stage.model).name if by == "model" else stage.name
+        for stage in kept
+    ]
+    for name in dict.fromkeys(names):
+        is_out = [x == name for x in names]
+        pairs = list(zip(kept, is_out, strict=True))
+        yield [x for x, out in pairs if not out], [x for x, out in pairs if out]
+
+
+def make_surrogate(
+    stages: Sequence[MeasuredStage],
+) -> Callable[[Float[Array, " coefficients"]], Float[Array, "stages 2"]]:
+    """Returns the function from deviations to the logarithms of both times by stage."""
+    zero = ServerCoefficients(*(jnp.float32(0) for _ in PRIOR))
+    costs = [
+        make_server_cost(
+            shapes.describe_checkpoint(stage.model),
+            find_device(stage.device),
+            zero,
+            tensor_parallel=stage.tensor_parallel,
+            max_length=stage.max_model_len,
+        )
+        for stage in stages
+    ]
+    loads = [SteadyLoad.of(stage) for stage in stages]
+    numbers = jax.tree.map(lambda *x: jnp.stack(x), *zip(loads, costs, strict=True))
+    median, spread = (jnp.float32(x) for x in zip(*PRIOR.values(), strict=True))
+
+    def surrogate(
+        deviations: Float[Array, " coefficients"],
+    ) -> Float[Array, "stages 2"]:
+        coefficients = ServerCoefficients(*(median * jnp.exp(spread * deviations)))
+
+        def one(load: SteadyLoad, cost: ServerCost) -> Float[Array, " 2"]:
+            found = find_steady_state(load, cost._replace(coefficients=coefficients))
+            return jnp.log(jnp.stack([found.end_to_end_s, found.first_token_s]))
+
+        return jax.vmap(one)(*numbers)
+
+    return surrogate
+
+
+def _targets(stage: MeasuredStage) -> tuple[float, float]:
+    if stage.end_to_end_s is None or stage.first_token_s is None:
+        raise ValueError(f"{stage.name} has no latencies to fit")
+    return stage.end_to_end_s.mean, stage.first_token_s.median
+
+
+def _simulated_targets(
+    stage: MeasuredStage, deviations: Float[np.ndarray, "draws coefficients"]
+) -> Float[np.ndarray, "draws 2"]:
+    found = simulate_stage(stage, draw_coefficients(deviations))
+    return np.stack([found.end_to_end_s.mean, found.first_token_s.median], axis=1)
+
+
+def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"]:
+    """Returns, for both times, W with W^T W the inverse covariance of the residuals."""
+    same = np.equal.outer(models, models).astype(float)
+    covariances = [
+        tau**2 * same + sigma**2 * np.eye(len(models))
+        for tau, sigma in zip(DISCREPANCY, NOISE, strict=True)
+    ]
+    return np.stack([np.linalg.inv(np.linalg.cholesky(x)) for x in covariances])
+
+
+def _whiten(
+    whitener: Float[np.ndarray, "2 stages stages"],
+    residuals: Float[np.ndarray, "*draws stages 2"],
+) -> Float[np.ndarray, "*draws residuals"]:
+    """Returns independent residuals of variance 1, of all stages and both times."""
+    found = np.einsum("kij,...jk->...ik", whitener, residuals)
+    return found.reshape(*residuals.shape[:-2], -1)
+
+
+def _find_mode(
+    surrogate: Callable[[Array], Array],
+    jacobian: Callable[[Array], Array],
+    data: Float[np.ndarray, "stages 2"],
+    whitener: Float[np.ndarray, "2 stages stages"],
+    start: Float[np.ndarray, " coefficients"],
+) -> tuple[
+    Float[np.ndarray, " coefficients"], Float[np.ndarray, "coefficients coefficients"]
+]:
+    """Finds the mode by Gauss-Newton steps, each halved until it improves the fit.
+
+    Returns:
+      The mode, and a factor of the covariance of the normal approximation there.
+    """
+
+    def errors(at: np.ndarray) -> np.ndarray:
+        residuals = data - np.asarray(surrogate(jnp.float32(at)), np.float64)
+        return np.concatenate([_whiten(whitener, residuals), -at])
+
+    def slopes(at: np.ndarray) -> np.ndarray:
+        found = np.asarray(jacobian(jnp.float32(at)), np.float64)
+        rows = _whiten(whitener, np.moveaxis(found, -1, 0)).T
+        return np.concatenate([rows, np.eye(at.size)])
+
+    at, error = start, errors(start)
+    for _ in range(_MAX_GAUSS_NEWTON):
+        step, *_ = np.linalg.lstsq(slopes(at), error, rcond=None)
+        step *= min(1.0, _LONGEST_STEP / np.linalg.norm(step))
+        trials = [at + step * 0.5**k for k in range(12)]
+        better = (x for x in trials if np.sum(errors(x) ** 2) < np.sum(error**2))
+        if (there := next(better, None)) is None:
+            break
+        at, before, error = there, error, errors(there)
+        if np.sum(before**2) - np.sum(error**2) < 1e-6:
+            break
+    matrix = slopes(at)
+    return at, np.linalg.cholesky(np.linalg.inv(matrix.T @ matrix))

@@ -1,0 +1,126 @@
+"""`vllm_scheduler` schedules as a plain-Python scheduler, step for step."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import scheduling
+from jaxkv.simulation import Capacity
+from jaxkv.simulation import step as simulation_step
+from jaxkv.workloads import Workload, make_workload
+from tests.support.simulations import COST
+from tests.support.vllm_reference import (
+    ReferenceRequest,
+    ReferenceScheduler,
+    ReferenceStep,
+)
+
+BLOCK_SIZE = 4
+
+
+class Load(NamedTuple):
+    """Bounds of a server, and random requests that fit into it."""
+
+    max_num_seqs: int
+    budget: int
+    threshold: int
+    num_blocks: int
+
+
+LOADS = {
+    "chunks": Load(max_num_seqs=9, budget=16, threshold=0, num_blocks=40),
+    "pages run out": Load(max_num_seqs=9, budget=64, threshold=0, num_blocks=18),
+    "few sequences": Load(max_num_seqs=3, budget=24, threshold=0, num_blocks=40),
+    "short chunks": Load(max_num_seqs=9, budget=40, threshold=5, num_blocks=24),
+}
+
+
+def simulated(workload: Workload, load: Load) -> simulation_step.SimulatedStep:
+    """The steps of a simulation that took time."""
+    capacity = Capacity.of(
+        num_pages=load.num_blocks,
+        page_size=BLOCK_SIZE,
+        max_length=200,
+        token_budget=load.budget,
+    )
+    policy = scheduling.vllm_scheduler(
+        max_num_seqs=load.max_num_seqs, long_prefill_token_threshold=load.threshold
+    )
+    state, infos = run(workload, capacity, policy)
+    assert int(state.num_done) == workload.prompt.size
+    keep = np.asarray(infos.micros) > 0
+    return jax.tree.map(lambda x: np.asarray(x)[keep], infos)
+
+
+@jax.jit
+def run(
+    workload: Workload, capacity: Capacity, policy: scheduling.Policy
+) -> tuple[simulation_step.Simulation, simulation_step.SimulatedStep]:
+    state = simulation_step.init_simulation(workload, capacity, policy, max_slots=9)
+    return simulation_step.simulate_steps(
+        state, workload, capacity=capacity, policy=policy, cost=COST, num_steps=768
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [(name, 0) for name in LOADS]
+    + [
+        pytest.param(name, seed, marks=pytest.mark.slow)
+        for name in LOADS
+        for seed in range(1, 12)
+    ],
+)
+def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
+    load, num = LOADS[name], 30
+    rng = np.random.default_rng(seed)
+    arrival_us = np.cumsum(rng.integers(0, 60_000, num))
+    prompt, output = rng.integers(1, 30, num), rng.integers(1, 30, num)
+    context = BLOCK_SIZE * rng.integers(0, 12, num)
+    reference = ReferenceScheduler(
+        [
+            ReferenceRequest(int(at), int(fed), int(answer), int(cached))
+            for at, fed, answer, cached in zip(
+                arrival_us, prompt, output, context, strict=True
+            )
+        ],
+        num_blocks=load.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=load.max_num_seqs,
+        max_num_batched_tokens=load.budget,
+        threshold=load.threshold,
+    )
+    steps = zip(*reference.run(), strict=True)
+    expected = dict(zip(ReferenceStep._fields, map(np.array, steps), strict=True))
+    workload = make_workload(arrival_us / 1e6, prompt, output, context=context)
+    found = simulated(workload, load)
+    start = found.start.astype(np.int64)
+    work = found.work._asdict()
+    actual = {
+        "start_us": start[:, 0] * 1_000_000 + start[:, 1],
+        **{x: work[x] for x in ReferenceStep._fields if x in work},
+        "num_admitted": found.num_admitted,
+        "num_preempted": found.num_preempted,
+        "num_running": found.num_running,
+        "num_finished": found.num_finished,
+        "used_blocks": found.used_pages,
+    }
+    assert actual.keys() == expected.keys()
+    for field, values in expected.items():
+        np.testing.assert_array_equal(actual[field], values, err_msg=field)
+    if name != "few sequences":
+        assert expected["num_preempted"].sum() > 0
+    assert expected["num_running"].max() <= load.max_num_seqs
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs=0 must be"):
+        scheduling.vllm_scheduler(max_num_seqs=0)
+    with pytest.raises(ValueError, match="long_prefill_token_threshold=-1 must be"):
+        scheduling.vllm_scheduler(long_prefill_token_threshold=-1)
+    with pytest.raises(ValueError, match="request 1: has context=-4"):
+        make_workload(
+            np.zeros(2), np.ones(2, int), np.ones(2, int), context=np.array([0, -4])
+        )

@@ -1,0 +1,96 @@
+"""The reader of measured servers."""
+
+from pathlib import Path
+
+import pytest
+
+from scaling import shapes
+from scaling.calibration import read_measured_stages
+from tests.support.folders import GOLDEN, ROOT
+
+STAGES = GOLDEN / "vllm_stages.csv"
+PUBLISHED = ROOT.parent / "shared" / "data" / "vllm_h100" / "runs.csv"
+
+
+def edited(folder: Path, **cells: str) -> Path:
+    """A copy of the table with other cells in its second row."""
+    names, first, second = (x.split(",") for x in STAGES.read_text().split())
+    for name, value in cells.items():
+        second[names.index(name)] = value
+    path = folder / "edited.csv"
+    path.write_text("\n".join(",".join(row) for row in (names, first, second)))
+    return path
+
+
+def test_stages_of_a_table() -> None:
+    first, second = read_measured_stages(STAGES)
+    assert (first.name, first.device, first.block_size) == ("made-up-7b/0", "h100", 16)
+    assert (first.tensor_parallel, second.tensor_parallel) == (1, 2)
+    assert (first.arrivals, second.arrivals) == ("constant", "poisson")
+    assert (first.rate_per_s, second.rate_per_s) == (5.0, 2.5)
+    assert (first.num_prompts, first.prompt_tokens, first.num_blocks) == (
+        12,
+        190.5,
+        None,
+    )
+    assert (first.is_overloaded, second.is_overloaded) == (False, True)
+    assert first.end_to_end_s == (0.5, 0.48, 0.7)
+    assert first.first_token_s == (0.02, 0.019, 0.05)
+    # 40 gaps take 0.48 s: the client counted two chunks for a token.
+    assert first.inter_token_s == pytest.approx((0.012, 0.0118, 0.018))
+
+
+def test_a_table_without_latencies_describes_servers(tmp_path: Path) -> None:
+    rows = [x.split(",")[:16] for x in STAGES.read_text().split()]
+    path = tmp_path / "servers.csv"
+    path.write_text("\n".join(",".join(row) for row in rows))
+    first, _ = read_measured_stages(path)
+    assert (first.end_to_end_s, first.first_token_s, first.inter_token_s) == (None,) * 3
+    assert (first.prompt_tokens, first.max_prompt_tokens) == (192, 192)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"rate_per_s": "0"}, "rate_per_s='0' must be a number above 0"),
+        ({"rate_per_s": "fast"}, "rate_per_s='fast' must be a number above 0"),
+        ({"answer_tokens": "-3"}, "answer_tokens='-3' must be a number at least 1"),
+        ({"max_num_seqs": "1.5"}, "max_num_seqs='1.5' must be a whole number"),
+        ({"arrivals": "bursts"}, "arrivals='bursts' must be constant or poisson"),
+        ({"model": ""}, "model='' must be a name"),
+        ({"max_model_len": "200"}, "max_model_len='200' must be at least 237"),
+        ({"ttft_s_mean": "2"}, "e2e_s_mean='0.9' must be at least ttft_s_mean=2"),
+        ({"e2e_s_p99": "nan"}, "e2e_s_p99='nan' must be a number above 0"),
+    ],
+)
+def test_cells_out_of_range_are_refused(
+    tmp_path: Path, cells: dict[str, str], message: str
+) -> None:
+    path = edited(tmp_path, **cells)
+    with pytest.raises(ValueError, match=r"edited\.csv: row 2 \(line 3\): ") as error:
+        read_measured_stages(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_columns_and_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text("run,stage,model\na,0,b\n")
+    with pytest.raises(ValueError, match="lacks the columns tensor_parallel, max_mod"):
+        read_measured_stages(path)
+    path.write_text("run,stage,model\n")
+    with pytest.raises(ValueError, match=r"short\.csv"):
+        read_measured_stages(path)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason=f"{PUBLISHED} is absent")
+def test_the_published_servers() -> None:
+    stages = read_measured_stages(PUBLISHED)
+    assert len(stages) == 18
+    assert sum(not stage.is_overloaded for stage in stages) == 15
+    assert len({stage.run for stage in stages}) == 12
+    names = {shapes.describe_checkpoint(stage.model).name for stage in stages}
+    assert names == {"llama-2-7b", "codellama-34b", "mixtral-8x7b"}
+    first = stages[0]
+    assert first.inter_token_s is not None
+    assert first.inter_token_s.mean == pytest.approx((1.81032 - 0.0250366) / 246)

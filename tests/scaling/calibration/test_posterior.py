@@ -1,0 +1,157 @@
+"""The fit of a server's coefficients, and the steady state that it starts from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scaling.calibration import (
+    DISCREPANCY,
+    NOISE,
+    PRIOR,
+    LatencySummary,
+    MeasuredStage,
+    ServerPosterior,
+    StageLatencies,
+    draw_coefficients,
+    fit_posterior,
+    leave_out,
+    posterior,
+    predict_stage,
+    read_measured_stages,
+    simulate_stage,
+)
+from tests.support.folders import GOLDEN
+
+FIRST = read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
+MODELS = {
+    "llama-2-7b": ("meta-llama/Llama-2-7b-hf", 1),
+    "codellama-34b": ("codellama/CodeLlama-34b-Instruct-hf", 2),
+}
+
+
+def stages_with(
+    deviations: np.ndarray, rates: tuple[float, ...] = (4.0, 8.0, 12.0)
+) -> list[MeasuredStage]:
+    """Stages whose latencies are those of the steady state with known coefficients."""
+    found = [
+        dataclasses.replace(
+            FIRST,
+            run=name,
+            stage=i,
+            model=checkpoint,
+            tensor_parallel=degree,
+            rate_per_s=rate,
+            prompt_tokens=590.0,
+            max_prompt_tokens=600,
+            answer_tokens=247,
+        )
+        for name, (checkpoint, degree) in MODELS.items()
+        for i, rate in enumerate(rates)
+    ]
+    values = np.exp(posterior.make_surrogate(found)(jnp.float32(deviations)))
+    return [
+        dataclasses.replace(
+            stage,
+            end_to_end_s=LatencySummary(whole, whole, whole),
+            first_token_s=LatencySummary(first, first, first),
+        )
+        for stage, (whole, first) in zip(found, values.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.thorough
+def test_the_steady_state_is_near_the_simulation() -> None:
+    deviations = np.zeros((1, len(PRIOR)))
+    for stage in stages_with(deviations[0], rates=(5.0,))[:1]:
+        found = simulate_stage(stage, draw_coefficients(deviations))
+        assert stage.end_to_end_s is not None
+        assert stage.first_token_s is not None
+        whole, first = stage.end_to_end_s.mean, stage.first_token_s.median
+        assert found.end_to_end_s.mean[0] == pytest.approx(whole, rel=0.01)
+        assert found.first_token_s.median[0] == pytest.approx(first, rel=0.04)
+
+
+@pytest.mark.thorough
+def test_the_fit_recovers_the_times_of_known_coefficients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the steady state in place of the simulation, which takes longer."""
+    truth = np.random.default_rng(5).normal(size=len(PRIOR)) * 0.7
+    stages = stages_with(truth)
+
+    surrogate = jax.jit(posterior.make_surrogate(stages))
+
+    def steady(stage: MeasuredStage, deviations: np.ndarray) -> np.ndarray:
+        at = stages.index(stage)
+        return np.exp([surrogate(jnp.float32(x))[at] for x in deviations])
+
+    monkeypatch.setattr(posterior, "_simulated_targets", steady)
+    monkeypatch.setattr(posterior, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(posterior, "_DRAWS_PER_ROUND", 2)
+    found = fit_posterior(stages, num_draws=400)
+    np.testing.assert_allclose(found.corrections, 0, atol=1e-5)
+    assert found.num_effective > 300
+    assert found.num_stages == dict.fromkeys(MODELS, 3)
+    # The posterior of each coefficient covers the truth and is not wider than the
+    # prior. Data on two models determine the bandwidth for K and V.
+    mean, spread = found.deviations.mean(axis=0), found.deviations.std(axis=0)
+    assert (np.abs(truth - mean) < 3.5 * spread).all()
+    assert (spread < 1.2).all()
+    assert spread[list(PRIOR).index("decode_kv_share")] < 0.8
+    np.testing.assert_allclose(
+        surrogate(jnp.float32(found.mode)), surrogate(jnp.float32(truth)), atol=0.03
+    )
+
+
+def test_overloaded_stages_are_left_out() -> None:
+    stages = [dataclasses.replace(FIRST, failures=3)]
+    with pytest.raises(ValueError, match="at least one that is not overloaded"):
+        fit_posterior(stages)
+    with pytest.raises(ValueError, match="num_draws=1 must be"):
+        fit_posterior([FIRST], num_draws=1)
+    with pytest.raises(ValueError, match="made-up-7b/0 has no latencies"):
+        fit_posterior([dataclasses.replace(FIRST, end_to_end_s=None)])
+
+
+def test_intervals_include_the_discrepancy_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is as wide as assumed for a new model, and known for a fitted one."""
+    draws = np.zeros((64, len(PRIOR)))
+    shift = np.broadcast_to([0.10, -0.2], (64, 2))
+    fitted = ServerPosterior(
+        deviations=draws,
+        residuals={"llama-2-7b": shift},
+        num_stages={"llama-2-7b": 400},
+        mode=draws[0],
+        corrections=np.zeros((1, 2)),
+        num_effective=64.0,
+    )
+    second = LatencySummary(np.ones(64), np.ones(64), np.ones(64))
+    plain = StageLatencies(second, second, second)
+    monkeypatch.setattr(posterior, "simulate_stage", lambda *_: plain)
+    new = predict_stage(FIRST, fitted._replace(residuals={}))
+    known = predict_stage(FIRST, fitted)
+    pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
+    for i, (latency, statistic) in enumerate(pairs):
+        before, after = (
+            np.log(getattr(getattr(x, latency), statistic)) for x in (new, known)
+        )
+        total = (DISCREPANCY[i] ** 2 + NOISE[i] ** 2) ** 0.5
+        assert np.std(before) == pytest.approx(total, rel=0.3)
+        assert np.std(after) == pytest.approx(NOISE[i], rel=0.3)
+        assert np.mean(before) == pytest.approx(0, abs=4 * total / 8)
+        assert np.mean(after) == pytest.approx(shift[0, i], abs=NOISE[i])
+
+
+def test_models_and_loads_are_left_out_one_at_a_time() -> None:
+    other = {"model": "codellama/CodeLlama-34b-hf", "run": "b"}
+    changes = ({}, {"stage": 1}, other, {**other, "stage": 1, "failures": 2})
+    stages = [dataclasses.replace(FIRST, **x) for x in changes]
+    a, b, c, _ = stages
+    assert list(leave_out(stages, "model")) == [([c], [a, b]), ([a, b], [c])]
+    expected = [([b, c], [a]), ([a, c], [b]), ([a, b], [c])]
+    assert list(leave_out(stages, "load")) == expected

@@ -1,0 +1,153 @@
+"""vLLM's scheduler in plain Python, with a list of blocks for each request."""
+
+import dataclasses
+from typing import NamedTuple
+
+
+@dataclasses.dataclass
+class ReferenceRequest:
+    """A request; `context` tokens are in the prefix cache, on pinned blocks."""
+
+    arrival_us: int
+    prompt: int
+    output: int
+    context: int
+    num_generated: int = 0
+    num_computed: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context + self.prompt + self.num_generated
+
+
+class ReferenceStep(NamedTuple):
+    start_us: int
+    num_decodes: int
+    num_prompt_rows: int
+    decode_context: int
+    prompt_context: int
+    num_admitted: int
+    num_preempted: int
+    num_running: int
+    num_finished: int
+    used_blocks: int
+
+
+class ReferenceScheduler:
+    """Runs requests to their end; a step takes 10 ms, and 0.1 ms per prompt token."""
+
+    def __init__(
+        self,
+        requests: list[ReferenceRequest],
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        threshold: int,
+    ) -> None:
+        self.coming = list(requests)
+        self.waiting: list[ReferenceRequest] = []
+        self.running: list[ReferenceRequest] = []
+        self.free = list(range(num_blocks))
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
+        self.threshold = threshold
+        self.clock_us = 0
+
+    def take_blocks(self, request: ReferenceRequest, new: int) -> bool:
+        """Extends the blocks of a request by `new` tokens, or returns False."""
+        own = request.num_computed + new - request.context
+        missing = -(-own // self.block_size) - len(request.blocks)
+        if missing > len(self.free):
+            return False
+        request.blocks += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def chunk(self, request: ReferenceRequest, budget: int) -> int:
+        new = request.num_tokens - request.num_computed
+        if 0 < self.threshold < new:
+            new = self.threshold
+        return min(new, budget)
+
+    def step(self) -> ReferenceStep | None:
+        """Runs one step; None if no request had arrived."""
+        while self.coming and self.coming[0].arrival_us <= self.clock_us:
+            self.waiting.append(self.coming.pop(0))
+        if not self.waiting and not self.running:
+            self.clock_us = self.coming[0].arrival_us
+            return None
+        budget, scheduled = self.budget, []
+        num_preempted = num_admitted = index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            new = self.chunk(request, budget)
+            while not (fits := self.take_blocks(request, new)):
+                victim = self.running.pop()
+                self.free += victim.blocks
+                victim.blocks, victim.num_computed = [], 0
+                self.waiting.insert(0, victim)
+                num_preempted += 1
+                if victim is request:
+                    break
+            if not fits:
+                break
+            scheduled.append((request, new))
+            budget -= new
+            index += 1
+        while self.waiting and budget > 0 and not num_preempted:
+            if len(self.running) == self.max_num_seqs:
+                break
+            request = self.waiting[0]
+            request.num_computed = request.context
+            new = self.chunk(request, budget)
+            if not self.take_blocks(request, new):
+                break
+            self.running.append(self.waiting.pop(0))
+            num_admitted += 1
+            scheduled.append((request, new))
+            budget -= new
+        return self.compute(scheduled, num_admitted, num_preempted)
+
+    def compute(
+        self,
+        scheduled: list[tuple[ReferenceRequest, int]],
+        num_admitted: int,
+        num_preempted: int,
+    ) -> ReferenceStep:
+        """Feeds the scheduled tokens, advances the clock and frees ended requests."""
+        start_us, num_running = self.clock_us, len(self.running)
+        used, decode, prompt = self.num_blocks - len(self.free), [], []
+        for request, new in scheduled:
+            decodes = request.num_generated > 0
+            decodes &= request.num_tokens - request.num_computed == 1
+            request.num_computed += new
+            (decode if decodes else prompt).append((new, request.num_computed))
+            if request.num_computed == request.num_tokens:
+                request.num_generated += 1
+        num_rows = sum(new for new, _ in prompt)
+        self.clock_us += 10_000 + 100 * num_rows
+        ended = [x for x in self.running if x.num_generated == x.output]
+        for request in ended:
+            self.running.remove(request)
+            self.free += request.blocks
+        return ReferenceStep(
+            start_us=start_us,
+            num_decodes=len(decode),
+            num_prompt_rows=num_rows,
+            decode_context=sum(after for _, after in decode),
+            prompt_context=sum(after for _, after in prompt),
+            num_admitted=num_admitted,
+            num_preempted=num_preempted,
+            num_running=num_running,
+            num_finished=len(ended),
+            used_blocks=used,
+        )
+
+    def run(self) -> list[ReferenceStep]:
+        steps = []
+        while self.coming or self.waiting or self.running:
+            if (found := self.step()) is not None:
+                steps.append(found)
+        return steps
