@@ -24,6 +24,7 @@ from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
 from jaxkv.memory.swap_buffer import Staging
 from jaxkv.serving import host_swap
+from tests.support.mutation import replace
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
@@ -546,7 +547,7 @@ FAULTS: dict[str, tuple[Any, str, Callable, str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_walk_detects_seeded_faults(name, monkeypatch: pytest.MonkeyPatch) -> None:
     module, attribute, fault, flagged = FAULTS[name]
-    monkeypatch.setattr(module, attribute, fault)
+    replace(monkeypatch, module, attribute, fault)
     walk = Walk(0, 4, programs(4))
 
     def stroll() -> None:

@@ -24,6 +24,7 @@ from jaxkv.sampling import Sampling
 from tests.support import engines, traces
 from tests.support.engines import Ask, Outcome
 from tests.support.hit_model import HitModel
+from tests.support.mutation import replace
 
 VOCAB = 61
 
@@ -403,7 +404,7 @@ match = prefix_cache.match
 def test_model_detects_faulty_programs(
     module: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, name, wrong)
+    replace(monkeypatch, module, name, wrong)
 
     def run_steps(*arguments: Any, **keywords: Any) -> Any:
         return engine.run_steps(*arguments, **keywords)

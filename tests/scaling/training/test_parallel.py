@@ -28,6 +28,7 @@ from scaling.training import (
 )
 from scaling.training.recipes import StepConfig
 from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
+from tests.support.mutation import replace
 
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -331,7 +332,7 @@ def test_an_extra_exchange_is_counted(
         more = jax.lax.all_gather(jax.lax.stop_gradient(x * 2), "expert", tiled=True)
         return whole(x, *args, **how) + 1e-9 * more[: len(x)]
 
-    monkeypatch.setattr(experts, way, wasteful)
+    replace(monkeypatch, experts, way, wasteful)
     how = {"gather_rows": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
     layout = parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
