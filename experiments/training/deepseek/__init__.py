@@ -1,1 +1,1 @@
-"""The three ideas of DeepSeek-V3, trained small beside dense models."""
+"""The three ideas of DeepSeek-V3, trained small, compared with dense models."""

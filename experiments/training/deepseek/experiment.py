@@ -1,4 +1,4 @@
-"""Trains DeepSeek-V3's three ideas small, beside dense models of equal active compute.
+"""Trains DeepSeek-V3's three ideas small, and dense models of equal active compute.
 
 Latent attention is compared with multi-head, grouped-query and multi-query attention by
 held-out loss and KV bytes per token; balance of experts by bias with the auxiliary
