@@ -16,13 +16,24 @@ _PACKAGES = ("pallas_kernels", "jaxkv", "scaling", "experiments")
 
 
 def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any) -> None:
-    """Replaces an attribute in its owner, and the object in all modules with it."""
+    """Replaces an attribute in its owner, and the object in all modules with it.
+
+    Packages that export the name look it up first: otherwise one that does it later
+    would keep the new object after the test.
+    """
     old = getattr(owner, name)
+    modules = [
+        module
+        for module in [*sys.modules.values()]
+        if getattr(module, "__name__", "").partition(".")[0] in _PACKAGES
+    ]
+    for module in modules:
+        if name in getattr(module, "__all__", ()):
+            getattr(module, name)
     patch.setattr(owner, name, new)
-    for module in [*sys.modules.values()]:
-        if getattr(module, "__name__", "").partition(".")[0] in _PACKAGES:
-            for key in [key for key, value in vars(module).items() if value is old]:
-                patch.setattr(module, key, new)
+    for module in modules:
+        for key in [key for key, value in vars(module).items() if value is old]:
+            patch.setattr(module, key, new)
 
 
 class Bug(NamedTuple):

@@ -171,7 +171,7 @@ def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not fails(case, expected)
     changed = emulating.mutant(kernel, dict([BUGS[bug]]))
     name = "write_rotated_kv_mosaic_gpu"
-    monkeypatch.setattr(kernel, name, getattr(changed, name))
+    replace(monkeypatch, kernel, name, getattr(changed, name))
     assert fails(case, expected)
 
 

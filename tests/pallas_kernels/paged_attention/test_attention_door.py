@@ -65,7 +65,7 @@ def emulated(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Any:
                 ran.append(_name.rpartition(".")[2])
                 return _attend(*arguments, **fields | {"interpret": interpret})
 
-            monkeypatch.setattr(module, name, traced)
+            replace(monkeypatch, module, name, traced)
         yield ran
 
 

@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention.hopper import decode, decode_body
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support import emulating
 from tests.support.kernel_cases import assert_within_rule, make_case
+from tests.support.mutation import replace
 
 WIDTH, VALUE_WIDTH = decode_plan.LATENT_WIDTH, decode_plan.LATENT_VALUE_WIDTH
 ROWS: Any = dict(kv_heads=1, head_dim=WIDTH, value_width=VALUE_WIDTH)
@@ -282,13 +283,16 @@ def test_calls_that_the_kernel_supports(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_the_public_function_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     target = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    monkeypatch.setattr(devices, "current_target", lambda: target)
+    replace(monkeypatch, devices, "current_target", lambda: target)
     case = make_case([(66, 1), (0, 0)], page_size=64, group=128, decode=True, **ROWS)
     tiling = dispatch.KernelTilings(decode=SMALL, prefill=emulating.TILES)
     with emulating.emulator_of_races() as interpret:
         emulated = functools.partial(decode.attend_decode, interpret=interpret)
-        monkeypatch.setattr(
-            decode, "attend_decode", lambda *x, interpret, **y: emulated(*x, **y)
+        replace(
+            monkeypatch,
+            decode,
+            "attend_decode",
+            lambda *x, interpret, **y: emulated(*x, **y),
         )
         arrays = case.arrays()
         found = jax.jit(

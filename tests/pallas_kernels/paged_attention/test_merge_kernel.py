@@ -12,6 +12,7 @@ from pallas_kernels.bench import compile_function, unavailable_reason
 from pallas_kernels.paged_attention.hopper import merge
 from tests.support import emulating
 from tests.support.merge_cases import Case, make
+from tests.support.mutation import replace
 
 # Positions and slots: one row per slot, some idle; and several rows per slot.
 DECODE: dict[str, Any] = dict(positions=[2000, -1, 3, 64, 300], slots=None, num_slots=5)
@@ -97,7 +98,7 @@ def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> 
     case = make(**DECODE, group=4, head_dim=64)
     changed = emulating.mutant(merge, dict([BUGS[bug]]))
     name = "merge_and_unpack_mosaic_gpu"
-    monkeypatch.setattr(merge, name, getattr(changed, name))
+    replace(monkeypatch, merge, name, getattr(changed, name))
     assert fails(case)
 
 

@@ -24,6 +24,7 @@ from scaling.calibration import (
     simulate_stage,
 )
 from tests.support.folders import GOLDEN
+from tests.support.mutation import replace
 
 FIRST = read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
 MODELS = {
@@ -132,7 +133,7 @@ def test_intervals_include_the_discrepancy_of_a_model(
     )
     second = LatencySummary(np.ones(64), np.ones(64), np.ones(64))
     plain = StageLatencies(second, second, second)
-    monkeypatch.setattr(posterior, "simulate_stage", lambda *_: plain)
+    replace(monkeypatch, posterior, "simulate_stage", lambda *_: plain)
     new = predict_stage(FIRST, fitted._replace(residuals={}))
     known = predict_stage(FIRST, fitted)
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
