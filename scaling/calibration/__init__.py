@@ -18,11 +18,18 @@ if TYPE_CHECKING:
         leave_out,
         predict_stage,
     )
+    from scaling.calibration.posterior_files import (
+        PUBLISHED_SERVERS,
+        load_posterior,
+        save_posterior,
+    )
     from scaling.calibration.server_cost import (
+        COST_VERSION,
         PRIOR,
         ServerCoefficients,
         ServerCost,
         draw_coefficients,
+        find_deviations,
         make_server_cost,
     )
     from scaling.calibration.server_stages import (

@@ -57,6 +57,8 @@ class ServerPosterior(NamedTuple):
     """Mean residual of the stages of each model that was fitted, for each draw."""
     num_stages: dict[str, int]
     """Stages of each model."""
+    stages: tuple[str, ...]
+    """Names of the fitted stages."""
     mode: Float[np.ndarray, " coefficients"]
     corrections: Float[np.ndarray, "stages 2"]
     """Logarithms of simulation over surrogate, by fitted stage."""
@@ -121,6 +123,7 @@ def fit_posterior(
         deviations=proposals[chosen],
         residuals=by_model,
         num_stages={name: models.count(name) for name in by_model},
+        stages=tuple(stage.name for stage in kept),
         mode=mode,
         corrections=corrections,
         num_effective=float(1 / np.sum(weight**2)),

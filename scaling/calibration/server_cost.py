@@ -26,6 +26,9 @@ from scaling.costs import (
 )
 from scaling.shapes import HeadAttention, ModelShape
 
+COST_VERSION = 1
+"""Version of the cost model: raised when a coefficient changes its meaning."""
+
 type Scalar = Float[Array, "..."] | Float[np.ndarray, "..."] | float
 
 
@@ -124,6 +127,15 @@ def draw_coefficients(
     median, spread = (np.array(x) for x in zip(*PRIOR.values(), strict=True))
     values = median * np.exp(spread * deviations)
     return ServerCoefficients(*np.moveaxis(values, -1, 0).astype(np.float32))
+
+
+def find_deviations(
+    coefficients: ServerCoefficients,
+) -> Float[np.ndarray, "*draws coefficients"]:
+    """Returns the deviations of coefficients: the inverse of `draw_coefficients`."""
+    median, spread = (np.array(x) for x in zip(*PRIOR.values(), strict=True))
+    values = np.stack([np.asarray(x, np.float64) for x in coefficients], axis=-1)
+    return np.log(values / median) / spread
 
 
 class ServerCost(NamedTuple):

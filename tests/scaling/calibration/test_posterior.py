@@ -127,6 +127,7 @@ def test_intervals_include_the_discrepancy_of_a_model(
         deviations=draws,
         residuals={"llama-2-7b": shift},
         num_stages={"llama-2-7b": 400},
+        stages=("a/0",),
         mode=draws[0],
         corrections=np.zeros((1, 2)),
         num_effective=64.0,
