@@ -50,7 +50,7 @@ LAYERS = {
         "harness",
         "fitting",
         "cli",
-        "training counting",
+        "training counting servers",
         "bench serving decoding examples",
     ),
 }

@@ -1,0 +1,1 @@
+"""Servers as their clients see them: calibrated predictions, agent traffic."""
