@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from scaling.calibration.posterior import (
         DISCREPANCY,
         NOISE,
+        NUM_ROUNDS,
         ServerPosterior,
         fit_posterior,
         leave_out,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
     from scaling.calibration.posterior_files import (
         PUBLISHED_SERVERS,
+        format_posterior,
         load_posterior,
         save_posterior,
     )

@@ -43,7 +43,9 @@ the first-token time. Assumed, not fitted: three models do not determine it."""
 NOISE = np.array([0.015, 0.04])
 """Standard deviation of a stage's noise: load, start-up, and the seed of a window."""
 
-_NUM_ROUNDS, _DRAWS_PER_ROUND = 3, 8
+NUM_ROUNDS = 3
+"""Times that a fit simulates each stage."""
+_DRAWS_PER_ROUND = 8
 _NUM_PROPOSALS = 20_000
 _MAX_GAUSS_NEWTON, _LONGEST_STEP = 40, 2.0
 
@@ -67,7 +69,11 @@ class ServerPosterior(NamedTuple):
 
 
 def fit_posterior(
-    stages: Sequence[MeasuredStage], *, num_draws: int = 32, seed: int = 0
+    stages: Sequence[MeasuredStage],
+    *,
+    num_draws: int = 32,
+    seed: int = 0,
+    on_simulated: Callable[[], None] = lambda: None,
 ) -> ServerPosterior:
     """Fits the coefficients to measured stages; overloaded ones are left out.
 
@@ -75,6 +81,7 @@ def fit_posterior(
       stages: the stages, with latencies.
       num_draws: draws of the posterior, at least 2.
       seed: random seed.
+      on_simulated: called `NUM_ROUNDS` times for each kept stage, after its simulation.
 
     Raises:
       ValueError: no stage is left, a stage has no latencies, or a number is out of
@@ -93,13 +100,16 @@ def fit_posterior(
     rng = np.random.default_rng(seed)
     mode = np.zeros(len(PRIOR))
     corrections = np.zeros_like(data)
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(NUM_ROUNDS):
         mode, factor = _find_mode(
             surrogate, jacobian, data - corrections, whitener, mode
         )
         near = mode + rng.normal(size=(_DRAWS_PER_ROUND, mode.size)) @ factor.T
         near[0] = mode
-        simulated = np.stack([_simulated_targets(stage, near) for stage in kept], 1)
+        simulated = np.empty((_DRAWS_PER_ROUND, *data.shape))
+        for i, stage in enumerate(kept):
+            simulated[:, i] = _simulated_targets(stage, near)
+            on_simulated()
         errors = np.log(simulated) - np.asarray(batched(jnp.float32(near)))
         corrections = np.median(errors, axis=0)
     mode, factor = _find_mode(surrogate, jacobian, data - corrections, whitener, mode)

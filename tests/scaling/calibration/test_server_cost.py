@@ -92,7 +92,7 @@ def loop_seconds(s: Sizes, devices: int, rows: list[Row], f: Any) -> float:
         kv_s = 2 * numbers / BANDWIDTH
         if row.decodes:
             decode_pairs_s += pairs_s
-            decode_kv_s += kv_s / f.decode_kv_share
+            decode_kv_s += kv_s / f.weight_share / f.decode_kv_ratio
         else:
             prompt_s += pairs_s + kv_s / f.prompt_kv_share
     weights = s.layers * (attention + router) + s.hidden * s.vocab
