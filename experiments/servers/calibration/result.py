@@ -13,6 +13,7 @@ from experiments.framework import (
     Texts,
     column,
     computed_column,
+    format_percent,
 )
 from scaling.calibration import (
     PRIOR,
@@ -64,7 +65,7 @@ class Predictions(ResultTable):
     high_s: Floats = column("95 % quantile", heading="95 %")
 
     @property
-    @computed_column(heading="error", form="{:+.1%}")
+    @computed_column(heading="error", form=format_percent)
     def error(self) -> np.ndarray:
         """Relative error of the median."""
         return self.predicted_s / self.measured_s - 1
@@ -83,7 +84,7 @@ class Predictions(ResultTable):
         return (low <= self.measured_s) & (self.measured_s <= high)
 
     @property
-    @computed_column(heading="width", form="{:.0%}")
+    @computed_column(heading="width", form=format_percent)
     def width(self) -> np.ndarray:
         """Full width of the 90 % interval, relative to the median."""
         return (self.high_s - self.low_s) / self.predicted_s
@@ -114,13 +115,13 @@ class Errors(ResultTable):
     """Errors of the predictions of a kind, by latency."""
 
     latency: Texts = column("a key of `LATENCIES`")
-    median: Floats = column("median error", heading="median error", form="{:.1%}")
-    worst: Floats = column("largest error", heading="worst", form="{:.1%}")
+    median: Floats = column("median error", heading="median error", form=format_percent)
+    worst: Floats = column("largest error", heading="worst", form=format_percent)
     worst_stage: Texts = column("its stage", heading="its stage")
     in_50: Ints = column("stages in the 50 % interval", heading="in 50 %")
     in_90: Ints = column("stages in the 90 % interval", heading="in 90 %")
     stages: Ints = column("predicted stages", heading="of")
-    width: Floats = column("mean width", heading="mean width of 90 %", form="{:.0%}")
+    width: Floats = column("mean width", heading="90 % width", form=format_percent)
 
 
 class Result(ResultRecord):

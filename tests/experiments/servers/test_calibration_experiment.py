@@ -174,6 +174,7 @@ def test_tables_that_cannot_be_fitted(table: Path, jaxkv: Command) -> None:
     assert_refused(jaxkv, "calibrate no.csv", "no.csv")
 
 
+@pytest.mark.thorough
 def test_coefficients_are_written_to_a_named_file(
     fakes: Fakes, table: Path, jaxkv: Command, tmp_path: Path
 ) -> None:
