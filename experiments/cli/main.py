@@ -174,6 +174,26 @@ def _cost(args: list[str]) -> CommandOutput:
     return command.count_costs(model, options)
 
 
+def _simulate(args: list[str]) -> CommandOutput:
+    from experiments.cli import parsing
+    from experiments.cli.cost import command as cost
+    from experiments.cli.simulate import options
+
+    known, prog = cost.list_models(), "jaxkv simulate MODEL"
+    description = f"MODEL is a config.json, a folder with one, or {known}."
+    if _value_of(args, "--stages") is not None and not _is_word(args):
+        asked = (
+            "",
+            parsing.parse_options(options.SimulateOptions, args, prog, description),
+        )
+    else:
+        asks = f"MODEL is missing: a config.json, a folder, or {known}"
+        asked = _subject(args, options.SimulateOptions, prog, asks, description)
+    from experiments.cli.simulate import command
+
+    return command.simulate_command(*asked)
+
+
 def _fit(args: list[str]) -> CommandOutput:
     from experiments.fitting import Config as FitConfig
     from experiments.fitting import experiment as fit_experiment
@@ -199,6 +219,30 @@ def _fit(args: list[str]) -> CommandOutput:
         text = files.read_text(out / "fit.json")
         files.write_atomically(Path(config.log) / "fit.json", text)
     return answer
+
+
+def _calibrate(args: list[str]) -> CommandOutput:
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError("RUNS is missing: a CSV of measured load stages")
+    experiment = load_experiment("calibration")
+    config_type: Any = type(next(iter(experiment.configs.values())))
+    runs, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
+    config, out, max_seconds = _changed(
+        config_type(runs=runs),
+        flags,
+        "jaxkv calibrate RUNS",
+        "RUNS is a CSV of load stages of servers, as their clients measured them.",
+        "a new one under runs/; FILE.json writes only the coefficients there",
+    )
+    file = out if out is not None and out.suffix == ".json" else None
+    if file is not None and "none" not in config.leave_out:
+        line = f"leave_out={config.leave_out!r} writes no coefficients"
+        raise ValueError(f"--out {file}: {line}")
+    answer = run.run(experiment, config, None if file else out, max_seconds)
+    if file is not None and (made := answer.document["out"] / "server.json").is_file():
+        files.write_atomically(file, files.read_text(made))
+        answer.lines.append(f"coefficients: {file}")
+    return _lift_metrics(answer)
 
 
 def _train(args: list[str], name: str = "train") -> CommandOutput:
@@ -267,11 +311,13 @@ _COMMANDS = {
     "serve": Command("serve a model over HTTP, by OpenAI's API", _serve),
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
+    "simulate": Command("predict the latency of a server under load", _simulate),
     "train": Command("train one model", _train),
     "sweep": Command(
         "train many models for a scaling law", lambda args: _train(args, "sweep")
     ),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
+    "calibrate": Command("fit a server's step times to measured runs", _calibrate),
     "plan": Command("choose the best model for a budget", _plan),
     "claims": Command("list published and measured numbers with verdicts", _claims),
 }

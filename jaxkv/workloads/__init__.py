@@ -7,6 +7,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from jaxkv.workloads.agent_traces import AgentSessions
     from jaxkv.workloads.arrivals import (
+        Dependencies,
         Workload,
         closed_loop,
         make_workload,
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
         sustained_rate,
     )
     from jaxkv.workloads.metrics import (
+        JobTimes,
         Objectives,
         attainment,
         capacity,
         fifo_finish_s,
+        find_jobs,
         gaps_between_tokens,
         goodput,
         md1_waiting_s,
