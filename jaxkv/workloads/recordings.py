@@ -127,7 +127,7 @@ class Recording(NamedTuple):
         if cache_tokens is not None:
             more["context"] = cached_tokens(self, cache_tokens)
             prompt = prompt - more["context"]
-        if self.after is not None and clients is None:
+        if self.after is not None:
             more |= {"after": self.after, "delay_s": self.delay_s}
         return arrivals.make_workload(
             arrival_s, prompt, self.output, clients=clients, **more

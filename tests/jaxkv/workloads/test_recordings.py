@@ -196,9 +196,7 @@ def test_unix_times_and_dates_name_their_unit(
 def test_open_units_are_asked_for(tmp_path: Path) -> None:
     rows = "0,5,6\n1500,5,6\n4000,5,6\n"
     path = write(tmp_path, PLAIN.replace("arrival_s", "timestamp") + rows)
-    with pytest.raises(
-        ValueError, match=r"timestamp has no unit: .* time_unit='s', "
-    ):
+    with pytest.raises(ValueError, match=r"timestamp has no unit: .* time_unit='s', "):
         read_recording(path)
     for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
         found = read_recording(path, time_unit=unit)
