@@ -208,7 +208,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
-        marked("mtp", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("mtp", "cached", "shared prefix"),
         marked("mtp", "swapping", "groups"),
         marked("mtp", "tight", "singles"),
         marked("mtp tree", "swapping", "groups"),
