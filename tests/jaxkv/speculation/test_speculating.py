@@ -189,8 +189,8 @@ def drafted(run: Run) -> tuple[int, int]:
     return int(num_drafts.sum()), int(accepted.sum())
 
 
-def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
-    return pytest.param(*case, marks=speed, id=", ".join(case))
+def marked(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow, id=", ".join(case))
 
 
 @pytest.mark.parametrize(
