@@ -18,8 +18,9 @@ from jaxkv.files import columnar, decompression, tables
 from jaxkv.files.delimited import DelimitedReader, RaggedError
 
 BLOCK_BYTES = 2**22
-"""Size of a block in bytes, or in characters of JSON lines."""
-_BLOCK_ROWS = 2**14
+"""Size of a block in bytes."""
+_ROW_BYTES = 2**8
+"""Bytes of a row of CSV, for the number of rows in a block."""
 _MAX_LINE = 2**28
 """Longest line in characters."""
 MISSING: Any = object()
@@ -78,7 +79,7 @@ def read_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Table
     elif reader is None:
         yield from _object_blocks(path, block_bytes)
     else:
-        yield from _delimited_blocks(path, sample)
+        yield from _delimited_blocks(path, sample, -(-block_bytes // _ROW_BYTES))
 
 
 def iterate_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -180,19 +181,19 @@ def _object_blocks(path: Path, block_chars: int) -> Iterator[TableBlock]:
         rows.append(tables.parse_json_line(path, number, line))
         numbers.append(number)
         size += len(line)
-        if size >= block_chars or len(rows) == _BLOCK_ROWS:
+        if size >= block_chars:
             yield block()
             rows, numbers, size = [], [], 0
     yield block()
 
 
-def _delimited_blocks(path: Path, sample: str) -> Iterator[TableBlock]:
+def _delimited_blocks(path: Path, sample: str, block_rows: int) -> Iterator[TableBlock]:
     lines = (line for _, line in _read_lines(path, newline=""))
     reader = iter(DelimitedReader(sample, lines))
     names, num_rows = next(reader, (0, []))[1], 0
     while True:
         try:
-            batch = [*itertools.islice(reader, _BLOCK_ROWS)]
+            batch = [*itertools.islice(reader, block_rows)]
         except ValueError as error:
             named = str(error).startswith(str(path))
             raise ValueError(error if named else f"{path}: {error}") from None
@@ -206,5 +207,5 @@ def _delimited_blocks(path: Path, sample: str) -> Iterator[TableBlock]:
             empty | dict(zip(names, columns, strict=False)),
         )
         num_rows += len(batch)
-        if len(batch) < _BLOCK_ROWS:
+        if len(batch) < block_rows:
             return

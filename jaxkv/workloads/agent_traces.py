@@ -166,6 +166,7 @@ class _Reader:
             raise ValueError(f"{place} is not a list")
         tips, previous = first_after, [-1]
         pending: list[_Answered] = []
+        agents: list[_Answered] = []  # sub-agents since the last request
 
         def move_on(now_s: float) -> None:
             nonlocal tips
@@ -182,7 +183,7 @@ class _Reader:
             if entry.get("type") == "subagent":
                 duration_s = _seconds(entry, "duration_ms", where, default=0.0) / 1e3
                 answered_s = max((self._end_s[x] for x in tips), default=-math.inf)
-                answered_s = max([answered_s, *(x.end_s for x in pending if x.last)])
+                answered_s = max([answered_s, *(x.end_s for x in pending)])
                 if sent_s - duration_s >= answered_s - _TOLERANCE_S:
                     sent_s -= duration_s
                 move_on(sent_s)
@@ -195,7 +196,7 @@ class _Reader:
                     inner, f"{where}.requests", inner_start_s, tips
                 )
                 if last != tips and entry.get("status") != "async_launched":
-                    pending.append(_Answered(-math.inf, last, frozenset(tips)))
+                    agents.append(_Answered(-math.inf, last, frozenset(tips)))
                 continue
             output = _integer(entry, "out", where, low=0)
             if output == 0 and self._skip_empty:
@@ -203,6 +204,7 @@ class _Reader:
                 continue
             if output == 0:
                 raise ValueError(f"{where}: the output has 0 tokens")
+            pending, agents = pending + agents, []
             move_on(sent_s)
             think_s = _seconds(entry, "think_time", where, default=math.nan)
             after = tips
@@ -218,6 +220,7 @@ class _Reader:
             self._append_request(entry, where, output, sent_s, after, delay_s)
             self._end_s.append(sent_s + api_s)
             pending.append(_Answered(sent_s + api_s, [index], frozenset(after)))
+        pending += agents
         move_on(math.inf)
         return tips, max((self._end_s[x] for x in tips), default=start_s)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 
-class ChunkIds(Sequence[Int64[np.ndarray, " chunks"]]):
+class ChunkIds(Sequence[np.ndarray]):
     """A sequence of arrays, the chunk ids of each prompt, stored as one array.
 
     Attributes:

@@ -107,7 +107,7 @@ class Recording(NamedTuple):
         return _sort(self._replace(arrival_s=moved))
 
     def workload(
-        self, *, clients: int | None = None, cache_tokens: float | None = None
+        self, *, clients: int | None = None, cache_tokens: int | float | None = None
     ) -> arrivals.Workload:
         """Returns the workload.
 
@@ -127,7 +127,7 @@ class Recording(NamedTuple):
         if cache_tokens is not None:
             more["context"] = cached_tokens(self, cache_tokens)
             prompt = prompt - more["context"]
-        if self.after is not None and clients is None:
+        if self.after is not None:
             more |= {"after": self.after, "delay_s": self.delay_s}
         return arrivals.make_workload(
             arrival_s, prompt, self.output, clients=clients, **more
@@ -140,7 +140,7 @@ def read_recording(
     skip_empty: bool = False,
     time_unit: Literal["s", "ms", "us"] | None = None,
     chunk_tokens: int | None = None,
-    answer_s_per_token: float = 0.0,
+    answer_s_per_token: int | float = 0.0,
 ) -> Recording:
     """Reads a recording; its format is recognised by its columns.
 
@@ -228,7 +228,7 @@ def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
 
 
 def cached_tokens(
-    recording: Recording, cache_tokens: float = math.inf
+    recording: Recording, cache_tokens: int | float = math.inf
 ) -> Int32[np.ndarray, " requests"]:
     """Returns the leading tokens of each prompt that a prefix cache has.
 
@@ -342,20 +342,17 @@ def _find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
     size = asked or columns.format.chunk_tokens
     all_chunks, full_chunks = _fitting_sizes(num, ids)
     fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
-    if asked is None and all_chunks[0] == all_chunks[1]:
-        return int(all_chunks[0])
+    if asked is None and fits and fits[0][0] == fits[0][1]:
+        return fits[0][0]
     if any(low <= size <= high for low, high in fits):
         return size
-    if asked is None:
-        if len(fits) == 2 and full_chunks[0] == full_chunks[1]:
-            return int(full_chunks[0])
-        for low, high in fits:
-            power = 2 ** int(math.log2(high))
-            if low <= power:
-                raise ValueError(
-                    f"hash_ids may have {low} to {high} tokens each: call "
-                    f"read_recording with the size, such as chunk_tokens={power}"
-                )
+    for low, high in fits if asked is None else []:
+        power = 2 ** int(math.log2(high))
+        if low <= power:
+            raise ValueError(
+                f"hash_ids may have {low} to {high} tokens each: call read_recording "
+                f"with the size, such as chunk_tokens={power}"
+            )
     row = int(np.argmax(ids != -(-num // size)))
     raise ValueError(
         f"line {columns.line[row]}: {ids[row]} hash_ids for {num[row]} tokens, {size} "
@@ -440,7 +437,7 @@ def _extend_ids(
 def _link(
     columns: TraceColumns,
     sent_s: Float[np.ndarray, " requests"],
-    answer_s_per_token: float,
+    answer_s_per_token: int | float,
 ) -> TurnLinks | None:
     """Returns the waits of the requests, or None in a trace without sessions."""
     kind = columns.format
