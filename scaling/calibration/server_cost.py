@@ -88,7 +88,7 @@ PRIOR: Mapping[str, tuple[float, float]] = {
     "decode_kv_ratio": (1.0, 0.1),
     "link_share": (0.60, 0.3),
     "reduce_s": (12e-6, 0.5),
-    "reduce_power": (0.5, 0.7),
+    "reduce_power": (0.5, 0.4),
     "layer_s": (15e-6, 0.5),
     "mixture_layer_s": (15e-6, 0.8),
     "step_s": (1e-3, 0.7),
@@ -105,7 +105,8 @@ Shares: the highest measured rates are 0.8 of the peak of an H100 in products
 streams K and V as it streams weights, so the rates are about equal: FlashMLA reads 3.0
 of an H800's 3.35 TB/s. Overheads: of about ten kernels in a layer, six read no weights
 and take 2 to 3 us each; about a millisecond of host work for a step, some milliseconds
-of HTTP and tokenising for a request.
+of HTTP and tokenising for a request. The latency of an all-reduce grows at most as that
+of a ring, and measurements on at most two devices do not determine its growth.
 
 No value is the result of a fit, but four were chosen after a look at published
 latencies of H100 servers: `ingest_s` and `delivery_lag` at first-token times, and
