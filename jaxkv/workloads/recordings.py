@@ -108,7 +108,11 @@ class Recording(NamedTuple):
         return _sort(self._replace(arrival_s=moved))
 
     def workload(
-        self, *, clients: int | None = None, cache_tokens: int | float | None = None
+        self,
+        *,
+        clients: int | None = None,
+        cache_tokens: int | float | None = None,
+        at_recorded_times: bool = False,
     ) -> arrivals.Workload:
         """Returns the workload.
 
@@ -118,6 +122,8 @@ class Recording(NamedTuple):
           cache_tokens: tokens that a prefix cache holds, see `cached_tokens`. Cached
             tokens are the context of a request, and its prompt has the tokens after
             them. None means no cache.
+          at_recorded_times: True to send the turns of sessions at their recorded times,
+            in an open loop, instead of after their answers.
 
         Raises:
           ValueError: the recording has no chunk ids for a cache.
@@ -128,7 +134,7 @@ class Recording(NamedTuple):
         if cache_tokens is not None:
             more["context"] = cached_tokens(self, cache_tokens)
             prompt = prompt - more["context"]
-        if self.after is not None:
+        if self.after is not None and not at_recorded_times:
             more |= {"after": self.after, "delay_s": self.delay_s}
         return arrivals.make_workload(
             arrival_s, prompt, self.output, clients=clients, **more
