@@ -1,6 +1,7 @@
 """A server, its coefficients and its loads, resolved from the options."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -100,8 +101,8 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
       ValueError: a name is unknown, a length or a rate is missing, options exclude each
         other, or the window has too few requests for the objectives.
     """
-    _refuse_unknown_costs(options)
     model = cost.find_description(name)
+    _check_combination(options)
     posterior = load_coefficients(options)
     positions = [x for x in (*model.windows, model.max_positions) if x]
     setup = ServerSetup(
@@ -139,11 +140,34 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
     return case
 
 
-def _refuse_unknown_costs(options: SimulateOptions) -> None:
-    """Refuses precisions without fitted coefficients."""
+def _check_combination(options: SimulateOptions) -> None:
+    """Refuses a load without lengths or rate, and options that exclude each other."""
     if options.dtype not in ("bfloat16", "float16"):
         raise ValueError(
             f"--dtype {options.dtype}: the cost model of servers is fitted in 16 bits"
+        )
+    pairs = [("rate", "sweep"), ("num_requests", "duration")]
+    of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
+    pairs += [(name, "trace") for name in of_trace]
+    plain = SimulateOptions()
+    for pair in pairs:
+        if all(getattr(options, x) != getattr(plain, x) for x in pair):
+            first, second = (f"--{x.replace('_', '-')}" for x in pair)
+            raise ValueError(f"{first} and {second} exclude each other")
+    if options.trace is not None:
+        return
+    for flag, text in (
+        ("--prompt-tokens", options.prompt_tokens),
+        ("--answer-tokens", options.answer_tokens),
+    ):
+        if not text:
+            raise ValueError(
+                f"{flag} is missing: a number, sharegpt or alpaca; or --trace FILE"
+            )
+    if options.rate is None and not options.sweep:
+        raise ValueError(
+            "--rate is missing: requests per second, or --sweep rate=LOW:HIGH:NUMBER, "
+            "or --trace FILE"
         )
 
 
@@ -201,26 +225,7 @@ def _synthetic_loads(
     options: SimulateOptions, setup: ServerSetup, posterior: ServerPosterior
 ) -> _Loads:
     """Draws the loads of all rates: the same requests, arriving faster."""
-    for flag, text in (
-        ("--prompt-tokens", options.prompt_tokens),
-        ("--answer-tokens", options.answer_tokens),
-    ):
-        if not text:
-            raise ValueError(
-                f"{flag} is missing: a number, sharegpt or alpaca; or --trace FILE"
-            )
-    rates = parse_sweep(options.sweep)
-    if rates and options.rate is not None:
-        raise ValueError("--rate and --sweep exclude each other")
-    if not rates:
-        if options.rate is None:
-            raise ValueError(
-                "--rate is missing: requests per second, or --sweep "
-                "rate=LOW:HIGH:NUMBER, or --trace FILE"
-            )
-        rates = (options.rate,)
-    if options.num_requests and options.duration:
-        raise ValueError("--num-requests and --duration exclude each other")
+    rates = parse_sweep(options.sweep) or (options.rate or math.nan,)
     pair = _length_pair(options, setup)
     prefix, block = options.prefix_tokens, options.block_size
     cached = prefix // block * block if options.prefix_caching else 0
@@ -334,13 +339,6 @@ def _trace_loads(
 ) -> _Loads:
     """Reads the requests of a trace, at its own rate or at others."""
     assert options.trace is not None
-    plain = SimulateOptions()
-    for name in ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals"):
-        if getattr(options, name) != getattr(plain, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} and --trace exclude each other")
-    if options.num_requests and options.duration:
-        raise ValueError("--num-requests and --duration exclude each other")
     recording = read_recording(options.trace, skip_empty=True)
     rates = parse_sweep(options.sweep) or (options.rate,)
     loads, found = [], []
