@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.cli.simulate import command
+from experiments.cli.simulate import command, drawing, stages
 from experiments.cli.simulate.case import ServerCase, resolve_server_case
 from experiments.cli.simulate.options import (
     LatencyObjective,
@@ -18,11 +18,14 @@ from experiments.cli.simulate.options import (
 from experiments.cli.simulate.summary import RunSummary, find_largest_rates
 from scaling.calibration import (
     PRIOR,
+    LatencySummary,
+    MeasuredStage,
     ServerCoefficients,
     ServerLoad,
     ServerPosterior,
     ServerRun,
     ServerSetup,
+    StageLatencies,
     find_latency_factors,
     save_posterior,
 )
@@ -328,12 +331,24 @@ def test_help_does_not_import_jax() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "args", ["--rate 8", "--sweep rate=30:60:4 --objective ttft=1"]
+    "fields", [{"rate": 8.0}, {"sweep": "rate=30:60:4", "objective": "ttft=1"}]
 )
 def test_the_figure_follows_the_rules(
-    queue: Command, monkeypatch: pytest.MonkeyPatch, args: str
+    simulate: Command, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    sheet = drawn(lambda: queue(*args.split(), "--plot"), monkeypatch)
+    case = resolved("64", "11", **fields)
+    draws = ServerCoefficients(*np.zeros((17, 4)))
+    runs = serve_one_by_one(case.setup, case.loads, draws)
+    summaries = [RunSummary(case, run) for run in runs]
+    rows = [x.document(rate) for x, rate in zip(summaries, case.rates, strict=True)]
+    largest = {}
+    if case.objectives:
+        probabilities = [x["objective_probability"] for x in rows]
+        largest = find_largest_rates(case.rates, probabilities)
+    sheet = drawn(
+        lambda: drawing.render_simulation(case, summaries, rows, largest), monkeypatch
+    )
+    assert len(sheet.axes) == 3
     assert not faults(sheet)
 
 
@@ -355,16 +370,44 @@ def test_a_server_is_simulated(simulate: Command) -> None:
     assert 0 < single["memory"]["mean_share"] < single["memory"]["peak_share"] < 0.1
 
 
-@pytest.mark.thorough
-def test_the_rows_of_a_table_are_predicted(simulate: Command) -> None:
-    text = (GOLDEN / "vllm_stages.csv").read_text().replace(",60,", ",60,")
-    Path("stages.csv").write_text(text)
-    found = document(simulate, "--stages", "stages.csv", "--draws", "2")
+def test_the_rows_of_a_table_are_predicted(
+    simulate: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predict(
+        stage: MeasuredStage, posterior: ServerPosterior, *, seed: int
+    ) -> StageLatencies:
+        """Times with factors of 0.9 to 1.2 of 0.5 s, 20 ms and 6 ms."""
+        factor = np.linspace(0.9, 1.2, len(posterior.deviations))
+        times = (x * factor for x in (0.5, 0.02, 0.006))
+        return StageLatencies(*(LatencySummary(x, 0.99 * x, 2 * x) for x in times))
+
+    replace(monkeypatch, stages, "predict_stage", predict)
+    table = str(GOLDEN / "vllm_stages.csv")
+    found = document(simulate, "--stages", table)
     first, second = found["rows"]
     assert (first["model"], second["model"]) == ("llama-2-7b", "mixtral-8x7b")
     assert (first["is_overloaded"], second["is_overloaded"]) == (False, True)
+    # Measured were 0.5 s in the mean, and 19 ms in the median.
     assert found["num_judged"] == 1
-    assert first["e2e_s"]["error"] == pytest.approx(first["e2e_s"]["mean"] / 0.5 - 1)
-    low, high = first["ttft_s"]["interval"]["median"]
-    assert low <= first["ttft_s"]["median"] <= high
-    assert first["ttft_s"]["covered"] == (low <= 0.019 <= high)
+    assert first["e2e_s"]["mean"] == pytest.approx(0.525)
+    assert first["e2e_s"]["error"] == pytest.approx(0.05)
+    assert first["ttft_s"]["median"] == pytest.approx(0.99 * 0.021)
+    assert first["ttft_s"]["error"] == pytest.approx(0.99 * 21 / 19 - 1)
+    factors = np.quantile(np.linspace(0.9, 1.2, 4), [0.05, 0.95])
+    assert first["e2e_s"]["interval"]["mean"] == pytest.approx(0.5 * factors)
+    assert [found["coverage"][x] for x in ("e2e_s", "ttft_s")] == [1.0, 1.0]
+    assert found["largest_error"]["e2e_s"] == pytest.approx(0.05)
+    output = words(simulate, "--stages", table)
+    assert "mixtral-8x7b *" in output
+    assert "error 5.0 % in the median, 5.0 % at most; 90 % intervals hold 1 of 1" in (
+        output
+    )
+    # A table without measured values has predictions only.
+    lines = (GOLDEN / "vllm_stages.csv").read_text().splitlines()
+    cut = lines[0].split(",").index("successes")
+    Path("new.csv").write_text(
+        "".join(",".join(x.split(",")[:cut]) + "\n" for x in lines)
+    )
+    plain = document(simulate, "--stages", "new.csv")
+    assert plain["rows"][0]["e2e_s"]["error"] is None
+    assert "coverage" not in plain
