@@ -362,7 +362,17 @@ def test_no_test_file_imports_another() -> None:
         assert not [part for part in parts if part.startswith("test_")], path
 
 
-PROTOCOL = {"Config", "Result", "run", "plot", "claims", "metrics", "summary", "main"}
+PROTOCOL = {
+    "Config",
+    "Result",
+    "run",
+    "plot",
+    "claims",
+    "files",
+    "metrics",
+    "summary",
+    "main",
+}
 """Names that every experiment or script defines."""
 
 

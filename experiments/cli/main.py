@@ -221,6 +221,30 @@ def _fit(args: list[str]) -> CommandOutput:
     return answer
 
 
+def _calibrate(args: list[str]) -> CommandOutput:
+    if not _is_word(args) and not {"-h", "--help"} & {*args}:
+        raise ValueError("RUNS is missing: a CSV of measured load stages")
+    experiment = load_experiment("calibration")
+    config_type: Any = type(next(iter(experiment.configs.values())))
+    runs, flags = (args[0], args[1:]) if _is_word(args) else ("", args)
+    config, out, max_seconds = _changed(
+        config_type(runs=runs),
+        flags,
+        "jaxkv calibrate RUNS",
+        "RUNS is a CSV of load stages of servers, as their clients measured them.",
+        "a new one under runs/; FILE.json writes only the coefficients there",
+    )
+    file = out if out is not None and out.suffix == ".json" else None
+    if file is not None and "none" not in config.leave_out:
+        line = f"leave_out={config.leave_out!r} writes no coefficients"
+        raise ValueError(f"--out {file}: {line}")
+    answer = run.run(experiment, config, None if file else out, max_seconds)
+    if file is not None and (made := answer.document["out"] / "server.json").is_file():
+        files.write_atomically(file, files.read_text(made))
+        answer.lines.append(f"coefficients: {file}")
+    return _lift_metrics(answer)
+
+
 def _train(args: list[str], name: str = "train") -> CommandOutput:
     """Runs `COMMAND CONFIG [OPTIONS]`; CONFIG is a shipped name or a JSON file."""
     from experiments.cli.train import command
@@ -293,6 +317,7 @@ _COMMANDS = {
         "train many models for a scaling law", lambda args: _train(args, "sweep")
     ),
     "fit": Command("fit scaling laws to a log of training runs", _fit),
+    "calibrate": Command("fit a server's step times to measured runs", _calibrate),
     "plan": Command("choose the best model for a budget", _plan),
     "claims": Command("list published and measured numbers with verdicts", _claims),
 }

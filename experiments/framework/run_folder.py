@@ -8,6 +8,7 @@
     figure-1.svg, figure-1.png   first panel of several, and so on
     report.md                    report for readers
     fit.json                     fitted law, which `jaxkv plan` reads
+    server.json                  fitted server, which `jaxkv simulate` reads
     sweep.json, prediction.json  training runs of a sweep, and predictions
 
 Every file is written under a temporary name and renamed, so a reader never sees a
@@ -47,6 +48,7 @@ FILES = (
     "figure.png",
     "report.md",
     "fit.json",
+    "server.json",
     "sweep.json",
     "prediction.json",
 )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from scaling.calibration.posterior import (
         DISCREPANCY,
         NOISE,
+        NUM_ROUNDS,
         LatencyFactors,
         ServerPosterior,
         find_latency_factors,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     )
     from scaling.calibration.posterior_files import (
         PUBLISHED_SERVERS,
+        format_posterior,
         load_posterior,
         save_posterior,
     )

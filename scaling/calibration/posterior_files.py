@@ -29,6 +29,11 @@ def save_posterior(path: Path, posterior: ServerPosterior) -> None:
     Raises:
       ValueError: the file cannot be written.
     """
+    write_atomically(path, format_posterior(posterior))
+
+
+def format_posterior(posterior: ServerPosterior) -> str:
+    """Returns the content of a file of a posterior."""
 
     def rounded(values: np.ndarray) -> list:
         return [float(f"{x:.6g}") for x in values]
@@ -53,7 +58,7 @@ def save_posterior(path: Path, posterior: ServerPosterior) -> None:
             for name, mode, draw in zip(modes._fields, modes, draws, strict=True)
         },
     }
-    write_atomically(path, json.dumps(document, indent=1) + "\n")
+    return json.dumps(document, indent=1) + "\n"
 
 
 def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
@@ -98,7 +103,7 @@ def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
             mode=modes,
             corrections=np.array(document["corrections"], float),
             num_effective=float(document["num_effective"]),
-            devices=tuple(document.get("devices", ())),
+            devices=tuple(document["devices"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no posterior of servers: {error}") from None

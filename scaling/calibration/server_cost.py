@@ -50,8 +50,9 @@ class ServerCoefficients(NamedTuple):
     """Share of the peak of products in attention."""
     prompt_kv_share: Scalar
     """Share of the bandwidth for K and V in prefill."""
-    decode_kv_share: Scalar
-    """Share of the bandwidth for K and V in decoding."""
+    decode_kv_ratio: Scalar
+    """Bandwidth for K and V in decoding, over that for weights: `weight_share` times
+    this is its share of the memory bandwidth."""
     link_share: Scalar
     """Share of the bandwidth of the link between devices."""
     reduce_s: Scalar
@@ -84,11 +85,11 @@ PRIOR: Mapping[str, tuple[float, float]] = {
     "overlap": (3.0, 0.5),
     "attention_share": (0.50, 0.3),
     "prompt_kv_share": (0.50, 0.5),
-    "decode_kv_share": (0.70, 0.25),
+    "decode_kv_ratio": (1.0, 0.1),
     "link_share": (0.60, 0.3),
     "reduce_s": (12e-6, 0.5),
-    "reduce_power": (0.5, 0.7),
-    "layer_s": (5e-6, 0.7),
+    "reduce_power": (0.5, 0.4),
+    "layer_s": (15e-6, 0.5),
     "mixture_layer_s": (15e-6, 0.8),
     "step_s": (1e-3, 0.7),
     "sequence_s": (10e-6, 0.7),
@@ -100,11 +101,21 @@ PRIOR: Mapping[str, tuple[float, float]] = {
 """Median and standard deviation of the logarithm of each coefficient, before a fit.
 
 Shares: the highest measured rates are 0.8 of the peak of an H100 in products
-(`costs.devices`) and about 0.9 in reads; kernels of a server reach less. Overheads:
-launches of some microseconds for a layer, about a millisecond of host work for a step,
-some milliseconds of HTTP and tokenising for a request. No value was fitted, but
-`ingest_s` and `delivery_lag` were chosen after a look at published first-token times of
-H100 servers: predictions of left-out rows of that table are not free of it."""
+(`costs.devices`) and about 0.9 in reads; kernels of a server reach less. Decoding
+streams K and V as it streams weights, so the rates are about equal: FlashMLA reads 3.0
+of an H800's 3.35 TB/s. Overheads: of about ten kernels in a layer, six read no weights
+and take 2 to 3 us each; about a millisecond of host work for a step, some milliseconds
+of HTTP and tokenising for a request. The latency of an all-reduce grows at most as that
+of a ring, and measurements on at most two devices do not determine its growth.
+
+No value is the result of a fit, but four were chosen after a look at published
+latencies of H100 servers: `ingest_s` and `delivery_lag` at first-token times, and
+`decode_kv_ratio` and `layer_s` after predictions of left-out models had missed the bars
+of `experiments/servers/calibration`. Before, K and V had a share of their own with the
+median 0.70, which models with few KV heads hardly determine, and a layer took 5 us. So
+predictions of left-out rows of that table are not free of it.
+
+Source: github.com/deepseek-ai/FlashMLA, README (3000 GB/s)."""
 
 
 def draw_coefficients(
@@ -176,9 +187,10 @@ class ServerCost(NamedTuple):
         kv_s = layers * c.kv_bytes * self.kv_copies / c.bytes_per_s
         prompt_kv = w.prompt_context + w.num_prompt_rows
         decode_kv = w.decode_context + w.num_decode_rows
+        decode_share = f.weight_share * f.decode_kv_ratio
         attention_s = pairs * pair_s + prompt_kv * kv_s / f.prompt_kv_share
         attention_s += jnp.maximum(
-            w.decode_pairs * pair_s, decode_kv * kv_s / f.decode_kv_share
+            w.decode_pairs * pair_s, decode_kv * kv_s / decode_share
         )
         link_s = rows * self.token_link_s + w.num_logits * self.logit_link_s
         reduce_s = f.reduce_s * self.other_devices**f.reduce_power

@@ -53,9 +53,7 @@ def load_shape(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     raw = files.read_json(file)
-    name = (
-        path.stem if path.is_file() and path.stem != "config" else path.resolve().name
-    )
+    name = file.stem if file.name != "config.json" else file.resolve().parent.name
     try:
         return describe_huggingface(raw, name=name)
     except ValueError as error:

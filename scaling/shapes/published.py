@@ -5,8 +5,10 @@ Numbers are those of the published checkpoints, or of the papers without checkpo
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from jaxkv.validation import format_unknown_name
 from scaling.shapes import huggingface
 from scaling.shapes.description import ModelShape
 
@@ -36,27 +38,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama-2-7b": (4096, 32, 32, 32, 11008, 32000, 4096),
             "llama-2-13b": (5120, 40, 40, 40, 13824, 32000, 4096),
             "llama-2-70b": (8192, 80, 64, 8, 28672, 32000, 4096),
+            "llama-3-8b": (4096, 32, 32, 8, 14336, 128256, 8192),
+            "llama-3-70b": (8192, 80, 64, 8, 28672, 128256, 8192),
             "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256, 131072),
             "llama-3.1-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
             "llama-3.1-405b": (16384, 126, 128, 8, 53248, 128256, 131072),
+            "llama-3.3-70b": (8192, 80, 64, 8, 28672, 128256, 131072),
         },
     ),
-    # Roziere et al. 2023, arXiv:2308.12950; the checkpoint's config.json.
+    # Roziere et al. 2023, arXiv:2308.12950; the checkpoints' config.json.
     **_rows(
         {"model_type": "llama"},
         _LLAMA,
-        {"codellama-34b": (8192, 48, 64, 8, 22016, 32000, 16384)},
+        {
+            "codellama-7b": (4096, 32, 32, 32, 11008, 32016, 16384),
+            "codellama-13b": (5120, 40, 40, 40, 13824, 32016, 16384),
+            "codellama-34b": (8192, 48, 64, 8, 22016, 32000, 16384),
+            "codellama-70b": (8192, 80, 64, 8, 28672, 32016, 16384),
+            # 01.AI 2024, arXiv:2403.04652, table 1.
+            "yi-34b": (7168, 60, 56, 8, 20480, 64000, 4096),
+            # Abdin et al. 2024, arXiv:2412.08905: one product for queries, keys and
+            # values, and one for the gate, which have the sizes of Llama's.
+            "phi-4": (5120, 40, 40, 10, 17920, 100352, 16384),
+        },
     ),
     **_rows(
         {"model_type": "llama", "tie_word_embeddings": True},
         _LLAMA,
-        {"smollm2-135m": (576, 30, 9, 3, 1536, 49152, 8192)},
+        {
+            "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256, 131072),
+            "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256, 131072),
+            "smollm2-135m": (576, 30, 9, 3, 1536, 49152, 8192),
+        },
     ),
     # Jiang et al. 2023, arXiv:2310.06825, table 1; 2024, arXiv:2401.04088, table 1.
     **_rows(
         {"model_type": "mistral", "sliding_window": 4096},
         _LLAMA,
         {"mistral-7b": (4096, 32, 32, 8, 14336, 32000, 32768)},
+    ),
+    # The checkpoints' config.json: later versions have no window.
+    **_rows(
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 128},
+        _LLAMA,
+        {
+            "mistral-7b-v0.2": (4096, 32, 32, 8, 14336, 32000, 32768),
+            "mistral-7b-v0.3": (4096, 32, 32, 8, 14336, 32768, 32768),
+            "mistral-nemo": (5120, 40, 32, 8, 14336, 131072, 131072),
+            "mistral-small-24b": (5120, 40, 32, 8, 32768, 131072, 32768),
+        },
     ),
     **_rows(
         {
@@ -66,15 +96,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_window": None,
         },
         _LLAMA,
-        {"mixtral-8x7b": (4096, 32, 32, 8, 14336, 32000, 32768)},
+        {
+            "mixtral-8x7b": (4096, 32, 32, 8, 14336, 32000, 32768),
+            "mixtral-8x22b": (6144, 56, 48, 8, 16384, 32000, 65536),
+        },
     ),
-    # Yang et al. 2024, arXiv:2407.10671, table 1; Qwen Team 2025, arXiv:2505.09388.
+    # Yang et al. 2024, arXiv:2407.10671, table 1; Qwen Team 2024, arXiv:2412.15115,
+    # and 2025, arXiv:2505.09388; the checkpoints' config.json.
     **_rows(
         {"model_type": "qwen2"},
         f"{_LLAMA} tie_word_embeddings",
         {
             "qwen2-0.5b": (896, 24, 14, 2, 4864, 151936, 131072, True),
             "qwen2-7b": (3584, 28, 28, 4, 18944, 152064, 131072, False),
+            "qwen2-72b": (8192, 80, 64, 8, 29568, 152064, 131072, False),
+            "qwen2.5-0.5b": (896, 24, 14, 2, 4864, 151936, 32768, True),
+            "qwen2.5-1.5b": (1536, 28, 12, 2, 8960, 151936, 32768, True),
+            "qwen2.5-3b": (2048, 36, 16, 2, 11008, 151936, 32768, True),
+            "qwen2.5-7b": (3584, 28, 28, 4, 18944, 152064, 32768, False),
+            "qwen2.5-14b": (5120, 48, 40, 8, 13824, 152064, 32768, False),
+            "qwen2.5-32b": (5120, 64, 40, 8, 27648, 152064, 32768, False),
+            "qwen2.5-72b": (8192, 80, 64, 8, 29568, 152064, 32768, False),
         },
     ),
     **_rows(
@@ -82,7 +124,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         f"{_LLAMA} tie_word_embeddings",
         {
             "qwen3-0.6b": (1024, 28, 16, 8, 3072, 151936, 40960, True),
+            "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936, 40960, True),
+            "qwen3-4b": (2560, 36, 32, 8, 9728, 151936, 40960, True),
             "qwen3-8b": (4096, 36, 32, 8, 12288, 151936, 40960, False),
+            "qwen3-14b": (5120, 40, 40, 8, 17408, 151936, 40960, False),
+            "qwen3-32b": (5120, 64, 64, 8, 25600, 151936, 40960, False),
         },
     ),
     **_rows(
@@ -91,10 +137,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "head_dim": 128,
             "num_experts": 128,
             "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
         },
-        _LLAMA,
-        {"qwen3-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 40960)},
+        f"{_LLAMA} moe_intermediate_size",
+        {
+            "qwen3-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 40960, 768),
+            "qwen3-235b-a22b": (4096, 94, 64, 4, 12288, 151936, 40960, 1536),
+        },
     ),
     # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1.
     **_rows(
@@ -112,6 +160,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "gemma-2-2b": (2304, 26, 8, 4, 9216, 256000, 8192),
             "gemma-2-9b": (3584, 42, 16, 8, 14336, 256000, 8192),
         },
+    ),
+    **_rows(
+        {"model_type": "gemma2", "head_dim": 128, "sliding_window": 4096},
+        _LLAMA,
+        {"gemma-2-27b": (4608, 46, 32, 16, 36864, 256000, 8192)},
     ),
     # Radford et al. 2019, table 2; Brown et al. 2020, arXiv:2005.14165, table 2.1, in
     # which the 13B model's width is printed 5140, not its 40 heads of 128.
@@ -189,26 +242,30 @@ def describe(name: str) -> ModelShape:
       ValueError: the name is unknown.
     """
     if name not in CONFIGS:
-        raise ValueError(f"unknown model {name!r}; one of: {', '.join(CONFIGS)}")
+        raise ValueError(format_unknown_name("model", name, CONFIGS))
     return huggingface.describe_huggingface(CONFIGS[name], name=name)
 
 
-_VARIANT = re.compile(r"-(hf|chat|instruct|base|it|bf16|v\d+(\.\d+)?)$")
+_VARIANT = re.compile(r"-(hf|chat|instruct|base|it|bf16|\d{4})(?=-|$)")
 """Parts of a checkpoint's name that do not change the shape."""
+_VERSION = re.compile(r"-v\d+(\.\d+)?$")
 
 
 def describe_checkpoint(name: str) -> ModelShape:
     """Returns the shape of a published checkpoint, such as `meta-llama/Llama-2-7b-hf`.
 
-    Case, the owner and endings such as `-instruct` or `-v0.1` are ignored.
+    Case, the owner, parts such as `-instruct` and a version at the end are ignored,
+    except a version with another shape, such as that of Mistral-7B-v0.3.
 
     Args:
-      name: name of the checkpoint, or a key of `CONFIGS`.
+      name: name of the checkpoint, a key of `CONFIGS`, or path of a `config.json` or of
+        a folder with one.
 
     Raises:
-      ValueError: the model is unknown.
+      ValueError: the model is unknown, or the file cannot be read.
     """
+    if name.endswith(".json") or (Path(name) / "config.json").is_file():
+        return huggingface.load_shape(Path(name))
     key = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
-    while (shorter := _VARIANT.sub("", key)) != key:
-        key = shorter
-    return describe(key)
+    key = _VARIANT.sub("", key)
+    return describe(key if key in CONFIGS else _VERSION.sub("", key))

@@ -90,7 +90,7 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
         return np.exp([surrogate(jnp.float32(x))[at] for x in deviations])
 
     monkeypatch.setattr(posterior, "_simulated_targets", steady)
-    monkeypatch.setattr(posterior, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(posterior, "NUM_ROUNDS", 1)
     monkeypatch.setattr(posterior, "_DRAWS_PER_ROUND", 2)
     found = fit_posterior(stages, num_draws=400)
     np.testing.assert_allclose(found.corrections, 0, atol=1e-5)
@@ -101,7 +101,7 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
     mean, spread = found.deviations.mean(axis=0), found.deviations.std(axis=0)
     assert (np.abs(truth - mean) < 3.5 * spread).all()
     assert (spread < 1.2).all()
-    assert spread[list(PRIOR).index("decode_kv_share")] < 0.8
+    assert spread[list(PRIOR).index("decode_kv_ratio")] < 0.8
     np.testing.assert_allclose(
         surrogate(jnp.float32(found.mode)), surrogate(jnp.float32(truth)), atol=0.03
     )
@@ -131,6 +131,7 @@ def test_intervals_include_the_discrepancy_of_a_model(
         mode=draws[0],
         corrections=np.zeros((1, 2)),
         num_effective=64.0,
+        devices=("h100",),
     )
     second = LatencySummary(np.ones(64), np.ones(64), np.ones(64))
     plain = StageLatencies(second, second, second)

@@ -92,7 +92,7 @@ def loop_seconds(s: Sizes, devices: int, rows: list[Row], f: Any) -> float:
         kv_s = 2 * numbers / BANDWIDTH
         if row.decodes:
             decode_pairs_s += pairs_s
-            decode_kv_s += kv_s / f.decode_kv_share
+            decode_kv_s += kv_s / f.weight_share / f.decode_kv_ratio
         else:
             prompt_s += pairs_s + kv_s / f.prompt_kv_share
     weights = s.layers * (attention + router) + s.hidden * s.vocab
@@ -177,7 +177,7 @@ def test_every_coefficient_of_a_step_changes_its_time() -> None:
     seconds = mapped(cost, work_of(STEPS["mixed"]))
     for i, name in enumerate(PRIOR):
         sign = np.sign(float(seconds[1 + i] - seconds[0]))
-        is_faster = name.endswith("_share") or name == "overlap"
+        is_faster = name.endswith(("_share", "_ratio")) or name == "overlap"
         is_delay = list(PRIOR).index(name) >= list(PRIOR).index("ingest_s")
         assert sign == (0 if is_delay else -1 if is_faster else 1), name
     # A mapped cost has the times of single costs, and compiles once.

@@ -22,6 +22,7 @@ from scaling.shapes import (
     MixtureShape,
     ModelShape,
     describe,
+    describe_checkpoint,
     describe_config,
     describe_huggingface,
     load_shape,
@@ -58,6 +59,35 @@ PUBLISHED = {
     "gemma-7b": (8_537_680_896, 458_752),
     "gemma-2-2b": (2_614_341_888, 106_496),
     "gemma-2-9b": (9_241_705_984, 344_064),
+    "llama-3-8b": (8_030_261_248, 131_072),
+    "llama-3-70b": (70_553_706_496, 327_680),
+    "llama-3.2-1b": (1_235_814_400, 32_768),
+    "llama-3.2-3b": (3_212_749_824, 114_688),
+    "codellama-7b": (6_738_546_688, 524_288),
+    "codellama-13b": (13_016_028_160, 819_200),
+    "codellama-34b": (33_743_970_304, 196_608),
+    "codellama-70b": (68_976_910_336, 327_680),
+    "yi-34b": (34_388_917_248, 245_760),
+    "phi-4": (14_659_507_200, 204_800),
+    "mistral-7b-v0.2": (7_241_732_096, 131_072),
+    "mistral-7b-v0.3": (7_248_023_552, 131_072),
+    "mistral-nemo": (12_247_782_400, 163_840),
+    "mistral-small-24b": (23_572_403_200, 163_840),
+    "mixtral-8x22b": (140_620_634_112, 229_376),
+    "qwen2-72b": (72_706_203_648, 327_680),
+    "qwen2.5-0.5b": (494_032_768, 12_288),
+    "qwen2.5-1.5b": (1_543_714_304, 28_672),
+    "qwen2.5-3b": (3_085_938_688, 36_864),
+    "qwen2.5-7b": (7_615_616_512, 57_344),
+    "qwen2.5-14b": (14_770_033_664, 196_608),
+    "qwen2.5-32b": (32_763_876_352, 262_144),
+    "qwen2.5-72b": (72_706_203_648, 327_680),
+    "qwen3-1.7b": (1_720_574_976, 114_688),
+    "qwen3-4b": (4_022_468_096, 147_456),
+    "qwen3-14b": (14_768_307_200, 163_840),
+    "qwen3-32b": (32_762_123_264, 262_144),
+    "qwen3-235b-a22b": (235_093_634_560, 192_512),
+    "gemma-2-27b": (27_227_128_320, 376_832),
 }
 
 OURS: dict[str, dict[str, Any]] = {
@@ -93,6 +123,36 @@ def test_published_counts(name: str) -> None:
     model = describe(name)
     found = count_parameters(model).total, kv_bytes_per_token(model)
     assert found == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b"),
+        ("Qwen/Qwen2.5-14B-Instruct", "qwen2.5-14b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("google/gemma-2-27b-it", "gemma-2-27b"),
+        ("microsoft/phi-4", "phi-4"),
+    ],
+)
+def test_checkpoints_have_the_shape_of_their_model(checkpoint: str, name: str) -> None:
+    assert describe_checkpoint(checkpoint) == describe(name)
+
+
+def test_a_checkpoint_may_be_a_path_and_is_otherwise_refused() -> None:
+    folder = GOLDEN / "qwen3"
+    assert describe_checkpoint(str(folder)).name == "qwen3"
+    assert describe_checkpoint(str(folder / "config.json")) == load_shape(folder)
+    with refused("unknown model 'llama-3.1-8b-fp8'; did you mean llama-3.1-8b"):
+        describe_checkpoint("meta-llama/Llama-3.1-8B-FP8")
+    with refused("no such file"):
+        describe_checkpoint("missing/config.json")
 
 
 def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
