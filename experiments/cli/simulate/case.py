@@ -50,7 +50,7 @@ MIN_WARM_UP_S, MIN_WINDOW_S = 8.0, 25.0
 NUM_REQUESTS = 200
 """Requests in the window without `--num-requests` and `--duration`, at least."""
 MAX_DRAWS = 32
-"""Draws without `--draws`, at most."""
+"""Draws of a load without `--draws`, at most; tables of stages have all draws."""
 REQUESTS_FOR = {"mean": 1, "p50": 2, "p90": 10, "p99": 100}
 """Requests in the window from which a statistic is reported: a percentile lies between
 two of them."""
@@ -88,7 +88,9 @@ def load_coefficients(options: SimulateOptions) -> ServerPosterior:
     """
     posterior = load_posterior(options.coefficients or PUBLISHED_SERVERS)
     most = len(posterior.deviations)
-    num = min(MAX_DRAWS, most) if options.draws is None else options.draws
+    num = options.draws
+    if num is None:
+        num = most if options.stages is not None else min(MAX_DRAWS, most)
     if num > most:
         raise ValueError(f"--draws {num}: the coefficients have {most}")
     return take_draws(posterior, num)
@@ -156,6 +158,8 @@ def _check_combination(options: SimulateOptions) -> None:
             raise ValueError(f"{first} and {second} exclude each other")
     if options.trace is not None:
         return
+    if options.cache_tokens:
+        raise ValueError("--cache-tokens needs --trace; --prefix-tokens has its own")
     for flag, text in (
         ("--prompt-tokens", options.prompt_tokens),
         ("--answer-tokens", options.answer_tokens),
@@ -340,11 +344,18 @@ def _trace_loads(
     """Reads the requests of a trace, at its own rate or at others."""
     assert options.trace is not None
     recording = read_recording(options.trace, skip_empty=True)
+    if recording.after is not None:
+        raise ValueError(
+            f"{options.trace}: has sessions, whose requests wait for answers; `jaxkv "
+            "simulate` has no metrics of jobs"
+        )
     rates = parse_sweep(options.sweep) or (options.rate,)
     loads, found = [], []
     for rate in rates:
         scaled = recording if rate is None else recording.at_rate(rate)
-        load = _cut_trace(options, scaled.workload())
+        load = _cut_trace(
+            options, scaled.workload(cache_tokens=options.cache_tokens or None)
+        )
         prompt, output = np.asarray(load.workload.prompt), load.workload.output
         longest = prompt + np.asarray(output)
         if load.workload.context is not None:
@@ -390,4 +401,5 @@ def _cut_trace(options: SimulateOptions, workload: Any) -> ServerLoad:
     last_s = load_duration_s(warm_up_s, end_s - warm_up_s, answer)
     num = int(np.searchsorted(arrival_s, last_s))
     cut = jax.tree.map(lambda x: x[:num] if np.ndim(x) else x, workload)
-    return ServerLoad(cut, warm_up_s, end_s - warm_up_s)
+    resident = options.cache_tokens // options.block_size
+    return ServerLoad(cut, warm_up_s, end_s - warm_up_s, resident)

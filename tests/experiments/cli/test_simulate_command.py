@@ -255,6 +255,24 @@ def test_a_trace_is_cut_to_its_window(simulate: Command) -> None:
     assert fast.rates == (4.0,)
 
 
+def test_a_trace_repeats_prompts_that_are_cached(simulate: Command) -> None:
+    rows = [
+        {"timestamp": 500 * k, "input_length": 1024, "output_length": 5}
+        | {"hash_ids": [1, 2 + k % 2]}
+        for k in range(8)
+    ]
+    Path("t.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
+    (cold,) = resolved("", "", trace=Path("t.jsonl")).loads
+    assert cold.workload.context is None
+    (load,) = resolved("", "", trace=Path("t.jsonl"), cache_tokens=4096).loads
+    assert load.workload.context is not None
+    context = np.asarray(load.workload.context)
+    assert (context + np.asarray(load.workload.prompt) == 1024).all()
+    assert context[:2].tolist() == [0, 512]
+    assert context[2:].min() >= 512
+    assert load.resident_blocks == 256
+
+
 def test_objectives_and_sweeps_are_parsed() -> None:
     assert parse_objectives("ttft=0.5, tpot_p90=0.05,e2e_mean=9") == (
         LatencyObjective("ttft", "p99", 0.5),
@@ -304,6 +322,7 @@ def test_largest_rates_are_interpolated_or_bounds() -> None:
             "needs 100 requests in the window",
         ),
         ("LOAD --rate 2 --tp 2 --trace t.csv", "and --trace exclude each other"),
+        ("LOAD --rate 2 --tp 2 --cache-tokens 9", "--cache-tokens needs --trace"),
         ("mixtral-8x7b --stages s.csv", "--stages has the models of its rows"),
         ("--stages s.csv --rate 2", "--rate and --stages exclude each other"),
     ],
