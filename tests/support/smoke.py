@@ -26,8 +26,15 @@ SLOW = {
     *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
     *("bundled_heads", "chatbot", "chunked_prefill", "deepseek", "disaggregation"),
     *("expert_parallel", "experts", "fit_coverage", "flash_attention", "isoflop"),
-    *("jacobi", "known_entropy", "learning_rate", "memory_waste", "page_tables"),
-    *("preemption", "prefix_caching", "sharing", "speculation", "speculation_zoo"),
+    *("agents", "jacobi", "known_entropy", "learning_rate", "memory_waste"),
+    *(
+        "page_tables",
+        "preemption",
+        "prefix_caching",
+        "sharing",
+        "speculation",
+        "speculation_zoo",
+    ),
 }
 """Experiments whose smoke run takes a minute or more."""
 
