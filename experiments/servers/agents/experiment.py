@@ -75,7 +75,7 @@ CONFIGS = {
     "smoke": Config(traffic=SMALL, num_seeds=2, max_num_seqs=2, token_budget=256),
     "cpu": Config(),
 }
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.4)
+PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
 
 HEAD = 256
 """Waiting requests that the policy sees."""
@@ -188,7 +188,7 @@ def relative(table: OrderTable, name: str, order: str) -> np.ndarray:
 
 
 def plot(axes: Any, result: Result) -> None:
-    """Draws job latency against two token metrics, a point for each seed."""
+    """Draws mean job latency against two token metrics, a point for each seed."""
     table = result.orders
     names = [x for x in table.distinct("order") if x != FIRST_COME]
     for ax, metric, label in zip(
@@ -202,14 +202,17 @@ def plot(axes: Any, result: Result) -> None:
             draw_curve(ax, x, y, name, name, linestyle="")
         draw_reference_line(ax, 1)
         draw_reference_line(ax, 1, along="y")
-        title = "Job latency against a token metric"
+        title = "Job latency by token metric"
         if len(table):
-            token = 100 * (np.mean(relative(table, metric, OLDEST)) - 1)
-            job = 100 * (np.mean(relative(table, "job_mean_s", OLDEST)) - 1)
-            title = f"Oldest job first: {token:+.0f} % here, {job:+.0f} % for jobs"
-        y = "mean job latency / first come [ratio]"
+            token, job = (
+                100 * (np.mean(relative(table, kind, OLDEST)) - 1)
+                for kind in (metric, "job_mean_s")
+            )
+            title = f"Oldest job: tokens {token:+.0f} %, jobs {job:+.0f} %"
+        y = "job latency / first come [ratio]"
         set_labels(ax, title, f"{label} / first come [ratio]", y)
-    axes[0].legend()
+        ax.margins(x=0.1, y=0.1)
+    axes[0].legend(loc="lower right")
 
 
 @claims_file(__file__).judge
