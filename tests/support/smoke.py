@@ -24,7 +24,14 @@ QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
-    *("bundled_heads", "calibration", "chatbot", "chunked_prefill", "deepseek"),
+    *(
+        "agents",
+        "bundled_heads",
+        "calibration",
+        "chatbot",
+        "chunked_prefill",
+        "deepseek",
+    ),
     *("disaggregation", "expert_parallel", "experts", "fit_coverage"),
     *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
     *("learning_rate", "rivals"),
