@@ -21,6 +21,9 @@ DEVICELESS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 export PYTHON EXTRAS JAX DEVICELESS
+# Compiled modules are kept, also where the variable forbids it: subprocesses of tests
+# import them, and the thorough tests those of the quick ones.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 

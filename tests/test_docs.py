@@ -26,7 +26,9 @@ from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
-"""Pages whose programs are quick; the programs of all other pages are thorough."""
+"""Pages whose programs are quick; those of all other pages are thorough or slow."""
+SLOW = {"tutorials/kv_memory.md", "tutorials/snapshots.md"}
+"""Pages whose programs are slow."""
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -39,8 +41,8 @@ def programs() -> Iterator:
             name = path.relative_to(DOCS).as_posix()
             if name not in QUICK and path.with_suffix(".ipynb") in NOTEBOOKS:
                 continue
-            marks = () if name in QUICK else (pytest.mark.thorough,)
-            yield pytest.param(name, marks=marks)
+            mark = pytest.mark.slow if name in SLOW else pytest.mark.thorough
+            yield pytest.param(name, marks=() if name in QUICK else mark)
 
 
 @pytest.mark.parametrize("page", [*programs()])

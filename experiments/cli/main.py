@@ -174,6 +174,26 @@ def _cost(args: list[str]) -> CommandOutput:
     return command.count_costs(model, options)
 
 
+def _simulate(args: list[str]) -> CommandOutput:
+    from experiments.cli import parsing
+    from experiments.cli.cost import command as cost
+    from experiments.cli.simulate import options
+
+    known, prog = cost.list_models(), "jaxkv simulate MODEL"
+    description = f"MODEL is a config.json, a folder with one, or {known}."
+    if _value_of(args, "--stages") is not None and not _is_word(args):
+        asked = (
+            "",
+            parsing.parse_options(options.SimulateOptions, args, prog, description),
+        )
+    else:
+        asks = f"MODEL is missing: a config.json, a folder, or {known}"
+        asked = _subject(args, options.SimulateOptions, prog, asks, description)
+    from experiments.cli.simulate import command
+
+    return command.simulate_command(*asked)
+
+
 def _fit(args: list[str]) -> CommandOutput:
     from experiments.fitting import Config as FitConfig
     from experiments.fitting import experiment as fit_experiment
@@ -291,6 +311,7 @@ _COMMANDS = {
     "serve": Command("serve a model over HTTP, by OpenAI's API", _serve),
     "bench": Command("measure speed on this machine", _bench),
     "cost": Command("count a model's parameters, operations and bytes", _cost),
+    "simulate": Command("predict the latency of a server under load", _simulate),
     "train": Command("train one model", _train),
     "sweep": Command(
         "train many models for a scaling law", lambda args: _train(args, "sweep")

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.files.blocks import (
+        BLOCK_BYTES,
+        MISSING,
+        TableBlock,
+        iterate_objects,
+        read_blocks,
+        read_head,
+    )
     from jaxkv.files.bundled import (
         bundled_model,
         bundled_models,

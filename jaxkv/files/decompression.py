@@ -14,11 +14,13 @@ from typing import Any
 from jaxkv.files import columnar
 
 _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
-    b"\x1f\x8b": lambda packed: gzip.GzipFile(fileobj=packed),
-    b"BZh": bz2.BZ2File,
-    b"\xfd7zXZ": lzma.LZMAFile,
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
 }
-"""First bytes of a compression format -> its reader."""
+"""First bytes of a compression format -> its reader of a path or an open file."""
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError)
+"""Errors of damaged compressed data."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
@@ -51,7 +53,29 @@ def read_decompressed(path: Path, max_bytes: int) -> bytes:
         else:
             if data.startswith(_ZSTD):
                 data = columnar.unpack_zstd(data, max_bytes)
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
+    except DAMAGED as error:
         raise ValueError(str(error)) from None
     columnar.check_size(len(data), max_bytes)
     return data
+
+
+def open_decompressed(path: Path) -> io.BufferedIOBase | None:
+    """Opens a regular file for reading; gzip, bzip2 and xz are decompressed.
+
+    Returns:
+      The file, or None for other kinds of files and for zstd: those are read whole, by
+      `read_decompressed`.
+
+    Raises:
+      OSError: the file cannot be opened.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start.startswith(_ZSTD):
+        return None
+    for mark, unpack in _UNPACKERS.items():
+        if start.startswith(mark):
+            return unpack(path)
+    return path.open("rb")

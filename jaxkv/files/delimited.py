@@ -8,8 +8,9 @@ separators.
 
 import csv
 import io
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _DELIMITERS = ",\t;|"
@@ -65,21 +66,7 @@ def read_delimited(text: str) -> Delimited:
       RaggedError: a row has another number of cells than the header.
       ValueError: a quoted cell has no end, or text follows the end of one.
     """
-    match = _SEP.fullmatch(text.partition("\n")[0].rstrip("\r"))
-    num_skipped = 1 if match else 0
-    if match:
-        delimiter = match[1]
-    else:
-        heads: list[str] = []
-        for line in filter(None, map(str.strip, io.StringIO(text, newline=""))):
-            heads = [*heads[-1:], line]
-            if not line.startswith("#"):
-                break
-        known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
-        delimiter = known[0] if known else ","
-        if len(known) > 1:
-            delimiter = max(known, key=lambda mark: _rate(text, mark))
-    reader = _Reader(text, delimiter, num_skipped)
+    reader = DelimitedReader(text)
     names: list[str] = []
     rows: list[tuple[int, list[str]]] = []
     for line, cells in reader:
@@ -90,9 +77,8 @@ def read_delimited(text: str) -> Delimited:
         else:
             rows.append((line, cells))
     doubtful: dict[str, str] = {}
-    # In plain CSV a comma inside a cell needs quotes.
-    if "," in text and (delimiter != "," or '"' in text):
-        doubtful = _read_commas(names, rows, delimiter)
+    if reader.has_commas:
+        doubtful = _read_commas(names, rows, reader.delimiter)
     notes: tuple[str, ...] = ()
     if comments := reader.comments:
         lines = "comment line" if len(comments) == 1 else "comment lines"
@@ -102,16 +88,39 @@ def read_delimited(text: str) -> Delimited:
     return Delimited(names, rows, notes, doubtful)
 
 
-class _Reader:
+class DelimitedReader:
     """Iterates over records, header first; skips blank lines and comments.
 
     Attributes:
+      delimiter: the delimiter.
+      has_commas: True if cells of the sample may have commas, which are decimal or
+        separate thousands.
       comments: line numbers of the comments skipped so far.
     """
 
-    def __init__(self, text: str, delimiter: str, num_skipped: int = 0) -> None:
+    def __init__(
+        self,
+        sample: str,
+        lines: Iterable[str] | None = None,
+        delimiter: str | None = None,
+    ) -> None:
+        """Makes the reader.
+
+        Args:
+          sample: the text, or its first lines, from which the delimiter is chosen.
+          lines: all lines of the text; None means that the sample is the text.
+          delimiter: the delimiter; None chooses it.
+        """
         self.comments: list[int] = []
-        self._text, self._num_skipped = text, num_skipped
+        self._sample, self._source = sample, lines
+        self._num_skipped = 0
+        if delimiter is None:
+            match = _SEP.fullmatch(sample.partition("\n")[0].rstrip("\r"))
+            self._num_skipped = 1 if match else 0
+            delimiter = match[1] if match else _choose_delimiter(sample)
+        self.delimiter = delimiter
+        # In plain CSV a comma inside a cell needs quotes.
+        self.has_commas = "," in sample and (delimiter != "," or '"' in sample)
         self._format: dict[str, Any] = {
             "delimiter": delimiter,
             "strict": True,
@@ -148,7 +157,9 @@ class _Reader:
             yield self.comments.pop(), header
 
     def _lines(self) -> Iterator[str]:
-        lines = io.StringIO(self._text, newline="")
+        lines = self._source
+        if lines is None:
+            lines = io.StringIO(self._sample, newline="")
         for number, line in enumerate(lines, 1):
             if number <= self._num_skipped:
                 continue
@@ -157,9 +168,9 @@ class _Reader:
                 if "#" in line and line.lstrip()[0] == "#":
                     # A # may begin every row, as in a column of issue numbers.
                     if self._labels is None and self._has_header:
-                        place, rest = lines.tell(), filter(str.strip, lines)
+                        rest = io.StringIO(self._sample, newline="")
+                        rest = filter(str.strip, itertools.islice(rest, number, None))
                         self._labels = all(x.lstrip()[0] == "#" for x in rest)
-                        lines.seek(place)
                     if not self._labels:
                         self._last_comment = line
                         self.comments.append(number)
@@ -185,6 +196,19 @@ class _Reader:
         return cells if is_header else []
 
 
+def _choose_delimiter(text: str) -> str:
+    """Returns the best delimiter of those in the header, or a comma."""
+    heads: list[str] = []
+    for line in filter(None, map(str.strip, io.StringIO(text, newline=""))):
+        heads = [*heads[-1:], line]
+        if not line.startswith("#"):
+            break
+    known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
+    if len(known) > 1:
+        return max(known, key=lambda mark: _rate(text, mark))
+    return known[0] if known else ","
+
+
 def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
     """Returns a sort key for a delimiter; a greater key is a better delimiter.
 
@@ -194,7 +218,7 @@ def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
     num_names, num_rows, num_same = 0, 0, 0
     is_number: list[bool] = []
     try:
-        for _, cells in _Reader(text, delimiter):
+        for _, cells in DelimitedReader(text, delimiter=delimiter):
             if not num_names:
                 num_names = len(cells)
                 is_number = [True] * num_names

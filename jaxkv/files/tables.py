@@ -49,7 +49,7 @@ def read_table(
       RaggedError: a row of a CSV has another number of cells than its header.
       ValueError: the file cannot be read; one line with the file and the position.
     """
-    with _reading(path):
+    with reading_table(path):
         data = decompression.read_decompressed(path, max_bytes)
         if columnar.detect_format(data):
             found = columnar.read_columns(data, max_bytes)
@@ -86,7 +86,7 @@ def read_decompressed_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     Raises:
       ValueError: the file has another format, or is larger than `max_bytes`; one line.
     """
-    with _reading(path):
+    with reading_table(path):
         data = decompression.read_decompressed(path, max_bytes)
         if kind := columnar.detect_format(data):
             raise ValueError(f"it is {kind}, not text")
@@ -94,7 +94,8 @@ def read_decompressed_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Generator[None]:
+def reading_table(path: Path) -> Generator[None]:
+    """Turns errors of a file into a ValueError of one line that names the file."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -102,10 +103,15 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _decode(data: bytes) -> str:
-    for start, kind in _FOREIGN.items():
-        if data.startswith(start):
-            raise ValueError(f"it is {kind}")
+    if kind := detect_unsupported(data):
+        raise ValueError(f"it is {kind}")
     return data.decode("utf-8-sig")
+
+
+def detect_unsupported(data: bytes) -> str:
+    """Returns the unsupported format of data by its first bytes, or an empty text."""
+    kinds = (kind for start, kind in _FOREIGN.items() if data.startswith(start))
+    return next(kinds, "")
 
 
 def _table(
@@ -137,26 +143,39 @@ def _json_lines(
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-            cells = dict(_flat(value, keep_lists)) if isinstance(value, dict) else {}
-        except ValueError as error:
+            value = parse_json_line(path, number, line)
+        except ValueError:
             if not rows and _is_json(text):
                 raise ValueError(
                     f"{path}: is one JSON object; a list of them is read, or one a line"
                 ) from None
             is_cut = number == len(lines) and not text.endswith("\n")
-            if is_cut and allow_partial:  # the program that wrote it was killed
+            if is_cut and allow_partial and not _is_json(line):
+                # The program that wrote it was killed.
                 note = f"the last line ({number}) is incomplete and is left out"
                 return rows, (note,)
-            raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
-        except RecursionError:
-            raise ValueError(f"{path}: line {number}: nested too deeply") from None
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{path}: line {number}: holds {type(value).__name__}, not an object"
-            )
+            raise
+        cells = dict(_flat(value, keep_lists))
         rows.append(RawRow(len(rows) + 1, number, cells))
     return rows, ()
+
+
+def parse_json_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Parses a line that holds a JSON object.
+
+    Raises:
+      ValueError: it does not; one line with the file and the number of the line.
+    """
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: line {number}: nested too deeply") from None
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ValueError(f"{path}: line {number}: holds {kind}, not an object")
+    return value
 
 
 def _json_array(path: Path, text: str, keep_lists: bool) -> list[RawRow]:

@@ -48,14 +48,15 @@ def enqueue_arrivals(state: Simulation, workload: Workload, head: int) -> Simula
 def num_arrived(
     state: Simulation, workload: Workload, clock: Int32[Array, "*steps 2"]
 ) -> Int32[Array, "*steps"]:
-    """Counts the servable requests that have arrived by each time."""
+    """Counts the servable requests with given times that have arrived by each time."""
+    num = state.num_served if state.sessions is None else state.sessions.num_roots
     come = jnp.zeros(clock.shape[:-1], jnp.int32)
     # Binary search for the last arrival, since arrivals are in order.
     for bit in reversed(range(state.order.size.bit_length())):
         more = come + (1 << bit)
         last = state.order[jnp.minimum(more, state.order.size) - 1]
         past = is_past(workload.arrival[last], clock)
-        come = jnp.where((more <= state.num_served) & past, more, come)
+        come = jnp.where((more <= num) & past, more, come)
     return come
 
 
@@ -98,12 +99,13 @@ def observe_simulation(
     limit = w.limit
     if limit is None:
         limit = jnp.broadcast_to(capacity.max_length, w.prompt.shape)
+    arrival = w.arrival if state.sessions is None else state.sessions.arrival
     known = RequestAttributes() if w.attributes is None else w.attributes
     counts = ledger.observe(
         books,
         waiting,
         slots.sequence // max_samples,
-        RequestColumns(w.arrival, limit, known),
+        RequestColumns(arrival, limit, known),
         PageFacts(
             length=length,
             num_pages=pages_for(places, page_size=size),

@@ -23,7 +23,7 @@ from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
 from jaxkv.simulation.results import SimulationResult, select_members
 from jaxkv.simulation.step import SimulationMember
 from jaxkv.simulation.work import Cost
-from jaxkv.workloads import Workload
+from jaxkv.workloads import Dependencies, Workload
 
 STEPS_PER_CALL = 1024
 _PLACES_TOGETHER = 1024
@@ -58,8 +58,8 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
-            "the workloads of all members must have limits, attributes and contexts, "
-            "or none must"
+            "the workloads of all members must have limits, attributes, contexts and "
+            "dependencies, or none must"
         )
     for name in ("policy", "cost", "reservation", "acceptance"):
         kinds = {jax.tree.structure(getattr(member, name)) for member in singles}
@@ -69,28 +69,54 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     if len(sizes) > 1:
         raise ValueError(f"max_drafts must be equal in all members, not {sizes}")
     most = max(member.workload.prompt.shape[0] for member in singles)
-    filled = [x._replace(workload=pad_workload(x.workload, most)) for x in singles]
+    links = [x.workload.dependencies for x in singles]
+    sizes = [_dependency_sizes(x) for x in links if x is not None]
+    most_links = tuple(max(x) for x in zip(*sizes, strict=True)) or None
+    filled = [
+        x._replace(workload=pad_workload(x.workload, most, most_links)) for x in singles
+    ]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
 
 
-def pad_workload(workload: Workload, num: int) -> Workload:
-    """Pads a workload to `num` requests with requests of 0 sequences."""
-    short = num - workload.prompt.shape[0]
+def _dependency_sizes(d: Dependencies) -> tuple[int, int, int]:
+    """Returns columns of `after`, columns of `followers`, and number of lanes."""
+    return d.after.shape[1], d.followers.shape[1], d.lane_start.shape[0]
 
-    def padded(x: Any, value: int) -> Any:
-        widths = [(0, short)] + [(0, 0)] * (np.ndim(x) - 1)
+
+def pad_workload(
+    workload: Workload, num: int, link_sizes: tuple[int, int, int] | None = None
+) -> Workload:
+    """Pads a workload to `num` requests with requests of 0 sequences.
+
+    `link_sizes` are the columns of `after`, the columns of `followers` and the lanes of
+    the result; None keeps those of the workload.
+    """
+
+    def padded(x: Any, value: int, *sizes: int) -> Any:
+        sizes = (*sizes, *np.shape(x)[len(sizes) :])
+        widths = [(0, new - old) for new, old in zip(sizes, np.shape(x), strict=True)]
         return np.pad(np.asarray(x), widths, constant_values=value)
 
     w = workload
+    if (d := w.dependencies) is not None:
+        width, fan_out, lanes = link_sizes or _dependency_sizes(d)
+        d = Dependencies(
+            after=padded(d.after, -1, num, width),
+            delay=padded(d.delay, 0, num),
+            followers=padded(d.followers, -1, num, fan_out),
+            lane=padded(d.lane, -1, num),
+            lane_start=padded(d.lane_start, -1, lanes),
+        )
     return Workload(
-        arrival=padded(w.arrival, np.iinfo(np.int32).max),
-        prompt=padded(w.prompt, 1),
-        output=padded(w.output, 1),
-        samples=padded(w.samples, 0),
+        arrival=padded(w.arrival, np.iinfo(np.int32).max, num),
+        prompt=padded(w.prompt, 1, num),
+        output=padded(w.output, 1, num),
+        samples=padded(w.samples, 0, num),
         clients=w.clients,
-        limit=None if w.limit is None else padded(w.limit, 1),
-        attributes=jax.tree.map(lambda x: padded(x, 0), w.attributes),
-        context=None if w.context is None else padded(w.context, 0),
+        limit=None if w.limit is None else padded(w.limit, 1, num),
+        attributes=jax.tree.map(lambda x: padded(x, 0, num), w.attributes),
+        context=None if w.context is None else padded(w.context, 0, num),
+        dependencies=d,
     )
 
 

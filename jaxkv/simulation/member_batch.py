@@ -183,9 +183,17 @@ class MemberBatch:
         )
 
     def _open(self, member: int) -> np.ndarray:
-        """Returns the unfinished requests in queue and slots of a member, in order."""
+        """Returns the unfinished requests in queue and slots of a member, in order.
+
+        With sessions, these are all that have arrived.
+        """
         state, load = self._state, self._members.workload
         taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
+        if state.sessions is not None:
+            served = np.asarray(state.order[member])[: int(state.num_served[member])]
+            sent_s = clock.to_seconds(state.sessions.arrival[member])[served]
+            has_come = sent_s <= clock.to_seconds(state.ledger.clock[member])
+            taken = served[np.argsort(sent_s, kind="stable")[: has_come.sum()]]
         finish = SequenceEvents._fields.index("finish_s")
         ends = np.asarray(state.ledger.events[member])[:, finish].reshape(
             load.prompt.shape[1], -1

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock
 from jaxkv.ledger import SequenceEvents, SequenceProgress
+from jaxkv.simulation import sessions
 from jaxkv.simulation.state import Simulation
 from jaxkv.workloads import Workload, make_dataframe, per_row
 
@@ -25,7 +26,8 @@ class Outcome:
 
     arrival_s: Float[np.ndarray, "*members requests"]
     """Arrival time in s. In a closed loop, the time at which a client sends the
-    request; NaN if it never does."""
+    request, or the delay after the answers that it waits for; NaN if it is never
+    sent."""
     first_s: Float[np.ndarray, "*members requests"]
     """Time of the first token of any of its sequences in s; NaN if there is none."""
     finish_s: Float[np.ndarray, "*members requests"]
@@ -36,7 +38,7 @@ class Outcome:
     """Tokens recomputed after preemptions."""
     rejected: Bool[np.ndarray, "*members requests"]
     """True for requests that are never served because they do not fit into an idle
-    engine."""
+    engine, or are sent after one that does not."""
 
     def to_dataframe(self) -> Any:
         """Returns a data frame with a row per request of each member.
@@ -77,7 +79,7 @@ def read_outcomes(
         )
         for name in names
     }
-    w: Any = Workload(**spread)
+    w: Any = Workload(**spread, dependencies=workload.dependencies)
     table = np.asarray(state.ledger.events).reshape(
         *members, num, -1, len(SequenceEvents._fields)
     )
@@ -103,6 +105,12 @@ def read_outcomes(
             done_s = done_s[: len(at[-1])]
             asked_s = np.maximum(arrival_s[at], done_s)
             arrival_s[at] = np.where(np.isnan(done_s), np.nan, asked_s)
+    if state.sessions is not None:
+        known = np.asarray(state.sessions.arrival)
+        is_root = np.asarray(workload.arrival)[..., 0] < sessions.NEVER
+        sent_s = clock.to_seconds(known)
+        is_sent = (known[..., 0] < sessions.NEVER) & (sent_s <= until_s)
+        arrival_s = np.where(is_root, arrival_s, np.where(is_sent, sent_s, np.nan))
     found = Outcome(
         arrival_s=arrival_s,
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
@@ -125,9 +133,10 @@ def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray
 def _warn(found: Outcome, w: Any, is_over: bool) -> None:
     """Warns about rejected and unfinished requests, with the first of each."""
     is_asked = w.samples > 0
+    or_ = "" if w.dependencies is None else ", or are sent after one that does not"
     waits = is_asked & ~found.rejected & ~np.isfinite(found.finish_s)
     for mask, why in (
-        (found.rejected, "were rejected: they do not fit into an idle engine"),
+        (found.rejected, f"were rejected: they do not fit into an idle engine{or_}"),
         (waits & is_over, "were not served to their end"),
     ):
         if mask.any():

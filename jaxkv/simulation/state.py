@@ -9,9 +9,10 @@ from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
 from jaxkv.memory import max_pages
 from jaxkv.scheduling import NO_LIMIT, Policy
-from jaxkv.simulation import contiguous
+from jaxkv.simulation import contiguous, sessions
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counted_pages import CountedPages
+from jaxkv.simulation.sessions import SessionState
 from jaxkv.workloads import Workload
 
 type Bound = int | Int32[Array, "*mapped"]
@@ -77,9 +78,12 @@ class Simulation(NamedTuple):
     num_done: Int32[Array, ""]
     """Requests whose sequences have all ended."""
     order: Int32[Array, " requests"]
-    """Servable requests in order of arrival, then the rejected ones."""
+    """Servable requests in order of arrival, then the rejected ones. Requests that are
+    sent after others are between the two."""
     num_served: Int32[Array, ""]
     """Number of servable requests."""
+    sessions: SessionState | None = None
+    """Requests that are sent after others; None if all arrival times are given."""
 
 
 def init_simulation(
@@ -97,7 +101,7 @@ def init_simulation(
     Args:
       workload: the requests, in order of arrival.
       capacity: bounds. A request that does not fit into an idle engine is rejected, as
-        by `engine.submit`.
+        by `engine.submit`, and so are the requests after it.
       policy: the scheduling policy.
       max_slots: largest number of running sequences, static.
       max_samples: largest number of sequences of a request, static.
@@ -131,6 +135,11 @@ def init_simulation(
         order = contiguous.block_order(asked, c.page_size)
         fits &= order <= contiguous.largest_order(r.idle)
 
+    rank = None
+    if (d := w.dependencies) is not None:
+        fits = sessions.reachable_requests(fits, d.after)
+        rank = jnp.where(fits, jnp.minimum(d.lane, 0) + 1, 2)
+
     # One buffer per field: the state is donated, and no buffer can be donated twice.
     def zeros(*shape: int) -> Array:
         return jnp.zeros(shape, jnp.int32)
@@ -155,6 +164,9 @@ def init_simulation(
         num_taken=zeros(),
         num_swapped=zeros(),
         num_done=zeros(),
-        order=jnp.argsort(~fits, stable=True).astype(jnp.int32),
+        order=jnp.argsort(~fits if rank is None else rank, stable=True).astype(
+            jnp.int32
+        ),
         num_served=jnp.sum(fits, dtype=jnp.int32),
+        sessions=sessions.init_sessions(w, fits),
     )

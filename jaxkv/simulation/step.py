@@ -18,10 +18,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, scheduling
-from jaxkv.clock import advance, latest
+from jaxkv.clock import advance, is_past, latest
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import NO_LIMIT, Policy
-from jaxkv.simulation import apply_plan, contiguous, counted_pages
+from jaxkv.simulation import apply_plan, contiguous, counted_pages, sessions
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
@@ -76,7 +76,8 @@ class SimulationMember(NamedTuple):
 
 type _QueueCounters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
 """Requests that have entered the queue; requests that the clients of a closed loop
-have sent, if they have arrived."""
+have sent, if they have arrived. With sessions, the first are requests with given times,
+minus the requests after others that have arrived and not entered."""
 
 
 def simulate_step(
@@ -135,7 +136,16 @@ def _step(
     w, capacity, _, _, reservation, acceptance = it
     start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
-    state = apply_plan.enqueue_arrivals(state, w, head)
+    due = None
+    if state.sessions is None:
+        state = apply_plan.enqueue_arrivals(state, w, head)
+    else:
+        known, books, due = sessions.enqueue_due(
+            state.sessions, state.ledger, state.order, head
+        )
+        num = books.num_waiting - state.ledger.num_waiting
+        num_taken = state.num_taken + num
+        state = state._replace(ledger=books, num_taken=num_taken, sessions=known)
     waiting, counts, head_pages = apply_plan.observe_simulation(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
@@ -192,8 +202,13 @@ def _step(
     clock, micros = advance(start, jnp.where(busy, seconds, 0.0))
     turns = (num_admitted > 0) | jnp.any(plan.preempt)
     idle = ~busy & ~turns & (state.num_taken < state.num_served)
-    upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
-    clock = jnp.where(idle, latest(clock, w.arrival[upcoming]), clock)
+    if due is None:
+        upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+        arrival = w.arrival[upcoming]
+    else:
+        arrival = due.time
+        idle &= arrival[0] < sessions.NEVER
+    clock = jnp.where(idle, latest(clock, arrival), clock)
     asked = None
     if (r := reservation) is not None:
         asked = contiguous.reserved_places(r.rule, prompt, output, capacity.max_length)
@@ -216,7 +231,11 @@ def _step(
         enough=granted.enough,
         num_drawn=None if acceptance is None else drawn,
     )
-    counters = state.num_taken, state.num_done + w.clients
+    num_taken = state.num_taken
+    if (known := state.sessions) is not None:
+        num_due = jnp.sum(is_past(known.due, start), dtype=jnp.int32)
+        num_taken = known.num_roots_taken - num_due
+    counters = num_taken, state.num_done + w.clients
     begins = emits & (slots.num_tokens == prompt)
     slots = slots._replace(num_tokens=slots.num_tokens + drawn)
     books = ledger.note_events(
@@ -226,12 +245,18 @@ def _step(
     if group is not None:
         goes_on = group.any(runs & ~ended)
         over = group.is_first & group.any(ended) & ~goes_on
+    known = state.sessions
+    if known is not None:
+        assert w.dependencies is not None
+        answered = jnp.where(over, request, NO_SEQUENCE)
+        known = sessions.release_followers(known, w.dependencies, answered, clock)
     slots, gone = ledger.retire(books.slots, ended)
     pages = apply_plan.release_drafts(pages, granted)
     state = state._replace(
         ledger=books._replace(slots=slots),
         pages=pages._replace(places=jnp.where(gone, 0, pages.places)),
         num_done=state.num_done + jnp.sum(over, dtype=jnp.int32),
+        sessions=known,
     )
     return state, (info, counters)
 

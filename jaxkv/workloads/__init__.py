@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.workloads.agent_traces import AgentSessions
     from jaxkv.workloads.arrivals import (
+        Dependencies,
         Workload,
         closed_loop,
         make_workload,
         open_loop,
         poisson,
     )
+    from jaxkv.workloads.chunk_ids import ChunkIds
     from jaxkv.workloads.dataframes import make_dataframe, per_row
     from jaxkv.workloads.lengths import (
         ALPACA,
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
         sustained_rate,
     )
     from jaxkv.workloads.metrics import (
+        JobTimes,
         Objectives,
         attainment,
         capacity,
         fifo_finish_s,
+        find_jobs,
         gaps_between_tokens,
         goodput,
         md1_waiting_s,
@@ -49,6 +54,12 @@ if TYPE_CHECKING:
         time_per_output_token_s,
         time_to_first_token_s,
     )
-    from jaxkv.workloads.recordings import CHUNK_TOKENS, Recording, read_recording
+    from jaxkv.workloads.recordings import (
+        Recording,
+        cached_tokens,
+        num_known_chunks,
+        read_recording,
+    )
+    from jaxkv.workloads.sharegpt import read_sharegpt
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

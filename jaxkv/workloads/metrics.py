@@ -1,4 +1,4 @@
-"""Serving metrics: latencies, TTFT, TPOT, goodput, gaps between tokens.
+"""Serving metrics: latencies, TTFT, TPOT, goodput, gaps between tokens, jobs.
 
 Plain NumPy on the host. Arrays may have leading axes, such as members of a simulation;
 requests are the last axis. Missing times are NaN. A mean or percentile over a request
@@ -105,6 +105,76 @@ def percentile(
     ]
     each = [np.percentile(x, percent) if x.size else np.nan for x in found]
     return np.array(each).reshape(values.shape[:-1])
+
+
+class JobTimes(NamedTuple):
+    """Start and end of jobs: the requests of one session are a job."""
+
+    arrival_s: Float[np.ndarray, "*members jobs"]
+    """Arrival time of the first request of each job in s; NaN if none arrived."""
+    finish_s: Float[np.ndarray, "*members jobs"]
+    """Time of the last answer in s; NaN if a request of the job was not answered."""
+
+    @property
+    def latency_s(self) -> Float[np.ndarray, "*members jobs"]:
+        """Time from first arrival to last answer in s, think time included, or NaN."""
+        return self.finish_s - self.arrival_s
+
+    def jobs_per_hour(
+        self, *, since_s: float = 0.0, until_s: float | None = None
+    ) -> Float[np.ndarray, "*members"]:
+        """Returns the jobs per hour whose last answer is in an interval.
+
+        Args:
+          since_s: start of the interval in s.
+          until_s: end of the interval in s; None means the last answer of any job.
+
+        Returns:
+          Jobs per hour; NaN if the interval is empty.
+        """
+        done = np.isfinite(self.finish_s) & (self.finish_s >= since_s)
+        end_s = np.max(np.where(done, self.finish_s, -np.inf), axis=-1)
+        if until_s is not None:
+            done &= self.finish_s <= until_s
+            end_s = np.full_like(end_s, until_s)
+        hours = np.where(end_s > since_s, end_s - since_s, np.nan) / 3600
+        return np.asarray(done.sum(-1) / hours)
+
+
+def find_jobs(arrival_s: Seconds, finish_s: Seconds, session: Tokens) -> JobTimes:
+    """Returns when jobs start and end; the requests of one session are a job.
+
+    Example: two turns arrive at 0 s and 5 s and are answered at 2 s and 9 s: the job
+    takes 9 s, the 3 s between the turns included.
+
+    Args:
+      arrival_s: arrival time of each request; NaN if it was never sent.
+      finish_s: finish time of the last sequence; NaN if it was not answered.
+      session: session of each request; negative numbers are in no job. Sessions of
+        members may differ if they are equally many.
+
+    Returns:
+      Times of jobs, in ascending order of their sessions.
+
+    Raises:
+      ValueError: members have different numbers of sessions.
+    """
+    shape = np.broadcast_shapes(arrival_s.shape, finish_s.shape, session.shape)
+    rows = (np.broadcast_to(x, shape) for x in (arrival_s, finish_s, session))
+    rows = zip(*(x.reshape(-1, shape[-1]) for x in rows), strict=True)
+    found = []
+    for arrival, finish, job in rows:
+        names, index = np.unique(job[job >= 0], return_inverse=True)
+        first, last = np.full(names.size, np.inf), np.full(names.size, -np.inf)
+        np.fmin.at(first, index, arrival[job >= 0])
+        unanswered = np.isnan(finish)
+        np.maximum.at(last, index, np.where(unanswered, np.inf, finish)[job >= 0])
+        found.append([np.where(np.isfinite(x), x, np.nan) for x in (first, last)])
+    sizes = {first.size for first, _ in found}
+    if len(sizes) > 1:
+        raise ValueError(f"members must have equally many sessions, not {sizes}")
+    times = np.array(found).reshape(*shape[:-1], 2, -1)
+    return JobTimes(arrival_s=times[..., 0, :], finish_s=times[..., 1, :])
 
 
 class Objectives(NamedTuple):

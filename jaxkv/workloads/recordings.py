@@ -1,55 +1,63 @@
 """Recorded request traces: files in several formats, validated row by row.
 
-    Azure       TIMESTAMP (a date), ContextTokens, GeneratedTokens
-    BurstGPT    Timestamp (s), Request tokens, Response tokens (more are ignored)
-    plain       arrival_s, prompt_tokens, output_tokens
-    Mooncake    timestamp (ms), input_length, output_length, hash_ids
-    ShareGPT    JSON, a list of conversations; texts without times
-
-A file is any table (`jaxkv.files.tables`: CSV, JSON lines, Parquet, ...) with these
-columns. Dates without a time zone are UTC. No row is corrected silently: an impossible
-row is an error with its line and the reason, and rows that the caller asked to skip are
+A file is a table (CSV, JSON lines, Parquet, ..., see `jaxkv.files.read_blocks`) in one
+of the formats of `trace_formats`, or a file or folder of agent sessions
+(`agent_traces`). CSV and JSON lines are read in blocks: a request takes 96 bytes while
+the file is read, and a chunk id 8. Dates without a time zone are UTC. No value is
+corrected silently: an impossible row is an error with its line and the reason, skipped
+rows are counted, and rows that are out of order are sorted by time, stably, and
 counted.
-
-Sources: Patel et al. 2024 (Splitwise), arXiv:2311.18677; Wang et al. 2024 (BurstGPT),
-arXiv:2401.17644; Qin et al. 2025 (Mooncake), FAST.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32, Int64
 
-from jaxkv import files
-from jaxkv.files import RaggedError, RawTable, read_decompressed_text, read_table
 from jaxkv.workloads import arrivals
-from jaxkv.workloads.lengths import LONGEST, Lengths
-
-CHUNK_TOKENS = 512
-"""Tokens of a prompt per chunk id in Mooncake's traces."""
+from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
+from jaxkv.workloads.chunk_ids import ChunkIds
+from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.trace_columns import TraceColumns, read_trace_columns
+from jaxkv.workloads.trace_formats import DATE, SECONDS
+from jaxkv.workloads.turns import TurnLinks, link_parents, link_sessions
 
 
 class Recording(NamedTuple):
     """Requests in order of arrival, on the host."""
 
     arrival_s: Float[np.ndarray, " requests"]
-    """Arrival times in s, from the first request, or from 0 in a plain file."""
+    """Arrival times in s, from the first request, or from 0 in a plain file whose times
+    are not Unix times."""
     prompt: Int32[np.ndarray, " requests"]
     """Prompt length in tokens, at least 1."""
     output: Int32[np.ndarray, " requests"]
     """Output length in tokens, at least 1."""
-    chunk_ids: tuple[Int64[np.ndarray, " chunks"], ...] | None
-    """Ids of the chunks of `CHUNK_TOKENS` tokens of each prompt; the last chunk may be
-    shorter. Equal ids mean equal tokens from the start of the prompt to the end of the
-    chunk. None if the recording has no ids."""
+    chunk_ids: ChunkIds | None
+    """Ids of the chunks of `chunk_tokens` tokens of each prompt, a sequence of arrays.
+    The last chunk may be shorter, or a prompt has ids of full chunks only. Equal ids
+    mean equal tokens from the start of the prompt to the end of the chunk. None if the
+    recording has no ids."""
     num_empty: int
     """Failed requests without output, which were skipped."""
     doubts: tuple[str, ...] = ()
-    """Warnings about times that look like another unit."""
+    """Warnings: times that look like another unit, and rows that were sorted."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk; None if the recording has no ids."""
+    num_unsorted: int = 0
+    """Rows of the file with a time before that of an earlier row."""
+    session: Int32[np.ndarray, " requests"] | None = None
+    """Session of each request, numbered from 0; None if the trace has no sessions."""
+    after: Int32[np.ndarray, "requests width"] | None = None
+    """Requests that must be answered before each request is sent: the turn before it,
+    or the sub-agents of an agent. They come earlier in the recording; unused columns
+    are -1. None if the trace has no sessions."""
+    delay_s: Float[np.ndarray, " requests"] | None = None
+    """Time in s between the last of these answers and the request: think time or tool
+    time. 0 for requests after none. Where a trace does not have the times of its
+    answers, the time since the request before, less `answer_s_per_token`."""
 
     @property
     def rate(self) -> float:
@@ -59,6 +67,8 @@ class Recording(NamedTuple):
 
     def at_rate(self, rate: float) -> "Recording":
         """Rescales the arrival times to a mean rate; the pattern of bursts stays.
+
+        Delays within sessions stay as they are.
 
         Args:
           rate: mean requests per second, above 0.
@@ -72,96 +82,135 @@ class Recording(NamedTuple):
             raise ValueError("requests that came at once have no rate to scale")
         return self._replace(arrival_s=self.arrival_s * (self.rate / rate))
 
-    def workload(self, *, clients: int | None = None) -> arrivals.Workload:
-        """Returns the workload; with `clients`, all arrive at 0 s in the same order."""
+    def start_sessions(self, start_s: Float[np.ndarray, " sessions"]) -> "Recording":
+        """Moves each session in time, so that its first request arrives at `start_s`.
+
+        Sessions of agent traces are recorded one by one, and all start at 0 s.
+
+        Args:
+          start_s: time of the first request of each session in s, at least 0.
+
+        Raises:
+          ValueError: the recording has no sessions, or another number of them.
+        """
+        if self.session is None:
+            raise ValueError("the recording has no sessions")
+        num = int(self.session.max()) + 1
+        start_s = np.asarray(start_s, np.float64)
+        if start_s.shape != (num,) or not (start_s >= 0).all():
+            raise ValueError(
+                f"start_s must have {num} times of at least 0 s, one of each session"
+            )
+        first_s = np.full(num, np.inf)
+        np.minimum.at(first_s, self.session, self.arrival_s)
+        moved = self.arrival_s + (start_s - first_s)[self.session]
+        return _sort(self._replace(arrival_s=moved))
+
+    def workload(
+        self, *, clients: int | None = None, cache_tokens: int | float | None = None
+    ) -> arrivals.Workload:
+        """Returns the workload.
+
+        Args:
+          clients: clients of a closed loop; all requests arrive at 0 s in the same
+            order. Recordings with sessions are closed loops already, and refuse it.
+          cache_tokens: tokens that a prefix cache holds, see `cached_tokens`. Cached
+            tokens are the context of a request, and its prompt has the tokens after
+            them. None means no cache.
+
+        Raises:
+          ValueError: the recording has no chunk ids for a cache.
+        """
         arrival_s = self.arrival_s if clients is None else np.zeros(self.prompt.size)
+        more: dict[str, Any] = {}
+        prompt = self.prompt
+        if cache_tokens is not None:
+            more["context"] = cached_tokens(self, cache_tokens)
+            prompt = prompt - more["context"]
+        if self.after is not None:
+            more |= {"after": self.after, "delay_s": self.delay_s}
         return arrivals.make_workload(
-            arrival_s, self.prompt, self.output, clients=clients
+            arrival_s, prompt, self.output, clients=clients, **more
         )
 
 
-class _Row(NamedTuple):
-    """A validated request, its line in the file, and its time as written."""
-
-    line: int
-    arrival_s: float
-    prompt: int
-    output: int
-    chunk_ids: tuple[int, ...] | None
-
-
-def read_recording(path: Path, *, skip_empty: bool = False) -> Recording:
+def read_recording(
+    path: Path,
+    *,
+    skip_empty: bool = False,
+    time_unit: Literal["s", "ms", "us"] | None = None,
+    chunk_tokens: int | None = None,
+    answer_s_per_token: int | float = 0.0,
+) -> Recording:
     """Reads a recording; its format is recognised by its columns.
 
     Args:
-      path: the file.
+      path: the file, or a folder of agent sessions.
       skip_empty: True to skip and count requests without output, which are failures in
         BurstGPT's files. Otherwise they are an error.
+      time_unit: unit of the times. None takes the unit of Unix times from their size
+        (10^9 s, 10^12 ms, 10^15 us), and otherwise the documented unit of the format.
+      chunk_tokens: tokens for each of `hash_ids`. None takes the only size that fits
+        all rows, and otherwise the documented size of the format if it fits.
+      answer_s_per_token: seconds per token of the recorded answers, at least 0, for
+        traces with sessions and without times of answers.
 
     Raises:
       ValueError: the file cannot be read or has an unknown format; a row lacks a
-        number, has one out of range, or arrives before the previous row; some dates
-        have a time zone and some have none; or no request is left. One line with the
-        file and the line in it.
+        number or has one out of range; some dates have a time zone and some have none;
+        the unit of the times or the size of the chunks is open; or no request is left.
+        One line with the file and the line in it.
     """
+    if time_unit is not None and time_unit not in SECONDS:
+        raise ValueError(f"{time_unit=} must be one of {', '.join(SECONDS)}")
+    if chunk_tokens is not None and not 1 <= chunk_tokens <= LONGEST:
+        raise ValueError(f"{chunk_tokens=} must be in [1, {LONGEST}]")
+    if not 0 <= answer_s_per_token < math.inf:
+        raise ValueError(f"{answer_s_per_token=} must be at least 0")
+    if has_agent_sessions(path):
+        if time_unit or chunk_tokens or answer_s_per_token:
+            raise ValueError(
+                f"{path}: has agent sessions, whose units are known: time_unit, "
+                "chunk_tokens and answer_s_per_token must have their defaults"
+            )
+        sessions = read_agent_sessions(path, skip_empty=skip_empty)
+        return _sort(Recording(**sessions._asdict()))
+    columns = read_trace_columns(path, skip_empty=skip_empty)
     try:
-        table = read_table(path, keep_lists=True, allow_partial=False)
-    except RaggedError as error:
-        raise ValueError(
-            f"{path}: line {error.line}: {error.num_cells} cells, the header has "
-            f"{error.num_names}"
-        ) from None
-    kept: list[_Row] = []
-    num_empty, before = 0, None
-    try:
-        # The format of which all columns are in the table.
-        names = {*table.names}
-        kind = next((kind for kind in _KINDS if {*kind[:3]} <= names), None)
-        if kind is None and _MOONCAKE.time in names:
-            kind = _MOONCAKE  # the error has the row that lacks a number
-        if kind is None:
-            for name in table.repeated:
-                if any(name in kind[:3] for kind in _KINDS):
-                    raise ValueError(f"two columns are named {name!r}")
-            known = "; ".join(", ".join(k[:3]) for k in _KINDS)
-            shown = ", ".join(table.names)
-            raise ValueError(f"its columns are {shown}; known are: {known}")
-        for row in _rows(table, kind):
-            if row.arrival_s < 0 and before is None:
-                raise ValueError(
-                    f"line {row.line}: arrives at {row.arrival_s} s, before 0"
-                )
-            if before is not None and row.arrival_s < before.arrival_s:
-                raise ValueError(
-                    f"line {row.line}: arrives before line {before.line}; is the file "
-                    "sorted?"
-                )
-            before = row
-            for name, num, low in (
-                ("prompt", row.prompt, 1),
-                ("output", row.output, 0),
-            ):
-                if not low <= num <= LONGEST:
-                    raise ValueError(f"line {row.line}: the {name} has {num} tokens")
-            if skip_empty and row.output == 0:
-                num_empty += 1
-            elif row.output < 1:
-                raise ValueError(f"line {row.line}: the output has {row.output} tokens")
-            else:
-                kept.append(row)
-        if not kept:
-            raise ValueError("holds no requests")
+        unit, doubts = _find_unit(columns, time_unit)
+        size = _find_chunk_tokens(columns, chunk_tokens)
+        columns = _fill_turns(columns, size)
+        order = np.argsort(columns.time, kind="stable")
+        latest = np.maximum.accumulate(columns.time)
+        num_unsorted = int(np.sum(columns.time < latest))
+        if num_unsorted:
+            first = columns.line[np.argmax(columns.time < latest)]
+            doubts.append(
+                f"{num_unsorted:,} of {order.size:,} rows have a time before an "
+                f"earlier row, first line {first}; rows are sorted by time"
+            )
+            columns = _take(columns, order)
+        arrival_s = _seconds(columns, unit)
+        links = _link(columns, arrival_s, answer_s_per_token)
+        if links is not None and not columns.format.chat:
+            is_given = ~np.isnan(columns.delay) & (links.after[:, 0] >= 0)
+            per_second = SECONDS[time_unit or columns.format.unit or unit]
+            recorded_s = columns.delay / per_second
+            links = links._replace(
+                delay_s=np.where(is_given, recorded_s, links.delay_s)
+            )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    ids = [row.chunk_ids for row in kept if row.chunk_ids is not None]
-    arrival_s = np.array([row.arrival_s for row in kept])
     return Recording(
         arrival_s=arrival_s,
-        prompt=np.array([row.prompt for row in kept], np.int32),
-        output=np.array([row.output for row in kept], np.int32),
-        chunk_ids=tuple(np.array(x, np.int64) for x in ids) if ids else None,
-        num_empty=num_empty,
-        doubts=_unit_warnings(table, kind, arrival_s),
+        prompt=columns.prompt.astype(np.int32),
+        output=columns.output.astype(np.int32),
+        chunk_ids=columns.chunk_ids,
+        num_empty=columns.num_empty,
+        doubts=(*columns.doubts, *doubts),
+        chunk_tokens=size,
+        num_unsorted=num_unsorted,
+        **({} if links is None else links._asdict()),
     )
 
 
@@ -175,121 +224,72 @@ def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
     """
     if recording.chunk_ids is None:
         raise ValueError("the recording has no chunk ids")
-    seen: set[int] = set()
-    counts = []
-    for ids in recording.chunk_ids:
-        # Equal ids mean equal tokens up to the end of the chunk.
-        is_known = [int(x) in seen for x in ids]
-        counts.append(is_known.index(False) if False in is_known else len(is_known))
-        seen.update(map(int, ids))
-    return np.array(counts, np.int32)
+    return recording.chunk_ids.num_known()
 
 
-def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
-    """Reads the lengths of conversations: the first question and its answer.
+def cached_tokens(
+    recording: Recording, cache_tokens: int | float = math.inf
+) -> Int32[np.ndarray, " requests"]:
+    """Returns the leading tokens of each prompt that a prefix cache has.
 
-    Conversations without both, or in which either has no token, are skipped.
+    The prompts are those of the earlier requests, in order of arrival; answers have no
+    chunk ids and count as new where a later prompt contains them. At least one token of
+    a prompt is new.
 
     Args:
-      path: JSON list of objects with `conversations`, lists of turns with `from` and
-        `value`.
-      encode: encoding function of a tokenizer.
-
-    Returns:
-      The lengths, in the order of the file.
+      recording: the requests, with chunk ids.
+      cache_tokens: tokens that the cache holds, at least 0; whole chunks are kept, and
+        the least recently used is evicted (`ChunkIds.num_cached`). Infinity for an
+        unbounded cache.
 
     Raises:
-      ValueError: the file cannot be read, is no such list, or no conversation is left;
-        one line with the file and the entry, counted from 1.
-
-    Source: the choice of turns is that of vLLM's `benchmarks/benchmark_serving.py`.
+      ValueError: the recording has no chunk ids, or `cache_tokens` is out of range.
     """
-    entries = files.parse_json(read_decompressed_text(path), path)
-    if not isinstance(entries, list):
-        raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
-    found = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            texts = [turn["value"] for turn in entry["conversations"][:2]]
-            if not all(isinstance(text, str) for text in texts):
-                raise TypeError
-        except (KeyError, TypeError):
-            raise ValueError(
-                f"{path}: entry {number}: has no conversations of turns with a value"
-            ) from None
-        sizes = [len(encode(text)) for text in texts]
-        if len(sizes) == 2 and min(sizes) >= 1:
-            found.append(sizes)
-    if not found:
-        raise ValueError(f"{path}: holds no conversation of two turns")
-    tokens = np.array(found, np.int32)
-    return Lengths(tokens[:, 0], tokens[:, 1])
+    if not cache_tokens >= 0:
+        raise ValueError(f"{cache_tokens=} must be at least 0 tokens")
+    ids, size = recording.chunk_ids, recording.chunk_tokens
+    if ids is None or size is None:
+        raise ValueError("the recording has no chunk ids")
+    if cache_tokens == math.inf:
+        num_chunks = ids.num_known()
+    else:
+        num_chunks = ids.num_cached(int(cache_tokens // size))
+    tokens = num_chunks.astype(np.int64) * size
+    return np.minimum(tokens, recording.prompt - 1).astype(np.int32)
 
 
-class _Kind(NamedTuple):
-    """Columns of a format, and the conversion of its times to s."""
-
-    time: str
-    prompt: str
-    output: str
-    seconds: Callable[[Any], float]
+_UNIX = {"s": (1e9, 1e10), "ms": (1e12, 1e13), "us": (1e15, 1e16)}
+"""Range of Unix times of the years 2001 to 2286 by unit."""
+_NANOSECONDS = 1e18
 
 
-def _float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError
-    return float(value)
+def _find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]:
+    """Returns the unit of the times, and warnings about it.
 
-
-def _since_1970(cell: Any) -> float:
-    moment = datetime.fromisoformat(cell)
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return moment.timestamp()
-
-
-_KINDS = (
-    _Kind("TIMESTAMP", "ContextTokens", "GeneratedTokens", _since_1970),
-    _Kind("Timestamp", "Request tokens", "Response tokens", _float),
-    _Kind("arrival_s", "prompt_tokens", "output_tokens", _float),
-    _Kind("timestamp", "input_length", "output_length", lambda x: _float(x) / 1e3),
-)
-_MOONCAKE = _KINDS[-1]
-
-
-def _rows(table: RawTable, kind: _Kind) -> Iterator[_Row]:
-    """Yields the rows of a format, with times from the first row's, or from 0 s."""
-    start = 0.0 if kind.time == "arrival_s" else None
-    first: tuple[bool, int] | None = None
-    for row in table.rows if kind.seconds is _since_1970 else ():
-        cell, line = str(row.cells.get(kind.time)), row.line or row.number
-        # In ISO 8601, only a time zone has these characters after the date.
-        has_zone = any(mark in cell[10:] for mark in "+-Zz")
-        first = first or (has_zone, line)
-        if has_zone != first[0]:
-            has = "has a zone" if has_zone else "has no zone"
-            raise ValueError(
-                f"line {line}: {kind.time}={cell!r} {has}, unlike line {first[1]}"
-            )
-    for row in table.rows:
-        line = row.line or row.number
-        seconds = _read_cell(row.cells, kind.time, line, kind.seconds)
-        start = seconds if start is None else start
-        prompt = _read_cell(row.cells, kind.prompt, line, _to_integer)
-        output, ids = _read_cell(row.cells, kind.output, line, _to_integer), None
-        if kind is _MOONCAKE:
-            ids = row.cells.get("hash_ids")
-            if not isinstance(ids, list) or not all(type(x) is int for x in ids):
-                raise ValueError(
-                    f"line {line}: hash_ids is not a list of whole numbers"
-                )
-            if len(ids) != -(-prompt // CHUNK_TOKENS):
-                raise ValueError(
-                    f"line {line}: {len(ids)} hash_ids for {prompt} tokens, "
-                    f"{CHUNK_TOKENS} to each"
-                )
-            ids = tuple(ids)
-        yield _Row(line, seconds - start, prompt, output, ids)
+    Raises:
+      ValueError: the unit is open, or it is asked for and the times are dates.
+    """
+    kind, name = columns.format, columns.format.time
+    if kind.unit == DATE:
+        if asked is not None:
+            raise ValueError(f"{name} has dates: time_unit={asked!r} must be None")
+        return "us", []
+    if asked is not None:
+        return asked, []
+    times = columns.time[~np.isnan(columns.time)]
+    if not times.size:
+        return kind.unit, []
+    start = float(times.min())
+    for unit, (low, high) in _UNIX.items():
+        if low <= start < high:
+            return unit, []
+    if start >= _NANOSECONDS:
+        raise ValueError(f"{name}={start:.6g} must be in s, ms or us, not in ns")
+    if not kind.unit:
+        raise ValueError(
+            f"{name} has no unit: call read_recording with time_unit='s', 'ms' or 'us'"
+        )
+    return kind.unit, _unit_warnings(name, kind.unit, times)
 
 
 _LONG_GAP_S = 60.0
@@ -297,69 +297,198 @@ _LONG_GAP_S = 60.0
 _HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
 """Requests per second above which milliseconds may be seconds; for integers and for
 fractions."""
-_EPOCH_S, _EPOCH_MS = (1e9, 1e10), 1e11
-"""Unix times: seconds of the years 2001 to 2286; smallest milliseconds, of 1973."""
 
 
 def _unit_warnings(
-    table: RawTable, kind: _Kind, arrival_s: Float[np.ndarray, " requests"]
-) -> tuple[str, ...]:
+    name: str, unit: str, times: Float[np.ndarray, " requests"]
+) -> list[str]:
     """Returns warnings about times that look like another unit."""
-    found = [line for name, line in table.doubtful.items() if name in kind[:3]]
-    if kind.seconds is _since_1970:
-        return tuple(found)
-    name, num = kind.time, arrival_s.size
-    span = float(arrival_s[-1] - arrival_s[0])
-    first = _float(table.rows[0].cells[name])
-    if kind.seconds is _float:
-        is_whole = not np.any((arrival_s - arrival_s[0]) % 1)
-        is_long = num > 2 and is_whole and span > _LONG_GAP_S * (num - 1)
-        if first >= _EPOCH_MS or is_long:
-            found.append(
-                f"{name} is read as seconds: {num:,} requests in {span:,.4g} s; are "
-                "they milliseconds?"
-            )
-    else:
-        has_fractions = np.any(arrival_s * 1e3 % 1 > 1e-6)
-        most = _HIGH_RATE_OF_FRACTIONS if has_fractions else _HIGH_RATE
-        is_short = num > 2 and 0 < span * most < num - 1
-        if _EPOCH_S[0] <= first < _EPOCH_S[1] or is_short:
-            found.append(
-                f"{name} is read as milliseconds: {num:,} requests in {span:,.4g} s; "
-                "are they seconds?"
-            )
-    return tuple(found)
+    num, start = times.size, float(times.min())
+    span = (float(times.max()) - start) / SECONDS[unit]
+    words = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
+    text = f"{name} is read as {words[unit]}: {num:,} requests in {span:,.4g} s"
+    is_whole = not np.any((times - start) % 1)
+    if unit == "s" and is_whole and num > 2 and span > _LONG_GAP_S * (num - 1):
+        return [f"{text}; are they milliseconds?"]
+    most = _HIGH_RATE if is_whole else _HIGH_RATE_OF_FRACTIONS
+    if unit == "ms" and num > 2 and 0 < span * most < num - 1:
+        return [f"{text}; are they seconds?"]
+    return []
 
 
-def _to_integer(value: Any) -> int:
-    """Converts an integer such as 10, "10", 10.0, "10.0" or "1e3"."""
-    if isinstance(value, bool):
-        raise ValueError
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            value = float(value)
-    if int(value) != value:
-        raise ValueError
-    return int(value)
+def _seconds(columns: TraceColumns, unit: str) -> Float[np.ndarray, " requests"]:
+    """Converts sorted times to s; differences are taken first, which is exact."""
+    times, kind = columns.time, columns.format
+    is_plain = kind.time.startswith("arrival") and kind.unit != DATE
+    is_unix = any(low <= times[0] < high for low, high in _UNIX.values())
+    start = 0.0 if is_plain and not is_unix else times[0]
+    return (times - start) / SECONDS[unit]
 
 
-def _read_cell[T: (int, float)](
-    row: Mapping[str, Any], name: str, line: int, convert: Callable[[Any], T]
-) -> T:
-    """Converts a cell.
+def _find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
+    """Returns the tokens of a chunk.
+
+    Prompts have either ids of all chunks, of which the last may be shorter, or of full
+    chunks only.
 
     Raises:
-      ValueError: it is missing, or not such a number.
+      ValueError: no size fits all rows, or several do and the documented one does not.
     """
-    if name not in row:
-        raise ValueError(f"line {line}: has no {name}")
-    try:
-        value = convert(row[name])
-        if not math.isfinite(value):
-            raise ValueError
-    except (ValueError, TypeError, OverflowError):
-        kind = "a time" if name.lower() in ("timestamp", "arrival_s") else "whole"
-        raise ValueError(f"line {line}: {name}={row[name]!r} is not {kind}") from None
-    return value
+    if columns.chunk_ids is None:
+        if asked is not None:
+            raise ValueError(f"chunk_tokens={asked} must be None without hash_ids")
+        return None
+    num, ids = columns.prompt, columns.chunk_ids.counts
+    size = asked or columns.format.chunk_tokens
+    all_chunks, full_chunks = _fitting_sizes(num, ids)
+    fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
+    if asked is None and fits and fits[0][0] == fits[0][1]:
+        return fits[0][0]
+    if any(low <= size <= high for low, high in fits):
+        return size
+    for low, high in fits if asked is None else []:
+        power = 2 ** int(math.log2(high))
+        if low <= power:
+            raise ValueError(
+                f"hash_ids may have {low} to {high} tokens each: call read_recording "
+                f"with the size, such as chunk_tokens={power}"
+            )
+    row = int(np.argmax(ids != -(-num // size)))
+    raise ValueError(
+        f"line {columns.line[row]}: {ids[row]} hash_ids for {num[row]} tokens, {size} "
+        "to each"
+    )
+
+
+def _fitting_sizes(
+    num: Int64[np.ndarray, " requests"], ids: Int64[np.ndarray, " requests"]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the bounds of the sizes that fit all rows: of all and of full chunks."""
+    some = ids > 0
+    if not some.any():
+        return (1, 0), (1, 0)
+    most, many = ids[some], ids > 1
+    low = int((-(-num[some] // most)).max())
+    high = int(((num[many] - 1) // (ids[many] - 1)).min(initial=LONGEST))
+    full_low = int((num // (ids + 1)).max()) + 1
+    full_high = int((num[some] // most).min())
+    return (low, high) if some.all() else (1, 0), (full_low, full_high)
+
+
+def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns:
+    """Completes the turns of sessions whose later turns have no times or no history.
+
+    A turn without a time is sent a delay after the turn before it, at the earliest. In
+    AIPerf's form of Mooncake's traces, a prompt has only the tokens that the turn adds
+    to the earlier turns and their answers: the whole prompt has ids of its own after
+    the full chunks of the prompt before.
+
+    Raises:
+      ValueError: a prompt is longer than any model takes.
+    """
+    session, kind = columns.session, columns.format
+    turns = np.flatnonzero(session >= 0)
+    if not kind.has_turns or not turns.size:
+        return columns
+    time, prompt = columns.time.copy(), columns.prompt.copy()
+    latest: dict[int, int] = {}
+    before = np.full(session.size, -1)
+    for turn in turns.tolist():
+        before[turn] = last = latest.get(int(session[turn]), -1)
+        latest[int(session[turn])] = turn
+        delay = columns.delay[turn]
+        if np.isnan(time[turn]):
+            start = 0.0 if last < 0 else time[last]
+            time[turn] = start + (0.0 if np.isnan(delay) else delay)
+        if last >= 0:
+            prompt[turn] += prompt[last] + columns.output[last]
+            if prompt[turn] > LONGEST:
+                raise ValueError(
+                    f"line {columns.line[turn]}: the prompt has {prompt[turn]} tokens "
+                    "with the earlier turns of its session"
+                )
+    ids = columns.chunk_ids
+    if ids is not None and chunk_tokens is not None and (before >= 0).any():
+        ids = _extend_ids(ids, before, prompt, chunk_tokens)
+    return columns._replace(time=time, prompt=prompt, chunk_ids=ids)
+
+
+def _extend_ids(
+    ids: ChunkIds,
+    before: Int64[np.ndarray, " requests"],
+    prompt: Int64[np.ndarray, " requests"],
+    size: int,
+) -> ChunkIds:
+    """Returns ids of whole prompts, with new negative ids after the turn before."""
+    parts: list[np.ndarray] = []
+    unused = min(0, int(ids.flat.min(initial=0))) - 1
+    for turn, last in enumerate(before.tolist()):
+        if last < 0:
+            parts.append(ids[turn])
+            continue
+        known = parts[last][: int(prompt[last]) // size]
+        num_new = -(-int(prompt[turn]) // size) - known.size
+        parts.append(np.concatenate([known, unused - np.arange(num_new)]))
+        unused -= num_new
+    starts = np.concatenate([[0], np.cumsum([part.size for part in parts])])
+    return ChunkIds(np.concatenate(parts), starts)
+
+
+def _link(
+    columns: TraceColumns,
+    sent_s: Float[np.ndarray, " requests"],
+    answer_s_per_token: int | float,
+) -> TurnLinks | None:
+    """Returns the waits of the requests, or None in a trace without sessions."""
+    kind = columns.format
+    guess_s = answer_s_per_token * columns.output
+    answer_s = np.where(np.isnan(columns.answer_s), guess_s, columns.answer_s)
+    if kind.chat:
+        order = np.argsort(columns.chat, kind="stable")
+        again = np.flatnonzero(np.diff(columns.chat[order]) == 0)
+        if again.size:
+            row = order[again[0] + 1]
+            raise ValueError(
+                f"line {columns.line[row]}: {kind.chat}={columns.chat[row]} is that of "
+                f"line {columns.line[order[again[0]]]}"
+            )
+        try:
+            return link_parents(columns.chat, columns.parent, sent_s, answer_s)
+        except ValueError as error:
+            row, _, reason = str(error).partition(" ")
+            raise ValueError(f"line {columns.line[int(row)]}: {reason}") from None
+    if not (columns.session >= 0).any():
+        return None
+    return link_sessions(columns.session, sent_s, answer_s)
+
+
+def _take(columns: TraceColumns, order: Int64[np.ndarray, " requests"]) -> TraceColumns:
+    """Returns the requests in another order."""
+    taken = {
+        name: value[order]
+        for name, value in columns._asdict().items()
+        if isinstance(value, np.ndarray)
+    }
+    if columns.chunk_ids is not None:
+        taken["chunk_ids"] = columns.chunk_ids.take(order)
+    return columns._replace(**taken)
+
+
+def _sort(recording: Recording) -> Recording:
+    """Sorts the requests by arrival time, stably, and renumbers the waits."""
+    order = np.argsort(recording.arrival_s, kind="stable")
+    if (np.diff(order) == 1).all():
+        return recording
+    rank = np.empty_like(order)
+    rank[order] = np.arange(order.size)
+    taken: dict[str, Any] = {
+        name: value[order]
+        for name, value in recording._asdict().items()
+        if isinstance(value, np.ndarray)
+    }
+    if recording.after is not None:
+        after = taken["after"]
+        taken["after"] = np.where(after >= 0, rank[after], -1).astype(np.int32)
+    if recording.chunk_ids is not None:
+        taken["chunk_ids"] = recording.chunk_ids.take(order)
+    return recording._replace(**taken)

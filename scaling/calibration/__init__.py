@@ -14,10 +14,13 @@ if TYPE_CHECKING:
         DISCREPANCY,
         NOISE,
         NUM_ROUNDS,
+        LatencyFactors,
         ServerPosterior,
+        find_latency_factors,
         fit_posterior,
         leave_out,
         predict_stage,
+        take_draws,
     )
     from scaling.calibration.posterior_files import (
         PUBLISHED_SERVERS,
@@ -34,12 +37,23 @@ if TYPE_CHECKING:
         find_deviations,
         make_server_cost,
     )
+    from scaling.calibration.server_runs import (
+        ArrivalProcess,
+        RequestLatencies,
+        ServerLoad,
+        ServerRun,
+        ServerSetup,
+        draw_arrivals,
+        load_duration_s,
+        make_server_load,
+        num_kv_blocks,
+        simulate_server,
+    )
     from scaling.calibration.server_stages import (
         StageLatencies,
-        StageLoad,
         compare_stage,
         make_stage_load,
-        num_kv_blocks,
+        make_stage_setup,
         simulate_stage,
     )
     from scaling.calibration.steady_state import (

@@ -67,6 +67,8 @@ class ServerPosterior(NamedTuple):
     """Logarithms of simulation over surrogate, by fitted stage."""
     num_effective: float
     """Effective number of the proposals: below a few hundred, the draws repeat."""
+    devices: tuple[str, ...]
+    """Names of the devices of the fitted stages."""
 
 
 def fit_posterior(
@@ -138,6 +140,7 @@ def fit_posterior(
         mode=mode,
         corrections=corrections,
         num_effective=float(1 / np.sum(weight**2)),
+        devices=tuple({find_device(stage.device).name: None for stage in kept}),
     )
 
 
@@ -150,28 +153,75 @@ def predict_stage(
     model that was fitted, and the noise of a stage. The measured latencies of the stage
     are not read.
     """
-    draws = posterior.deviations
-    found = simulate_stage(stage, draw_coefficients(draws))
+    found = simulate_stage(stage, draw_coefficients(posterior.deviations))
     name = shapes.describe_checkpoint(stage.model).name
-    mean, variance = np.zeros((len(draws), 2)), DISCREPANCY**2
-    if name in posterior.residuals:
-        # The discrepancy given the residuals of the model's stages.
-        share = variance / (variance + NOISE**2 / posterior.num_stages[name])
-        mean = share * posterior.residuals[name]
-        variance = variance * (1 - share)
-    spread = np.sqrt(variance + NOISE**2)
-    # Quantiles in random order: independent draws would shift the median by 2 %.
-    levels = (np.arange(len(draws)) + 0.5) / len(draws)
-    normal = np.array([NormalDist().inv_cdf(x) for x in levels])
-    rng = np.random.default_rng(seed)
-    normal = np.stack([rng.permutation(normal) for _ in range(2)], axis=1)
-    factor = np.exp(mean + spread * normal)
+    (factor,) = find_latency_factors(posterior, name).draw(seed=seed)
     whole, first = factor.T
     return StageLatencies(
         *(
             LatencySummary(*(x * scale for x in summary))
             for summary, scale in zip(found, (whole, first, whole), strict=True)
         )
+    )
+
+
+class LatencyFactors(NamedTuple):
+    """Log-normal factors of the latencies of a model, for each draw of a posterior.
+
+    Column 0 is for the end-to-end and the inter-token time, column 1 for the
+    first-token time.
+    """
+
+    mean: Float[np.ndarray, "draws 2"]
+    """Mean of the logarithm."""
+    spread: Float[np.ndarray, " 2"]
+    """Standard deviation of the logarithm."""
+
+    def draw(self, num: int = 1, *, seed: int = 0) -> Float[np.ndarray, "num draws 2"]:
+        """Draws `num` factors for each draw of the posterior.
+
+        They are quantiles in random order: independent draws would shift the median of
+        64 by 2 %.
+        """
+        size = num * len(self.mean)
+        levels = (np.arange(size) + 0.5) / size
+        quantiles = np.array([NormalDist().inv_cdf(x) for x in levels])
+        rng = np.random.default_rng(seed)
+        normal = np.stack([rng.permutation(quantiles) for _ in range(2)], axis=1)
+        normal = normal.reshape(num, *self.mean.shape)
+        return np.exp(self.mean + self.spread * normal)
+
+
+def find_latency_factors(posterior: ServerPosterior, model: str) -> LatencyFactors:
+    """Returns the factors by which simulated latencies of a model are uncertain.
+
+    They include the discrepancy of the model, given the residuals of its stages if it
+    was fitted, and the noise of a stage.
+
+    Args:
+      posterior: the posterior.
+      model: name of the model's shape.
+    """
+    mean, variance = np.zeros((len(posterior.deviations), 2)), DISCREPANCY**2
+    if model in posterior.residuals:
+        # The discrepancy given the residuals of the model's stages.
+        share = variance / (variance + NOISE**2 / posterior.num_stages[model])
+        mean = share * posterior.residuals[model]
+        variance = variance * (1 - share)
+    return LatencyFactors(mean, np.sqrt(variance + NOISE**2))
+
+
+def take_draws(posterior: ServerPosterior, num: int) -> ServerPosterior:
+    """Returns a posterior with the first `num` draws, which are independent.
+
+    Raises:
+      ValueError: there are fewer draws.
+    """
+    most = len(posterior.deviations)
+    num = validation.integer("num", num, low=1, below=most + 1, hint=f"in [1, {most}]")
+    return posterior._replace(
+        deviations=posterior.deviations[:num],
+        residuals={name: x[:num] for name, x in posterior.residuals.items()},
     )
 
 

@@ -43,6 +43,7 @@ def format_posterior(posterior: ServerPosterior) -> str:
     document = {
         "cost_version": COST_VERSION,
         "stages": posterior.stages,
+        "devices": posterior.devices,
         "corrections": posterior.corrections.tolist(),
         "num_effective": posterior.num_effective,
         "models": {
@@ -102,6 +103,7 @@ def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
             mode=modes,
             corrections=np.array(document["corrections"], float),
             num_effective=float(document["num_effective"]),
+            devices=tuple(document["devices"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no posterior of servers: {error}") from None

@@ -57,6 +57,23 @@ def workload(
     )
 
 
+def dependencies(seed: int, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random sessions: chains, fan-out and joins, some delays 0 and many equal.
+
+    Returns:
+      `after`, of shape [num, 3], and delays in microseconds.
+    """
+    rng = np.random.default_rng(seed)
+    after = np.full((num, 3), -1)
+    for i in range(1, num):
+        if rng.random() < 0.8:
+            recent = np.arange(max(0, i - 8), i)
+            size = min(recent.size, int(rng.integers(1, 4)))
+            after[i, :size] = rng.choice(recent, size, replace=False)
+    delay_us = rng.choice([0, 0, 10_000, 40_000, 123_457], num)
+    return after, np.where(after[:, 0] < 0, 0, delay_us)
+
+
 VOCAB = 4099
 """Large enough that two sequences rarely sample the same token."""
 
@@ -184,7 +201,11 @@ def compare_with_engine(
         max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
         debug=True,
     )
-    real = fed_engine(w, config, seed)
+    idle, requests = engine_requests(w, config, seed)
+    client = SessionClient(w, requests, config)
+    if w.dependencies is None:
+        idle, _ = _submit(idle, requests, config=config)
+    real = idle
     mine = state.init_simulation(
         w,
         capacity(config),
@@ -209,7 +230,9 @@ def compare_with_engine(
             acceptance=acceptance,
         )
         infos.append(jax.tree.map(np.asarray, some))
-        for start in infos[-1].start:
+        for start, micros in zip(infos[-1].start, infos[-1].micros, strict=True):
+            if w.dependencies is not None:
+                real = client.submit_due(real, start)
             real, one = _run_engine(
                 None,
                 real,
@@ -221,6 +244,8 @@ def compare_with_engine(
                 **judged,
             )
             engine_infos.append(one)
+            if w.dependencies is not None:
+                client.read_answers(one, start, micros)
     joined: Any = (
         jax.tree.map(lambda *x: np.concatenate(x), *each)
         for each in (infos, engine_infos)
@@ -258,8 +283,65 @@ def assert_equal_steps(run: EngineComparison) -> None:
         assert not np.any(broken), name
 
 
-def fed_engine(w: Workload, config: EngineConfig, seed: int) -> EngineState:
-    """Returns an engine with the whole workload submitted."""
+class SessionClient:
+    """Sends requests to an engine when those that they wait for are answered."""
+
+    def __init__(self, w: Workload, requests: Any, config: EngineConfig) -> None:
+        self.w, self.requests, self.config = w, requests, config
+        self.samples = np.asarray(w.samples)
+        self.ends = np.cumsum(self.samples)
+        self.num_open = self.samples.copy()
+        self.rows: list[int] = []
+        """Request of each sequence of the engine, in order of submission."""
+        self.known: list[tuple[int, int]] = []
+        """Arrival times in microseconds, and requests, that were not submitted yet."""
+        self.unsent = set(range(self.samples.size))
+        if w.dependencies is not None:
+            self.after, self.delay = np.asarray(w.after), np.asarray(w.delay)
+            self.delay = self.delay.astype(np.int64) @ [1_000_000, 1]
+            self.release(None)
+
+    def release(self, now_us: int | None) -> None:
+        """Gives arrival times to requests whose predecessors are answered."""
+        for i in sorted(self.unsent):
+            before = self.after[i][self.after[i] >= 0]
+            if (self.num_open[before] == 0).all():
+                self.unsent.remove(i)
+                at = np.asarray(self.w.arrival)[i].astype(np.int64) @ [1_000_000, 1]
+                if before.size:
+                    assert now_us is not None
+                    at = now_us + self.delay[i]
+                self.known.append((int(at), i))
+
+    def submit_due(self, real: EngineState, start: np.ndarray) -> EngineState:
+        """Submits the requests that have arrived, in order of arrival."""
+        start_us = int(start.astype(np.int64) @ [1_000_000, 1])
+        for at, i in sorted(x for x in self.known if x[0] <= start_us):
+            self.known.remove((at, i))
+            row = np.arange(self.requests.prompt_length.shape[0])
+            is_mine = (row >= self.ends[i] - self.samples[i]) & (row < self.ends[i])
+            length = np.where(is_mine, self.requests.prompt_length, 0)
+            arrival = np.where(is_mine[:, None], divmod(at, 1_000_000), 0)
+            mine = self.requests._replace(
+                prompt_length=length.astype(np.int32), arrival=arrival.astype(np.int32)
+            )
+            real, taken = _submit(real, mine, config=self.config)
+            assert int(taken.sum()) == self.samples[i]
+            self.rows += [i] * int(self.samples[i])
+        return real
+
+    def read_answers(self, info: Any, start: np.ndarray, micros: np.ndarray) -> None:
+        """Counts sequences that ended in a step, and releases requests."""
+        ended = np.asarray(info.sequence)[np.asarray(info.reason) > 0]
+        np.subtract.at(self.num_open, [self.rows[k] for k in ended], 1)
+        if ended.size:
+            self.release(int(start.astype(np.int64) @ [1_000_000, 1]) + int(micros))
+
+
+def engine_requests(
+    w: Workload, config: EngineConfig, seed: int
+) -> tuple[EngineState, Any]:
+    """Returns an idle engine, and the workload's requests for it."""
     rng = np.random.default_rng(seed)
     pages = make_pages(
         num_layers=1,
@@ -288,12 +370,7 @@ def fed_engine(w: Workload, config: EngineConfig, seed: int) -> EngineState:
     arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
     short = config.submit_width - len(arrival)
     arrival = jnp.asarray(np.pad(arrival, [(0, short), (0, 0)]))
-    idle, _ = _submit(
-        init(config, pages),
-        requests._replace(arrival=arrival),
-        config=config,
-    )
-    return idle
+    return init(config, pages), requests._replace(arrival=arrival)
 
 
 def capacity(config: EngineConfig) -> state.Capacity:

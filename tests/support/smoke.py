@@ -26,7 +26,8 @@ SLOW = {
     *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
     *("bundled_heads", "calibration", "chatbot", "chunked_prefill", "deepseek"),
     *("disaggregation", "expert_parallel", "experts", "fit_coverage"),
-    *("flash_attention", "isoflop", "jacobi", "known_entropy", "learning_rate"),
+    *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
+    *("learning_rate", "rivals"),
     *("memory_waste", "page_tables", "preemption", "prefix_caching", "sharing"),
     *("speculation", "speculation_zoo"),
 }

@@ -1,17 +1,24 @@
 """vLLM's scheduler in plain Python, with a list of blocks for each request."""
 
+import bisect
 import dataclasses
 from typing import NamedTuple
 
 
 @dataclasses.dataclass
 class ReferenceRequest:
-    """A request; `context` tokens are in the prefix cache, on pinned blocks."""
+    """A request; `context` tokens are in the prefix cache, on pinned blocks.
+
+    With `after`, it arrives `delay_us` after the last answer to one of these requests.
+    """
 
     arrival_us: int
     prompt: int
     output: int
     context: int
+    after: tuple[int, ...] = ()
+    delay_us: int = 0
+    finish_us: int | None = None
     num_generated: int = 0
     num_computed: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
@@ -29,6 +36,7 @@ class ReferenceStep(NamedTuple):
     prompt_context: int
     num_admitted: int
     num_preempted: int
+    num_waiting: int
     num_running: int
     num_finished: int
     used_blocks: int
@@ -47,7 +55,9 @@ class ReferenceScheduler:
         max_num_batched_tokens: int,
         threshold: int,
     ) -> None:
-        self.coming = list(requests)
+        self.requests = requests
+        self.unsent = [i for i, x in enumerate(requests) if x.after]
+        self.coming = [(x.arrival_us, i) for i, x in enumerate(requests) if not x.after]
         self.waiting: list[ReferenceRequest] = []
         self.running: list[ReferenceRequest] = []
         self.free = list(range(num_blocks))
@@ -73,10 +83,10 @@ class ReferenceScheduler:
 
     def step(self) -> ReferenceStep | None:
         """Runs one step; None if no request had arrived."""
-        while self.coming and self.coming[0].arrival_us <= self.clock_us:
-            self.waiting.append(self.coming.pop(0))
+        while self.coming and self.coming[0][0] <= self.clock_us:
+            self.waiting.append(self.requests[self.coming.pop(0)[1]])
         if not self.waiting and not self.running:
-            self.clock_us = self.coming[0].arrival_us
+            self.clock_us = self.coming[0][0]
             return None
         budget, scheduled = self.budget, []
         num_preempted = num_admitted = index = 0
@@ -132,6 +142,14 @@ class ReferenceScheduler:
         for request in ended:
             self.running.remove(request)
             self.free += request.blocks
+            request.finish_us = self.clock_us
+        for i in [*self.unsent]:
+            request = self.requests[i]
+            ends = [self.requests[before].finish_us for before in request.after]
+            if None not in ends:
+                self.unsent.remove(i)
+                request.arrival_us = self.clock_us + request.delay_us
+                bisect.insort(self.coming, (request.arrival_us, i))
         return ReferenceStep(
             start_us=start_us,
             num_decodes=len(decode),
@@ -140,6 +158,7 @@ class ReferenceScheduler:
             prompt_context=sum(after for _, after in prompt),
             num_admitted=num_admitted,
             num_preempted=num_preempted,
+            num_waiting=len(self.waiting),
             num_running=num_running,
             num_finished=len(ended),
             used_blocks=used,

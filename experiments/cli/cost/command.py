@@ -4,6 +4,7 @@ The command reads a model description and evaluates formulas of `scaling`; it do
 import JAX, so it answers within a second.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -156,6 +157,8 @@ def resolve_case(name: str, options: CostOptions) -> CostCase:
 def find_description(name: str) -> ModelShape:
     """Returns a model description by path, published name, or bundled name.
 
+    A published name may be that of a checkpoint, such as `mistralai/Mixtral-8x7B-v0.1`.
+
     Raises:
       ValueError: the model is unknown, or its file describes an unsupported model.
     """
@@ -165,6 +168,8 @@ def find_description(name: str) -> ModelShape:
         return shapes.describe(name)
     if name in bundled_names():
         return load_shape(find_bundled_folder(name))
+    with contextlib.suppress(ValueError):  # the message below has close names
+        return shapes.describe_checkpoint(name)
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
     known = [*CONFIGS, *bundled_names()]

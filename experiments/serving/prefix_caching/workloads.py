@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv.workloads import CHUNK_TOKENS, read_recording
+from jaxkv.workloads import read_recording
 
 DATA = "JAXKV_DATA"
 """Environment variable with the folder of recordings."""
@@ -63,7 +63,7 @@ def depth_first_order(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def read_prompt_pages(name: str) -> PromptPages:
-    """Reads a recording in Mooncake's format.
+    """Reads a recording with chunk ids.
 
     Args:
       name: path, or path below the folder in `JAXKV_DATA`.
@@ -77,12 +77,13 @@ def read_prompt_pages(name: str) -> PromptPages:
     if path is None:
         where = f", nor in {folder}" if folder else f"; {DATA} names no folder"
         raise ValueError(
-            f"{name}: no such file{where}; --trace takes any file of Mooncake's format"
+            f"{name}: no such file{where}; --trace takes any recording with hash_ids"
         )
-    chunk_ids = read_recording(path).chunk_ids
-    if chunk_ids is None:
+    found = read_recording(path)
+    if found.chunk_ids is None or found.chunk_tokens is None:
         raise ValueError(f"{path}: has no prefixes that prompts have in common")
-    return PromptPages(path.stem, [x.tolist() for x in chunk_ids], CHUNK_TOKENS)
+    ids = [x.tolist() for x in found.chunk_ids]
+    return PromptPages(path.stem, ids, found.chunk_tokens)
 
 
 def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:

@@ -176,6 +176,7 @@ def test_several_laws_are_fitted_and_tabulated(sweep: Path) -> None:
     assert "kaplan-d" in output
 
 
+@pytest.mark.thorough
 def test_a_log_with_one_input_is_fitted_by_one_input_laws(jaxkv: Command) -> None:
     sizes = np.geomspace(1e7, 1e10, 12)
     rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())

@@ -117,7 +117,7 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Command) -> No
     assert cut["text"] == whole["text"].partition(middle)[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
     found = completions(jaxkv, "stdlib-bytes", *BOTH, "--n", "2")
     assert [each["prompt"] for each in found] == [0, 0, 1, 1]

@@ -20,6 +20,7 @@ def test_shortest_job_first_lowers_latency_and_finishes_long_jobs(
     assert capsys.readouterr().out.count("s per token") == 2
 
 
+@pytest.mark.slow
 def test_shortest_job_first_gives_the_answers_of_a_plain_loop() -> None:
     rng = np.random.default_rng(0)
     sizes = (28, 20, 3, 9, 25, 2, 14, 5, 30, 4)

@@ -69,7 +69,7 @@ class Fakes:
         self.fitted.append(names)
         draws = np.zeros((NUM_DRAWS, len(PRIOR)))
         return ServerPosterior(
-            draws, {}, {}, names, draws[0], np.zeros((len(names), 2)), 100.0
+            draws, {}, {}, names, draws[0], np.zeros((len(names), 2)), 100.0, ("h100",)
         )
 
     def predict(

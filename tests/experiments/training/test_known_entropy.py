@@ -83,6 +83,7 @@ def test_a_stopped_run_keeps_finished_runs() -> None:
     assert experiment.metrics(found)["floor"] == found.optima[-1]
 
 
+@pytest.mark.thorough
 def test_branches_equal_separate_runs() -> None:
     """A branch off a longer trunk ends like a run of that length."""
     language = LanguageConfig(kind="kgram", num_tokens=2**13, num_held_out=2**12)

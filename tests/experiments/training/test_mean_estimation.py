@@ -8,6 +8,7 @@ from tests.support import smoke
 from tests.support.impatience import Impatient
 
 
+@pytest.mark.thorough
 def test_the_slope_is_minus_one() -> None:
     found = smoke.run("mean_estimation").result
     assert found.slope_low < found.slope < found.slope_high

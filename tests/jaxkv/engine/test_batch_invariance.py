@@ -29,12 +29,17 @@ from tests.support.folders import ROOT
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "num", "names"),
     [
         pytest.param(workload, 8, QUICK, id="one answer", marks=pytest.mark.slow),
-        pytest.param(groups, 6, ("8 slots", "large budget"), id="several answers"),
+        pytest.param(
+            groups,
+            6,
+            ("8 slots", "large budget"),
+            id="several answers",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             workload, 40, tuple(SETTINGS), id="one answer, 40", marks=pytest.mark.slow
         ),

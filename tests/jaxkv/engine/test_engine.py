@@ -23,6 +23,7 @@ from jaxkv.scheduling import Counts, Plan
 from tests.support import engines
 from tests.support.asks import singles
 from tests.support.engines import FCFS, MODEL, ROOMY, TIGHT, Ask, Run, greedy, run_on
+from tests.support.marks import one_quick
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def served(chunk_size: int | None = None, watermark: int = 0) -> Run:
 POLICIES = [(None, 0), (1, 0), (5, 3)]
 
 
-@pytest.mark.parametrize(("chunk_size", "watermark"), POLICIES)
+@pytest.mark.parametrize(("chunk_size", "watermark"), one_quick(POLICIES[::-1]))
 def test_tokens_equal_those_of_a_plain_loop(chunk_size, watermark) -> None:
     run = served(chunk_size, watermark)
     engines.assert_equal_plain(run, singles(), TIGHT)
@@ -155,6 +156,7 @@ def test_preempted_requests_count_what_they_compute_again() -> None:
         assert fed[ask.request_id] == once + outcome.num_recomputed
 
 
+@pytest.mark.thorough
 def test_no_request_is_admitted_before_arrival() -> None:
     asks = [
         greedy(1, [4, 5], 2, arrival_s=1.5),

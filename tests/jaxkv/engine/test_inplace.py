@@ -46,7 +46,7 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
 @pytest.mark.parametrize(
     ("bounds", "numerics"),
     [
-        pytest.param({}, "reproducible", id="reproducible", marks=pytest.mark.thorough),
+        pytest.param({}, "reproducible", id="reproducible", marks=pytest.mark.slow),
         pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
         pytest.param({"max_slots": 1}, "fast", id="one slot", marks=pytest.mark.slow),
         pytest.param(

@@ -64,7 +64,7 @@ def test_salts_separate_tenants_and_a_request_may_opt_out() -> None:
     assert found == [0, 0, 0, 0, 12, 0, 0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_equal_prompts_in_one_step_share_pages() -> None:
     # The budget suffices for both: they fill equal pages in the same step.
     run = engines.serve([ask(1, SYSTEM), ask(2, SYSTEM)], LARGE)

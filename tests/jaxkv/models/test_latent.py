@@ -56,9 +56,15 @@ def test_pages_equal_whole_sequences() -> None:
     )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("page_size", [2, 16])
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize(
+    ("page_size", "numerics"),
+    [
+        pytest.param(2, "fast", marks=pytest.mark.thorough),
+        pytest.param(16, "reproducible", marks=pytest.mark.thorough),
+        pytest.param(2, "reproducible", marks=pytest.mark.slow),
+        pytest.param(16, "fast", marks=pytest.mark.slow),
+    ],
+)
 def test_pages_of_all_sizes(page_size: int, numerics: Any) -> None:
     check_paged_equals_contiguous(
         YARN,

@@ -31,6 +31,7 @@ from jaxkv.models.huggingface import weights
 from scaling.training import transformer_rows
 from tests.support import engines
 from tests.support.folders import GOLDEN
+from tests.support.marks import one_quick
 from tests.support.paged_models import (
     check_paged_equals_contiguous,
     feed_as_served,
@@ -200,6 +201,7 @@ def test_half_precision_weights_give_float32_logits() -> None:
     np.testing.assert_allclose(logits, expected, rtol=0, atol=0.1)
 
 
+@pytest.mark.thorough
 def test_transposed_weights_give_equal_results() -> None:
     """2 to 4 rows use the transposed weights only; also for stacked layers."""
     config, params = engines.MODEL, engines.params()
@@ -273,7 +275,7 @@ def test_exceeded_learned_positions_are_refused(name: str) -> None:
     assert jaxkv.Engine.load(GOLDEN / name, num_pages=8, max_length=96)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
+@pytest.mark.parametrize("name", one_quick(["opt", "gpt2"]))
 def test_rows_beyond_learned_positions_are_nan(name: str) -> None:
     config, params, _, _ = load_model(GOLDEN / name)
     model = Transformer(config, rngs=nnx.Rngs(0))

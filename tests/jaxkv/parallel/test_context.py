@@ -24,6 +24,7 @@ from scaling.shapes import describe_config
 from tests.support import engines, latent_models, meshes
 from tests.support.folders import GOLDEN, ROOT
 from tests.support.latent_models import LATENT
+from tests.support.marks import one_quick
 from tests.support.mutation import replace
 
 BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
@@ -329,12 +330,12 @@ def test_pages_are_never_sent_nor_copied() -> None:
     ("num", "window"),
     [
         pytest.param(2, None, marks=pytest.mark.thorough),
-        (4, None),
+        pytest.param(4, None, marks=pytest.mark.thorough),
         pytest.param(2, 16, marks=pytest.mark.thorough),
         (4, 8),
     ],
 )
-@pytest.mark.parametrize("with_tree", [True, False])
+@pytest.mark.parametrize("with_tree", one_quick([True, False]))
 def test_attention_over_parts_equals_the_whole(
     num: int, window: int | None, with_tree: bool
 ) -> None:

@@ -26,6 +26,7 @@ from scaling.costs import Layout, decode_traffic
 from scaling.shapes import describe_config
 from tests.support import engines
 from tests.support.folders import GOLDEN, ROOT
+from tests.support.marks import one_quick
 from tests.support.meshes import (
     ALL_AT_ONCE,
     MODEL,
@@ -73,7 +74,8 @@ def large(program: Any) -> list[collectives.Collective]:
 
 
 @pytest.mark.parametrize(
-    ("family", "degree"), [("llama", 4), ("gpt2", 2), ("qwen2", 2), ("qwen2_moe", 2)]
+    ("family", "degree"),
+    one_quick([("llama", 4), ("gpt2", 2), ("qwen2", 2), ("qwen2_moe", 2)]),
 )
 def test_logits_are_those_of_one_device(family: str, degree: int) -> None:
     check_family(family, degree)

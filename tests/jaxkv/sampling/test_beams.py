@@ -250,6 +250,7 @@ def test_equals_rank_by_beam_and_token() -> None:
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
 
 
+@pytest.mark.thorough
 def test_beams_without_candidates_stop() -> None:
     """A mask leaves two tokens, NaN removes one beam, then no candidate remains."""
     params, none = params_of(3, stops=(5, -1)), -jnp.inf

@@ -21,6 +21,7 @@ from jaxkv.sampling import (
     sampler,
     top_k,
 )
+from tests.support.marks import one_quick
 from tests.support.sampled_laws import (
     chi_square,
     kept_slowly,
@@ -412,6 +413,7 @@ def sample(
     return draw(logits, params, positions, raw=raw, keep_logprobs=scored)
 
 
+@pytest.mark.thorough
 def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     logits, params, positions, _ = one_batch()
     raw = np.array(logits)
@@ -577,7 +579,7 @@ def test_large_vocabulary_does_not_depend_on_the_batch() -> None:
     assert broken.invalid.tolist() == [row == 3 for row in range(8)]
 
 
-@pytest.mark.parametrize("vocab", [97, 512, 1000])
+@pytest.mark.parametrize("vocab", one_quick([1000, 97, 512]))
 @pytest.mark.parametrize("with_raw", [False, True])
 def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> None:
     """Compares the GPU's version for ties, signed zeros, infinities and NaN."""

@@ -931,7 +931,7 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
         assert scores == sorted(scores, reverse=True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -> None:
     # Each needs nearly all pages; the third is swapped to the host and back.
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]

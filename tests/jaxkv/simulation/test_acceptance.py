@@ -201,6 +201,7 @@ def gains(infos: Any) -> list[list[int]]:
     return [num[drew == sequence].tolist() for sequence in every]
 
 
+@pytest.mark.thorough
 def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
     for bounds in (ROOMY, TIGHT):
         w = workload(3, 12, longest=25)

@@ -103,6 +103,7 @@ def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
         **{x: work[x] for x in ReferenceStep._fields if x in work},
         "num_admitted": found.num_admitted,
         "num_preempted": found.num_preempted,
+        "num_waiting": found.num_waiting,
         "num_running": found.num_running,
         "num_finished": found.num_finished,
         "used_blocks": found.used_pages,

@@ -232,6 +232,7 @@ def test_no_more_is_drafted_than_granted() -> None:
         assert (parents <= np.arange(num)).all()
 
 
+@pytest.mark.thorough
 def test_the_noise_of_the_target_ranks_guesses() -> None:
     """Among equal logits, the first guess is the token that the target will sample."""
     rng = np.random.default_rng(2)

@@ -237,8 +237,7 @@ def fit(name: str, verifier: Any) -> float:
     return chi_square(np.bincount(code, minlength=VOCAB**NUM_TOKENS), joint())
 
 
-QUICKEST = {("n-gram", "rejection")}
-THOROUGH = {("jacobi", "coupled")}
+THOROUGH = ("n-gram", "rejection")
 
 
 def pairs() -> list[Any]:
@@ -254,10 +253,9 @@ def pairs() -> list[Any]:
                 and name != "tree, drawn with replacement"
             ):
                 continue
-            marks: Any = pytest.mark.slow
-            if (name, verifier) in QUICKEST | THOROUGH:
-                marks = pytest.mark.thorough
-            found.append(pytest.param(name, verifier, marks=marks))
+            is_slow = (name, verifier) != THOROUGH
+            mark = pytest.mark.slow if is_slow else pytest.mark.thorough
+            found.append(pytest.param(name, verifier, marks=mark))
     return found
 
 
@@ -269,7 +267,7 @@ def test_an_allowed_pair_keeps_the_joint_distribution(name: str, verifier: str) 
 @pytest.mark.parametrize(
     ("name", "verifier"),
     [
-        pytest.param("jacobi", "rejection", marks=pytest.mark.thorough),
+        pytest.param("jacobi", "rejection", marks=pytest.mark.slow),
         pytest.param("lookahead", "rejection", marks=pytest.mark.slow),
         pytest.param("adaptive jacobi", "rejection", marks=pytest.mark.slow),
         pytest.param("tree, drawn", "with replacement", marks=pytest.mark.slow),

@@ -33,6 +33,7 @@ def test_speeds_by_formula() -> None:
     assert layer_search.speed_of(0.0, 0.25, 6)[1] == 1
 
 
+@pytest.mark.thorough
 def test_agreement_is_counted_place_by_place() -> None:
     params, tokens = engines.params(THREE), texts()
     layers = (0, 2)

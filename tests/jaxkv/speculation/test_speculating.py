@@ -189,8 +189,8 @@ def drafted(run: Run) -> tuple[int, int]:
     return int(num_drafts.sum()), int(accepted.sum())
 
 
-def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
-    return pytest.param(*case, marks=speed, id=", ".join(case))
+def marked(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow, id=", ".join(case))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def marked(*case: str, speed: Any = pytest.mark.slow) -> Any:
         marked("eagle", "swapping", "groups"),
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
-        marked("mtp", "cached", "shared prefix", speed=pytest.mark.thorough),
+        marked("mtp", "cached", "shared prefix"),
         marked("mtp", "swapping", "groups"),
         marked("mtp", "tight", "singles"),
         marked("mtp tree", "swapping", "groups"),

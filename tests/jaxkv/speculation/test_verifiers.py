@@ -482,8 +482,8 @@ def test_a_verifier_is_a_value(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "with_law"),
     [
-        ("rejection", True),
         ("coupled", False),
+        pytest.param("rejection", True, marks=pytest.mark.thorough),
         *(
             pytest.param(name, False, marks=pytest.mark.thorough)
             for name in ("rejection", "with replacement", "typical")
@@ -609,6 +609,7 @@ def drawn(num: int, replacement: bool = False, **changes: Any) -> Any:
     return jax.jit(take)(rows.logits, rows.params._replace(**changes), rows.positions)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "replacement", [False, pytest.param(True, marks=pytest.mark.thorough)]
 )

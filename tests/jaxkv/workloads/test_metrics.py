@@ -78,3 +78,21 @@ def test_shares() -> None:
     np.testing.assert_allclose(metrics.md1_waiting_s(2.0, 0.3), 0.225)
     with pytest.raises(ValueError, match="must be in"):
         metrics.md1_waiting_s(4.0, 0.3)
+
+
+def test_a_job_ends_with_its_last_answer() -> None:
+    arrival = np.array([0.0, 5.0, 1.0, np.nan, 2.0, 7.0])
+    finish = np.array([2.0, 9.0, 3.0, np.nan, 2.5, 8.0])
+    session = np.array([4, 4, 1, 1, 7, -1])
+    jobs = metrics.find_jobs(arrival, finish, session)
+    np.testing.assert_allclose(jobs.arrival_s, [1, 0, 2])
+    np.testing.assert_allclose(jobs.latency_s, [np.nan, 9, 0.5])
+    np.testing.assert_allclose(jobs.jobs_per_hour(), 2 / (9 / 3600))
+    np.testing.assert_allclose(jobs.jobs_per_hour(since_s=3.0, until_s=13.0), 360)
+    assert np.isnan(jobs.jobs_per_hour(since_s=9.5))
+    both = np.stack([arrival, arrival + 1]), np.stack([finish, finish])
+    members = metrics.find_jobs(*both, session)
+    assert members.latency_s.shape == (2, 3)
+    np.testing.assert_allclose(members.latency_s[1], [np.nan, 8, -0.5])
+    with pytest.raises(ValueError, match="equally many sessions"):
+        metrics.find_jobs(*both, np.stack([session, session * 0]))

@@ -14,7 +14,7 @@ import pytest
 from jaxkv import clock
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.text import ByteTokenizer
-from jaxkv.workloads import arrivals, lengths, recordings
+from jaxkv.workloads import arrivals, lengths, recordings, sharegpt
 from jaxkv.workloads.lengths import (
     ALPACA,
     SHAREGPT,
@@ -248,7 +248,6 @@ def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
         ("", "its columns are ; known are: TIMESTAMP, ContextTokens"),
         ("a,b\n1,2\n", "its columns are a, b; known are"),
         (PLAIN[:40], "holds no requests"),
-        (PLAIN + "1,2,3\n", "line 5: arrives before line 4; is the file sorted?"),
         (PLAIN + "2,-2,3\n", "line 5: the prompt has -2 tokens"),
         (PLAIN + "2,2,-3\n", "line 5: the output has -3 tokens"),
         (PLAIN + "2,2\n", "line 5: 2 cells, the header has 3"),
@@ -350,13 +349,13 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
     ("times", "unit", "doubt"),
     [
         ([0, 900, 2100, 2500], "s", "are they milliseconds?"),
-        ([1_700_000_000_000, 1_700_000_000_900], "s", "are they milliseconds?"),
+        ([1_700_000_000_000, 1_700_000_000_900], "s", ""),
         ([0.0, 0.9, 2.1, 2.5], "s", ""),
         ([0, 40, 118, 124], "s", ""),
         ([0.0, 130.5, 310.25, 400.0], "s", ""),
         ([0, 900, 2100, 2500], "ms", ""),
         ([0.0, 0.9, 2.1, 2.5], "ms", "are they seconds?"),
-        ([1_700_000_000, 1_700_000_005], "ms", "are they seconds?"),
+        ([1_700_000_000, 1_700_000_005], "ms", ""),
         ([0, 0, 0], "ms", ""),
         ([0, 1, 2, 2], "ms", "are they seconds?"),
     ],
@@ -391,8 +390,8 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
     ]
     path = write(tmp_path, json.dumps(entries))
     encode = ByteTokenizer(257).encode
-    assert recordings.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
-    assert recordings.read_sharegpt(path, encode).output.tolist() == [3, 1]
+    assert sharegpt.read_sharegpt(path, encode).prompt.tolist() == [2, 2]
+    assert sharegpt.read_sharegpt(path, encode).output.tolist() == [3, 1]
     for bad, line in (
         ([entry("a", "b"), {"id": 3}], "entry 2: has no conversations"),
         ([{"conversations": [{"value": 3}, {"value": 4}]}], "entry 1: has no"),
@@ -400,9 +399,9 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
         ([entry("single")], "holds no conversation of two turns"),
     ):
         with pytest.raises(ValueError, match=line):
-            recordings.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
+            sharegpt.read_sharegpt(write(tmp_path, json.dumps(bad)), encode)
     with pytest.raises(ValueError, match="Expecting value"):
-        recordings.read_sharegpt(write(tmp_path, "no"), encode)
+        sharegpt.read_sharegpt(write(tmp_path, "no"), encode)
 
 
 @pytest.mark.parametrize(

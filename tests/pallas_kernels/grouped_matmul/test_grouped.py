@@ -23,6 +23,7 @@ from tests.support.grouped_cases import (
     plain,
     wide,
 )
+from tests.support.marks import one_quick
 from tests.support.mutation import replace
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -43,7 +44,7 @@ def product(case: Case, **options: Any) -> jax.Array:
     return run(case.x, case.w, case.group_sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_quick(CASES))
 def test_it_equals_a_loop_over_groups(name: str) -> None:
     case = CASES[name]
     out = product(case)

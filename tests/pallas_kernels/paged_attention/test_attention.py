@@ -19,6 +19,7 @@ from tests.support.attention_cases import (
     make_case,
     oracle,
 )
+from tests.support.marks import one_quick
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -47,7 +48,7 @@ def test_ragged_rows_equal_the_oracle(index: int, numerics: str) -> None:
     check(state, oracle(case, window=window))
 
 
-@pytest.mark.parametrize("index", range(len(RAGGED)))
+@pytest.mark.parametrize("index", one_quick(range(len(RAGGED))))
 def test_one_row_a_slot_equals_the_oracle(index: int) -> None:
     runs, sizes = RAGGED[index]
     runs = [(start + num - 1, 1) if num else (0, 0) for start, num in runs]
@@ -69,6 +70,7 @@ def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert products == [2 * group, 2]
 
 
+@pytest.mark.thorough
 def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(np.random.default_rng(4), [(30, 150)], padding=9)
     small, large = reference.TILE, reference.MAX_TILE
@@ -84,11 +86,13 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
 HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
 
 
-@pytest.mark.parametrize("names", [(), ("softcap", "alibi"), ("sinks", "scale")])
+@pytest.mark.parametrize(
+    "names", one_quick([["softcap", "alibi"], [], ["sinks", "scale"]])
+)
 @pytest.mark.parametrize(
     "start", [pytest.param(x, marks=pytest.mark.thorough) for x in (0, 255)] + [300]
 )
-def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
+def test_many_rows_read_wide_blocks(start: int, names: list[str]) -> None:
     """Wide blocks end before the first place that a row of the tile does not see."""
     case = make_case(
         np.random.default_rng(start), [(start, 280)], page_size=16, padding=3, **HEADS
@@ -99,7 +103,7 @@ def test_many_rows_read_wide_blocks(start: int, names: tuple[str, ...]) -> None:
     check(attend(*case, **chosen), oracle(case, **chosen))
 
 
-@pytest.mark.parametrize("context", [255, 256, 300, -1])
+@pytest.mark.parametrize("context", one_quick([300, 255, 256, -1]))
 def test_a_tree_after_wide_blocks(context: int) -> None:
     """Rows attend to the places before the tree and to ancestors; -1: no tree."""
     rng = np.random.default_rng(2)

@@ -21,6 +21,7 @@ from tests.support.attention_cases import (
     oracle,
     plain,
 )
+from tests.support.marks import one_quick
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -45,7 +46,7 @@ def random_tree(rng: np.random.Generator, num: int) -> np.ndarray:
     return mask
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("numerics", one_quick(["fast", "reproducible"]))
 def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
     rng, ask = np.random.default_rng(2), per_head(ALL, 4)
     runs = [(70, 9), (0, 4), (0, 0), (12, 1)]

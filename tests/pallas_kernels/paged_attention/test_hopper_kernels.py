@@ -220,6 +220,7 @@ def test_every_feature_of_rows_to_decode_at_once() -> None:
     check("decode", [(140, 2), (0, 1)], page_size=64, kv_heads=2, group=2, **features)
 
 
+@pytest.mark.thorough
 def test_every_feature_of_chunks_at_once() -> None:
     sinks = np.asarray([2.0, -np.inf])
     features: Any = dict(softcap=2.0, alibi=SLOPES[:2], sinks=sinks, window=50)

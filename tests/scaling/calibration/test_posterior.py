@@ -131,6 +131,7 @@ def test_intervals_include_the_discrepancy_of_a_model(
         mode=draws[0],
         corrections=np.zeros((1, 2)),
         num_effective=64.0,
+        devices=("h100",),
     )
     second = LatencySummary(np.ones(64), np.ones(64), np.ones(64))
     plain = StageLatencies(second, second, second)

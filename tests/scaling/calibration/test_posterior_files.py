@@ -20,6 +20,7 @@ def posterior() -> ServerPosterior:
         mode=rng.normal(size=len(PRIOR)),
         corrections=rng.normal(size=(3, 2)),
         num_effective=12.5,
+        devices=("h100",),
     )
 
 
@@ -37,6 +38,7 @@ def test_a_written_posterior_is_read_back(
     )
     assert found.stages == posterior.stages
     assert found.num_stages == posterior.num_stages
+    assert found.devices == ("h100",)
     assert found.num_effective == 12.5
 
 

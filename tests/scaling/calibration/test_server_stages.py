@@ -117,7 +117,7 @@ def test_blocks_that_fit_into_memory() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     median = draw_coefficients(np.zeros((1, len(PRIOR))))
-    with pytest.raises(ValueError, match=r"and there are 20$"):
+    with pytest.raises(ValueError, match=r"^made-up-7b/0: .*and there are 20$"):
         simulated(dataclasses.replace(FIRST, num_blocks=20), median)
     with pytest.raises(ValueError, match="one leading axis, of draws"):
         simulated(FIRST, draw_coefficients(np.zeros(len(PRIOR))))

@@ -216,6 +216,7 @@ def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> 
     assert kept.num_points == result.num_points
 
 
+@pytest.mark.thorough
 def test_weights_are_repetitions(runs: dict) -> None:
     some = {name: column[:60] for name, column in runs.items()}
     weights = np.arange(60) % 3
@@ -459,6 +460,7 @@ def sixteen_runs(noise: float = 0.0) -> dict[str, np.ndarray]:
     return {"num_params": n, "num_tokens": d, "loss": loss}
 
 
+@pytest.mark.thorough
 def test_a_target_that_rises_is_doubted_once() -> None:
     data = sixteen_runs(0.001)
     accuracy = data | {"loss": 0.9 - data["loss"] / 10}

@@ -49,6 +49,7 @@ def test_ill_posed_runs_are_doubted(kind: str) -> None:
     assert fit_law(CHINCHILLA, data, bootstrap=100).warnings
 
 
+@pytest.mark.thorough
 def test_texts_of_warnings() -> None:
     kind = "collinear: D = 20 N"
     data, _ = simulate_runs(kind, 32, seed=0)
@@ -80,6 +81,7 @@ def test_a_term_that_is_not_there_hits_its_bound() -> None:
     assert any("does not identify" in warning for warning in found.warnings)
 
 
+@pytest.mark.thorough
 def test_compute_to_equal_loss() -> None:
     better = simulate_isoflop_runs(100, seed=0, noise="normal")
     worse = {x: y.copy() for x, y in simulate_isoflop_runs(100, seed=1).items()}

@@ -48,6 +48,7 @@ def loss_slowly(params: Any, fixed: Any, rows: np.ndarray) -> tuple[Any, Any]:
     return far + 0.5 * text, far
 
 
+@pytest.mark.thorough
 def test_the_loss_and_its_gradient_are_those_of_a_loop() -> None:
     """No gradient goes through the targets."""
     rng, params = np.random.default_rng(0), engines.params()

@@ -27,6 +27,7 @@ from scaling.training import (
     place_training_tree,
 )
 from scaling.training.recipes import StepConfig
+from tests.support.marks import one_quick
 from tests.support.meshes import BATCH, MODEL, SEQ, WINDOWS
 from tests.support.mutation import replace
 
@@ -157,7 +158,7 @@ def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> floa
     return sum(each.forward + each.backward for each in formula)
 
 
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", one_quick(QUICK))
 def test_a_mesh_gives_the_gradient_of_one_device(layout: str) -> None:
     check(layout)
 
@@ -217,7 +218,7 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
     ("layout", "fields"),
     [
         pytest.param("ep=4,gather", MIXTURE, marks=pytest.mark.thorough),
-        ("ep=2,dp=4,capacity=4", MIXTURE),
+        pytest.param("ep=2,dp=4,capacity=4", MIXTURE, marks=pytest.mark.thorough),
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
         pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),

@@ -1,0 +1,6 @@
+"""The command `jaxkv simulate`."""
+
+__all__ = [
+    "command",
+    "options",
+]
