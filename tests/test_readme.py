@@ -131,7 +131,7 @@ GENERATED_FILES = (
 
 
 COMMANDS = ("bench", "claims", "cost", "demo", "fit", "generate", "list", "plan")
-COMMANDS = (*COMMANDS, "run", "serve", "sweep", "train")
+COMMANDS = (*COMMANDS, "run", "serve", "simulate", "sweep", "train")
 
 
 @pytest.mark.parametrize("page", PAGES)
