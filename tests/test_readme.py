@@ -130,8 +130,8 @@ GENERATED_FILES = (
 """Files of run folders and of Hugging Face folders; they have no fixed place."""
 
 
-COMMANDS = ("bench", "claims", "cost", "demo", "fit", "generate", "list", "plan")
-COMMANDS = (*COMMANDS, "run", "serve", "simulate", "sweep", "train")
+COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
+COMMANDS = (*COMMANDS, "plan", "run", "serve", "simulate", "sweep", "train")
 
 
 @pytest.mark.parametrize("page", PAGES)
