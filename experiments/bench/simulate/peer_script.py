@@ -60,7 +60,7 @@ class Blis:
     version = "trained-physics of defaults.yaml"
 
     def __init__(self, folder, model, num_threads=""):
-        self._folder, self._model = Path(folder), model
+        self._folder, self._model = Path(folder).resolve(), model
         if not (self._folder / "blis").is_file():
             raise ValueError(f"{folder}: no program blis")
         self.version = f"{model} of defaults.yaml"
