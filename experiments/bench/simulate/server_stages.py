@@ -345,5 +345,6 @@ def plot(ax: Any, result: Result) -> None:
         for s, error in zip(found.seconds, found.error, strict=True)
     ]
     draw_bars(ax, found.system.tolist(), found.seconds.tolist(), labels)
+    ax.margins(x=0.3)
     title = "Time of an answer, and its end-to-end error"
     set_labels(ax, title, "time of an answer [s]", "")
