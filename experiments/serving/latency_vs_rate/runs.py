@@ -88,7 +88,7 @@ def serve_at_rates(
     Systems with contiguous memory, and the rates of each system, are vectorised.
     """
     rows = []
-    cost = settings.step_time(setting.server)
+    cost = settings.server_cost(setting.server)
     for kind in ("FasterTransformer",), settings.ORCAS, ("paged",):
         cases = [(system, rate) for system in kind for rate in rates.get(system, ())]
         if not cases or progress.stopped:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 from experiments import harness
-from experiments.harness import DISTSERVE, LinearCost, figure_12
+from experiments.harness import DISTSERVE, LinearCost, figure_12, make_calibrated_cost
 from experiments.harness import PAGE_SIZE as PAGE_SIZE
+from jaxkv.simulation import Cost
 from jaxkv.workloads import ALPACA, SHAREGPT, Pair
 from scaling import shapes
 from scaling.costs import count_parameters, find_device, kv_bytes_per_token
@@ -40,6 +41,8 @@ class Machine(NamedTuple):
       num_devices: number of GPUs.
       kv_gib: KV cache of the paper in GiB.
       hours: hours of simulated load.
+      is_calibrated: True for the step times of vLLM servers on H100s, transferred to
+        this GPU by its data sheet; False for those published for these GPUs.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Machine(NamedTuple):
     num_devices: int
     kv_gib: int
     hours: float
+    is_calibrated: bool = False
 
     @property
     def description(self) -> ModelShape:
@@ -74,6 +78,19 @@ SERVERS: Mapping[str, Machine] = {
     "66B": Machine("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
     "175B": Machine("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
 }
+CALIBRATED = "13B (calibrated)"
+MACHINES = {**SERVERS, CALIBRATED: SERVERS["13B"]._replace(is_calibrated=True)}
+"""The servers of the paper, and one with the calibrated clock."""
+
+
+def server_cost(server: Machine) -> Cost:
+    """Returns the cost model of a step with the server's clock."""
+    if not server.is_calibrated:
+        return step_time(server)
+    device = find_device(server.device)
+    return make_calibrated_cost(
+        server.description, device, num_devices=server.num_devices
+    ).cost
 
 
 def step_time(server: Machine) -> LinearCost:
