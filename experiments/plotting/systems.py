@@ -77,6 +77,11 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "least computed": (BLUE, "o", ""),
     "fewest pages": (GREEN, "^", ".."),
     "cheapest": (ORANGE, "d", "//"),
+    # Orders of the requests of agent jobs.
+    "shortest request": (ORANGE, "^", "//"),
+    "oldest job": (RED, "s", "\\\\"),
+    "least attained job": (GREEN, "v", ".."),
+    "shortest remaining job": (BLUE, "o", ""),
     # Request orders for a prefix cache.
     "depth first": (GREEN, "^", ".."),
     "most cached first": (RED, "s", "\\\\"),

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv import validation
 from jaxkv.scheduling import first_come, interface
-from jaxkv.scheduling.interface import Counts, Plan
+from jaxkv.scheduling.interface import Counts, Plan, Policy
 
 
 class AgeingPriority(NamedTuple):
@@ -17,7 +17,7 @@ class AgeingPriority(NamedTuple):
     is smaller by 1. All other decisions are those of `inner`.
     """
 
-    inner: first_come.FCFS
+    inner: Policy
     level_ms: Int32[Array, ""]
     """Time in ms that outweighs one level of priority, in [1, 1000000]."""
 
@@ -33,7 +33,7 @@ class AgeingPriority(NamedTuple):
 
 
 def ageing_priority(
-    *, level_ms: int = 10_000, inner: first_come.FCFS | None = None
+    *, level_ms: int = 10_000, inner: Policy | None = None
 ) -> AgeingPriority:
     """Makes an `AgeingPriority` policy; `inner` None means `fcfs()`.
 

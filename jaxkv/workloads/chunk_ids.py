@@ -62,14 +62,15 @@ class ChunkIds(Sequence[np.ndarray]):
         They are those that an unbounded prefix cache could find.
         """
         order = np.argsort(self.flat, kind="stable")
+        in_order = self.flat[order]
         is_first = np.ones(order.size, bool)
-        is_first[1:] = np.diff(self.flat[order]) != 0
+        np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+        del in_order
         # The prompt in which an id is found first: the sort is stable.
-        prompt = np.repeat(np.arange(len(self), dtype=np.int32), self.counts)
-        group = np.cumsum(is_first) - 1
+        prompt = np.repeat(np.arange(len(self), dtype=np.int32), self.counts)[order]
+        first_prompt = prompt[is_first][np.cumsum(is_first) - 1]
         is_new = np.empty(order.size, bool)
-        is_new[order] = prompt[order[is_first]][group] == prompt[order]
-        del order, group, prompt
+        is_new[order] = first_prompt == prompt
         # Chunks before the first new one.
         new = np.append(np.flatnonzero(is_new), self.flat.size)
         first_new = new[np.searchsorted(new, self.starts[:-1])]

@@ -21,7 +21,8 @@ from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
 from jaxkv.workloads.chunk_ids import ChunkIds
 from jaxkv.workloads.lengths import LONGEST
 from jaxkv.workloads.trace_columns import TraceColumns, read_trace_columns
-from jaxkv.workloads.trace_formats import DATE, SECONDS
+from jaxkv.workloads.trace_formats import SECONDS
+from jaxkv.workloads.trace_units import find_chunk_tokens, find_unit, to_arrival_s
 from jaxkv.workloads.turns import TurnLinks, link_parents, link_sessions
 
 
@@ -29,8 +30,8 @@ class Recording(NamedTuple):
     """Requests in order of arrival, on the host."""
 
     arrival_s: Float[np.ndarray, " requests"]
-    """Arrival times in s, from the first request, or from 0 in a plain file whose times
-    are not Unix times."""
+    """Arrival times in s, from the first request; from 0 in plain files with a column
+    `arrival_s`, `arrival_ms`, `arrival_us` or `arrival`, unless it has Unix times."""
     prompt: Int32[np.ndarray, " requests"]
     """Prompt length in tokens, at least 1."""
     output: Int32[np.ndarray, " requests"]
@@ -107,7 +108,11 @@ class Recording(NamedTuple):
         return _sort(self._replace(arrival_s=moved))
 
     def workload(
-        self, *, clients: int | None = None, cache_tokens: int | float | None = None
+        self,
+        *,
+        clients: int | None = None,
+        cache_tokens: int | float | None = None,
+        at_recorded_times: bool = False,
     ) -> arrivals.Workload:
         """Returns the workload.
 
@@ -117,6 +122,8 @@ class Recording(NamedTuple):
           cache_tokens: tokens that a prefix cache holds, see `cached_tokens`. Cached
             tokens are the context of a request, and its prompt has the tokens after
             them. None means no cache.
+          at_recorded_times: True to send the turns of sessions at their recorded times,
+            in an open loop, instead of after their answers.
 
         Raises:
           ValueError: the recording has no chunk ids for a cache.
@@ -127,7 +134,7 @@ class Recording(NamedTuple):
         if cache_tokens is not None:
             more["context"] = cached_tokens(self, cache_tokens)
             prompt = prompt - more["context"]
-        if self.after is not None:
+        if self.after is not None and not at_recorded_times:
             more |= {"after": self.after, "delay_s": self.delay_s}
         return arrivals.make_workload(
             arrival_s, prompt, self.output, clients=clients, **more
@@ -177,8 +184,8 @@ def read_recording(
         return _sort(Recording(**sessions._asdict()))
     columns = read_trace_columns(path, skip_empty=skip_empty)
     try:
-        unit, doubts = _find_unit(columns, time_unit)
-        size = _find_chunk_tokens(columns, chunk_tokens)
+        unit, doubts = find_unit(columns, time_unit)
+        size = find_chunk_tokens(columns, chunk_tokens)
         columns = _fill_turns(columns, size)
         order = np.argsort(columns.time, kind="stable")
         latest = np.maximum.accumulate(columns.time)
@@ -190,7 +197,7 @@ def read_recording(
                 f"earlier row, first line {first}; rows are sorted by time"
             )
             columns = _take(columns, order)
-        arrival_s = _seconds(columns, unit)
+        arrival_s = to_arrival_s(columns, unit)
         links = _link(columns, arrival_s, answer_s_per_token)
         if links is not None and not columns.format.chat:
             is_given = ~np.isnan(columns.delay) & (links.after[:, 0] >= 0)
@@ -256,123 +263,6 @@ def cached_tokens(
         num_chunks = ids.num_cached(int(cache_tokens // size))
     tokens = num_chunks.astype(np.int64) * size
     return np.minimum(tokens, recording.prompt - 1).astype(np.int32)
-
-
-_UNIX = {"s": (1e9, 1e10), "ms": (1e12, 1e13), "us": (1e15, 1e16)}
-"""Range of Unix times of the years 2001 to 2286 by unit."""
-_NANOSECONDS = 1e18
-
-
-def _find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]:
-    """Returns the unit of the times, and warnings about it.
-
-    Raises:
-      ValueError: the unit is open, or it is asked for and the times are dates.
-    """
-    kind, name = columns.format, columns.format.time
-    if kind.unit == DATE:
-        if asked is not None:
-            raise ValueError(f"{name} has dates: time_unit={asked!r} must be None")
-        return "us", []
-    if asked is not None:
-        return asked, []
-    times = columns.time[~np.isnan(columns.time)]
-    if not times.size:
-        return kind.unit, []
-    start = float(times.min())
-    for unit, (low, high) in _UNIX.items():
-        if low <= start < high:
-            return unit, []
-    if start >= _NANOSECONDS:
-        raise ValueError(f"{name}={start:.6g} must be in s, ms or us, not in ns")
-    if not kind.unit:
-        raise ValueError(
-            f"{name} has no unit: call read_recording with time_unit='s', 'ms' or 'us'"
-        )
-    return kind.unit, _unit_warnings(name, kind.unit, times)
-
-
-_LONG_GAP_S = 60.0
-"""Mean time between requests above which integer seconds may be milliseconds."""
-_HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
-"""Requests per second above which milliseconds may be seconds; for integers and for
-fractions."""
-
-
-def _unit_warnings(
-    name: str, unit: str, times: Float[np.ndarray, " requests"]
-) -> list[str]:
-    """Returns warnings about times that look like another unit."""
-    num, start = times.size, float(times.min())
-    span = (float(times.max()) - start) / SECONDS[unit]
-    words = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
-    text = f"{name} is read as {words[unit]}: {num:,} requests in {span:,.4g} s"
-    is_whole = not np.any((times - start) % 1)
-    if unit == "s" and is_whole and num > 2 and span > _LONG_GAP_S * (num - 1):
-        return [f"{text}; are they milliseconds?"]
-    most = _HIGH_RATE if is_whole else _HIGH_RATE_OF_FRACTIONS
-    if unit == "ms" and num > 2 and 0 < span * most < num - 1:
-        return [f"{text}; are they seconds?"]
-    return []
-
-
-def _seconds(columns: TraceColumns, unit: str) -> Float[np.ndarray, " requests"]:
-    """Converts sorted times to s; differences are taken first, which is exact."""
-    times, kind = columns.time, columns.format
-    is_plain = kind.time.startswith("arrival") and kind.unit != DATE
-    is_unix = any(low <= times[0] < high for low, high in _UNIX.values())
-    start = 0.0 if is_plain and not is_unix else times[0]
-    return (times - start) / SECONDS[unit]
-
-
-def _find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
-    """Returns the tokens of a chunk.
-
-    Prompts have either ids of all chunks, of which the last may be shorter, or of full
-    chunks only.
-
-    Raises:
-      ValueError: no size fits all rows, or several do and the documented one does not.
-    """
-    if columns.chunk_ids is None:
-        if asked is not None:
-            raise ValueError(f"chunk_tokens={asked} must be None without hash_ids")
-        return None
-    num, ids = columns.prompt, columns.chunk_ids.counts
-    size = asked or columns.format.chunk_tokens
-    all_chunks, full_chunks = _fitting_sizes(num, ids)
-    fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
-    if asked is None and fits and fits[0][0] == fits[0][1]:
-        return fits[0][0]
-    if any(low <= size <= high for low, high in fits):
-        return size
-    for low, high in fits if asked is None else []:
-        power = 2 ** int(math.log2(high))
-        if low <= power:
-            raise ValueError(
-                f"hash_ids may have {low} to {high} tokens each: call read_recording "
-                f"with the size, such as chunk_tokens={power}"
-            )
-    row = int(np.argmax(ids != -(-num // size)))
-    raise ValueError(
-        f"line {columns.line[row]}: {ids[row]} hash_ids for {num[row]} tokens, {size} "
-        "to each"
-    )
-
-
-def _fitting_sizes(
-    num: Int64[np.ndarray, " requests"], ids: Int64[np.ndarray, " requests"]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the bounds of the sizes that fit all rows: of all and of full chunks."""
-    some = ids > 0
-    if not some.any():
-        return (1, 0), (1, 0)
-    most, many = ids[some], ids > 1
-    low = int((-(-num[some] // most)).max())
-    high = int(((num[many] - 1) // (ids[many] - 1)).min(initial=LONGEST))
-    full_low = int((num // (ids + 1)).max()) + 1
-    full_high = int((num[some] // most).min())
-    return (low, high) if some.all() else (1, 0), (full_low, full_high)
 
 
 def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns:

@@ -13,6 +13,8 @@ room for all of them.
 import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -20,7 +22,12 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling import shapes
 from scaling.calibration.measurements import LatencySummary, MeasuredStage
-from scaling.calibration.server_cost import ServerCoefficients
+from scaling.calibration.server_cost import (
+    PRIOR,
+    ServerCoefficients,
+    draw_coefficients,
+    make_server_cost,
+)
 from scaling.calibration.server_runs import (
     ServerLoad,
     ServerSetup,
@@ -29,10 +36,11 @@ from scaling.calibration.server_runs import (
     make_server_load,
     simulate_server,
 )
+from scaling.calibration.steady_state import SteadyLoad, find_steady_state
 from scaling.costs import find_device
 
 WARM_UP_S, WINDOW_S = 8.0, 25.0
-"""Seconds of load before the window, and length of the window."""
+"""Least seconds of load before the window, and length of the window."""
 
 
 class StageLatencies(NamedTuple):
@@ -120,11 +128,32 @@ def make_stage_load(
     )
 
 
+def choose_warm_up_s(stage: MeasuredStage, setup: ServerSetup) -> float:
+    """Returns a warm-up in s after which about as many requests run as later.
+
+    It is `WARM_UP_S`, or 1.2 times the end-to-end time with the medians of `PRIOR` if
+    that is longer.
+    """
+    coefficients = draw_coefficients(np.zeros(len(PRIOR)))
+    cost = make_server_cost(
+        setup.model,
+        setup.device,
+        jax.tree.map(jnp.float32, coefficients),
+        tensor_parallel=setup.tensor_parallel,
+        max_length=setup.max_model_len,
+    )
+    steady = _find_steady_state(SteadyLoad.of(stage), cost)
+    return max(WARM_UP_S, 1.2 * float(steady.end_to_end_s))
+
+
+_find_steady_state = jax.jit(find_steady_state)
+
+
 def simulate_stage(
     stage: MeasuredStage,
     coefficients: ServerCoefficients,
     *,
-    warm_up_s: int | float = WARM_UP_S,
+    warm_up_s: int | float | None = None,
     window_s: int | float = WINDOW_S,
     seed: int = 0,
     num_slots: int = 32,
@@ -135,7 +164,7 @@ def simulate_stage(
     Args:
       stage: the stage; its measured latencies are not read.
       coefficients: draws, with one leading axis on every leaf.
-      warm_up_s: as for `make_stage_load`.
+      warm_up_s: as for `make_stage_load`; None means `choose_warm_up_s`.
       window_s: as for `make_stage_load`.
       seed: as for `make_stage_load`.
       num_slots: as for `simulate_server`.
@@ -145,10 +174,13 @@ def simulate_stage(
       ValueError: the model or device is unknown, the model or its prompts do not fit
         into memory, or the coefficients have no draws.
     """
+    setup = make_stage_setup(stage)
+    if warm_up_s is None:
+        warm_up_s = choose_warm_up_s(stage, setup)
     load = make_stage_load(stage, warm_up_s=warm_up_s, window_s=window_s, seed=seed)
     try:
         (run,) = simulate_server(
-            make_stage_setup(stage),
+            setup,
             [load],
             coefficients,
             num_slots=num_slots,

@@ -110,6 +110,10 @@ OF_SMOKE = ("batching", "bench_simulate", "rivals")
 
 # By experiment, and by config for an experiment with several studies.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "agents": [
+        ({"num_seeds": 0}, "num_seeds=0 must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
+    ],
     "batching": [
         ({"limits": ()}, "limits=() must be ascending, from 1"),
         ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),

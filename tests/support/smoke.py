@@ -23,13 +23,12 @@ from tests.support import engines, texts
 QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
-    *("batching", "bench_decode", "bench_device", "bench_kernels", "bench_simulate"),
-    *("bundled_heads", "calibration", "chatbot", "chunked_prefill", "deepseek"),
-    *("disaggregation", "expert_parallel", "experts", "fit_coverage"),
+    *("agents", "batching", "bench_decode", "bench_device", "bench_kernels"),
+    *("bench_simulate", "bundled_heads", "calibration", "chatbot", "chunked_prefill"),
+    *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
-    *("learning_rate", "rivals"),
-    *("memory_waste", "page_tables", "preemption", "prefix_caching", "sharing"),
-    *("speculation", "speculation_zoo"),
+    *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
+    *("rivals", "sharing", "speculation", "speculation_zoo"),
 }
 """Experiments whose smoke run takes a minute or more."""
 

@@ -1,6 +1,7 @@
 """A server, its coefficients and its loads, resolved from the options."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +50,7 @@ MIN_WARM_UP_S, MIN_WINDOW_S = 8.0, 25.0
 NUM_REQUESTS = 200
 """Requests in the window without `--num-requests` and `--duration`, at least."""
 MAX_DRAWS = 32
-"""Draws without `--draws`, at most."""
+"""Draws of a load without `--draws`, at most; tables of stages have all draws."""
 REQUESTS_FOR = {"mean": 1, "p50": 2, "p90": 10, "p99": 100}
 """Requests in the window from which a statistic is reported: a percentile lies between
 two of them."""
@@ -87,7 +88,9 @@ def load_coefficients(options: SimulateOptions) -> ServerPosterior:
     """
     posterior = load_posterior(options.coefficients or PUBLISHED_SERVERS)
     most = len(posterior.deviations)
-    num = min(MAX_DRAWS, most) if options.draws is None else options.draws
+    num = options.draws
+    if num is None:
+        num = most if options.stages is not None else min(MAX_DRAWS, most)
     if num > most:
         raise ValueError(f"--draws {num}: the coefficients have {most}")
     return take_draws(posterior, num)
@@ -100,8 +103,8 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
       ValueError: a name is unknown, a length or a rate is missing, options exclude each
         other, or the window has too few requests for the objectives.
     """
-    _refuse_unknown_costs(options)
     model = cost.find_description(name)
+    _check_combination(options)
     posterior = load_coefficients(options)
     positions = [x for x in (*model.windows, model.max_positions) if x]
     setup = ServerSetup(
@@ -139,11 +142,36 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
     return case
 
 
-def _refuse_unknown_costs(options: SimulateOptions) -> None:
-    """Refuses precisions without fitted coefficients."""
+def _check_combination(options: SimulateOptions) -> None:
+    """Refuses a load without lengths or rate, and options that exclude each other."""
     if options.dtype not in ("bfloat16", "float16"):
         raise ValueError(
             f"--dtype {options.dtype}: the cost model of servers is fitted in 16 bits"
+        )
+    pairs = [("rate", "sweep"), ("num_requests", "duration")]
+    of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
+    pairs += [(name, "trace") for name in of_trace]
+    plain = SimulateOptions()
+    for pair in pairs:
+        if all(getattr(options, x) != getattr(plain, x) for x in pair):
+            first, second = (f"--{x.replace('_', '-')}" for x in pair)
+            raise ValueError(f"{first} and {second} exclude each other")
+    if options.trace is not None:
+        return
+    if options.cache_tokens:
+        raise ValueError("--cache-tokens needs --trace; --prefix-tokens has its own")
+    for flag, text in (
+        ("--prompt-tokens", options.prompt_tokens),
+        ("--answer-tokens", options.answer_tokens),
+    ):
+        if not text:
+            raise ValueError(
+                f"{flag} is missing: a number, sharegpt or alpaca; or --trace FILE"
+            )
+    if options.rate is None and not options.sweep:
+        raise ValueError(
+            "--rate is missing: requests per second, or --sweep rate=LOW:HIGH:NUMBER, "
+            "or --trace FILE"
         )
 
 
@@ -201,26 +229,7 @@ def _synthetic_loads(
     options: SimulateOptions, setup: ServerSetup, posterior: ServerPosterior
 ) -> _Loads:
     """Draws the loads of all rates: the same requests, arriving faster."""
-    for flag, text in (
-        ("--prompt-tokens", options.prompt_tokens),
-        ("--answer-tokens", options.answer_tokens),
-    ):
-        if not text:
-            raise ValueError(
-                f"{flag} is missing: a number, sharegpt or alpaca; or --trace FILE"
-            )
-    rates = parse_sweep(options.sweep)
-    if rates and options.rate is not None:
-        raise ValueError("--rate and --sweep exclude each other")
-    if not rates:
-        if options.rate is None:
-            raise ValueError(
-                "--rate is missing: requests per second, or --sweep "
-                "rate=LOW:HIGH:NUMBER, or --trace FILE"
-            )
-        rates = (options.rate,)
-    if options.num_requests and options.duration:
-        raise ValueError("--num-requests and --duration exclude each other")
+    rates = parse_sweep(options.sweep) or (options.rate or math.nan,)
     pair = _length_pair(options, setup)
     prefix, block = options.prefix_tokens, options.block_size
     cached = prefix // block * block if options.prefix_caching else 0
@@ -334,19 +343,19 @@ def _trace_loads(
 ) -> _Loads:
     """Reads the requests of a trace, at its own rate or at others."""
     assert options.trace is not None
-    plain = SimulateOptions()
-    for name in ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals"):
-        if getattr(options, name) != getattr(plain, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} and --trace exclude each other")
-    if options.num_requests and options.duration:
-        raise ValueError("--num-requests and --duration exclude each other")
     recording = read_recording(options.trace, skip_empty=True)
+    if recording.after is not None:
+        raise ValueError(
+            f"{options.trace}: has sessions, whose requests wait for answers; `jaxkv "
+            "simulate` has no metrics of jobs"
+        )
     rates = parse_sweep(options.sweep) or (options.rate,)
     loads, found = [], []
     for rate in rates:
         scaled = recording if rate is None else recording.at_rate(rate)
-        load = _cut_trace(options, scaled.workload())
+        load = _cut_trace(
+            options, scaled.workload(cache_tokens=options.cache_tokens or None)
+        )
         prompt, output = np.asarray(load.workload.prompt), load.workload.output
         longest = prompt + np.asarray(output)
         if load.workload.context is not None:
@@ -392,4 +401,5 @@ def _cut_trace(options: SimulateOptions, workload: Any) -> ServerLoad:
     last_s = load_duration_s(warm_up_s, end_s - warm_up_s, answer)
     num = int(np.searchsorted(arrival_s, last_s))
     cut = jax.tree.map(lambda x: x[:num] if np.ndim(x) else x, workload)
-    return ServerLoad(cut, warm_up_s, end_s - warm_up_s)
+    resident = options.cache_tokens // options.block_size
+    return ServerLoad(cut, warm_up_s, end_s - warm_up_s, resident)

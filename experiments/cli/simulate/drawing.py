@@ -67,10 +67,8 @@ def _draw_sweep_objective(
     draw_curve(ax, rates, probability, BLUE, limits)
     low, middle, high = largest[0.9], largest[0.5], largest[0.1]
     if low.relation != "below":
-        grey = "0.85"
-        ax.axvspan(low.rate, high.rate, color=grey, zorder=0)
         text = f"probability 90 to 10 %: {low.text} to {high.text} requests/s"
-        ax.plot([], [], color=grey, linewidth=6, label=text)
+        ax.axvspan(low.rate, high.rate, color="0.85", zorder=0, label=text)
     title = f"Met up to {middle.text} requests/s with probability 50 %"
     set_labels(ax, title, x, "probability [%]", ylim=(-3, 103))
     ax.legend()

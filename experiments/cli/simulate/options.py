@@ -89,6 +89,8 @@ class SimulateOptions:
     """Cached tokens before each prompt."""
     trace: Annotated[Path | None, parsing.describe_default("none")] = None
     """File of recorded requests."""
+    cache_tokens: int = 0
+    """Tokens kept for prompts that a trace repeats."""
     num_requests: Annotated[int | None, parsing.describe_default("as --duration")] = (
         None
     )
@@ -128,7 +130,7 @@ class SimulateOptions:
         for name in (*counts, "max_num_batched_tokens", "num_requests", "draws"):
             self._refuse_outside(name, "a whole number from 1", 1)
         self._refuse_outside("max_model_len", "a whole number from 2", 2)
-        for name in ("prefix_tokens", "seed"):
+        for name in ("prefix_tokens", "cache_tokens", "seed"):
             self._refuse_outside(name, "a whole number from 0", 0)
         above_0 = math.nextafter(0, 1)
         self._refuse_outside("rate", "above 0 requests per second", above_0)

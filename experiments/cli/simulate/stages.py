@@ -7,8 +7,8 @@ import numpy as np
 from experiments.cli.simulate.case import load_coefficients
 from experiments.cli.simulate.options import SimulateOptions
 from experiments.cli.simulate.summary import LEVEL
-from experiments.cli.simulate.tables import fitted_rows
-from experiments.framework import Sheet
+from experiments.cli.simulate.tables import fitted_rows, format_estimate
+from experiments.framework import Sheet, format_rate
 from jaxkv.progress import Progress
 from scaling import shapes
 from scaling.calibration import (
@@ -100,22 +100,19 @@ def _predict_row(
 
 
 def stage_sheet(document: dict[str, Any]) -> Sheet:
-    """Returns the table of predictions, with measured values if there are any."""
+    """Returns the table of predictions, with errors if there are measured values."""
     rows = document["rows"]
-    has_measured = rows and rows[0]["e2e_s"]["measured"] is not None
-    heads = ["stage", "end to end mean [s]", "first token median [ms]"]
-    if has_measured:
-        heads[2:2] = ["error"]
-        heads.append("error")
+    has_measured = rows[0]["e2e_s"]["measured"] is not None
+    error = ["error"] if has_measured else []
+    heads = ["model", "rate [1/s]", "end to end mean [s]", *error]
+    heads += ["first token median [ms]", *error]
     cells = []
     for row in rows:
         mark = " *" if row["is_overloaded"] else ""
-        cell = [_short(row["stage"]) + mark]
+        cell = [row["model"] + mark, format_rate(row["rate_per_s"])]
         for key, scale in (("e2e_s", 1.0), ("ttft_s", 1e3)):
             found = row[key]
-            low, high = found["interval"][found["compared"]]
-            value = found[found["compared"]]
-            cell.append(f"{scale * value:.3g} [{scale * low:.3g}, {scale * high:.3g}]")
+            cell.append(format_estimate(found, found["compared"], scale))
             if has_measured:
                 cell.append(f"{100 * found['error']:+.1f} %")
         cells.append(tuple(cell))
@@ -143,8 +140,3 @@ def judgement_sheet(document: dict[str, Any], posterior: ServerPosterior) -> She
     num_fitted = sum(row["is_fitted"] for row in document["rows"])
     named = f"{num_fitted} of {len(document['rows'])} rows are among the fitted stages"
     return Sheet("Basis", ("", ""), [*rows, ("rows", named), *fitted_rows(posterior)])
-
-
-def _short(name: str) -> str:
-    """Shortens the name of a run from its start, to fit a table."""
-    return name if len(name) <= 26 else f"...{name[-23:]}"

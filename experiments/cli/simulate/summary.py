@@ -112,9 +112,9 @@ class RunSummary:
         return found | {
             "requests_per_s": _middle(finished / load.window_s),
             "tokens_per_s": _middle(tokens / load.window_s),
-            "tokens_per_s_interval": _interval(tokens / load.window_s),
-            "goodput_per_s": _middle(good),
-            "goodput_per_s_interval": _interval(good),
+            "goodput": None
+            if good is None
+            else {"per_s": _middle(good), "interval": {"per_s": _interval(good)}},
             "objective_probability": self.probability(case.objectives),
             "overloaded_share": float(self.overloaded.mean()),
             "memory": self._memory(),

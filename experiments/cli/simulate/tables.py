@@ -34,8 +34,13 @@ def server_sheet(case: ServerCase) -> Sheet:
 def run_sheets(document: dict[str, Any]) -> list[Sheet]:
     """Returns the tables of one load."""
     rows = [
-        (name, *(_cell(document[kind], name, scale) for kind, (_, scale) in items))
-        for items in [_KINDS.items()]
+        (
+            name,
+            *(
+                format_estimate(document[kind], name, scale)
+                for kind, (_, scale) in _KINDS.items()
+            ),
+        )
         for name in REQUESTS_FOR
     ]
     heads = ("", *(head for head, _ in _KINDS.values()))
@@ -52,16 +57,13 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
         ("finished [requests/s]", format_rate(document["requests_per_s"])),
         ("tokens of answers [1/s]", format_rate(document["tokens_per_s"])),
     ]
-    if document["goodput_per_s"] is not None:
-        low, high = document["goodput_per_s_interval"]
-        good = f"{format_rate(document['goodput_per_s'])} [{low:.3g}, {high:.3g}]"
+    if document["goodput"] is not None:
+        good = format_estimate(document["goodput"], "per_s", 1.0)
         pairs.append(("within all limits [requests/s]", good))
     for name in ("mean", "p99", "peak"):
-        share = memory[f"{name}_share"]
-        if share is not None:
-            low, high = memory["interval"][f"{name}_share"]
-            text = f"{format_percent(share)} [{100 * low:.1f}, {100 * high:.1f}]"
-            pairs.append((f"blocks in use, {name}", text))
+        if memory[f"{name}_share"] is not None:
+            share = format_estimate(memory, f"{name}_share", 100)
+            pairs.append((f"blocks in use, {name} [%]", share))
     return [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
 
 
@@ -77,9 +79,9 @@ def sweep_sheet(rows: Sequence[dict[str, Any]]) -> Sheet:
         if has_objective:
             cell.append(f"{100 * row['objective_probability']:.0f} %")
         cell += [
-            _cell(row["ttft_s"], "p99", 1e3),
-            _cell(row["e2e_s"], "mean", 1.0),
-            _cell(row["tpot_s"], "p99", 1e3, with_interval=False),
+            format_estimate(row["ttft_s"], "p99", 1e3),
+            format_estimate(row["e2e_s"], "mean", 1.0),
+            format_estimate(row["tpot_s"], "p99", 1e3).partition(" ")[0],
             f"{100 * row['memory']['mean_share']:.0f} %",
             f"{100 * row['overloaded_share']:.0f} %",
         ]
@@ -154,16 +156,12 @@ def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:
     ]
 
 
-def _cell(
-    found: dict[str, Any], name: str, scale: float, *, with_interval: bool = True
-) -> str:
-    value, interval = found[name], found["interval"][name]
-    if value is None:
+def format_estimate(found: dict[str, Any], name: str, scale: float) -> str:
+    """Formats a statistic with its interval: 4.62 [4.31, 4.98]; "-" for none."""
+    if found[name] is None:
         return "-"
-    if not with_interval:
-        return _short(scale * value)
-    low, high = (_short(scale * x) for x in interval)
-    return f"{_short(scale * value)} [{low}, {high}]"
+    low, high = (_short(scale * x) for x in found["interval"][name])
+    return f"{_short(scale * found[name])} [{low}, {high}]"
 
 
 def _short(value: float) -> str:

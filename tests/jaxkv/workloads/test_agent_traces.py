@@ -202,5 +202,8 @@ def test_sessions_run_in_a_closed_loop(tmp_path: Path) -> None:
         sent_s = max(finish_s[after]) + found.delay_s[i] if after else 0.0
         assert arrival_s[i] == pytest.approx(sent_s, abs=1e-5)
     assert arrival_s[-1] != pytest.approx(found.arrival_s[-1])
+    load = found.workload(at_recorded_times=True)
+    assert load.after is None
+    assert load.arrival[-1].tolist() == [20, 0]
     with pytest.raises(ValueError, match="clients=2 must be None"):
         found.workload(clients=2)

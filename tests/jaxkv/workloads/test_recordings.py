@@ -203,6 +203,8 @@ def test_open_units_are_asked_for(tmp_path: Path) -> None:
         assert found.arrival_s.tolist() == [0, 1500 / factor, 4000 / factor]
         named = write(tmp_path, PLAIN.replace("arrival_s", f"arrival_{unit}") + rows)
         assert read_recording(named).arrival_s.tolist() == found.arrival_s.tolist()
+    named = PLAIN.replace("arrival_s", "arrival_us") + "1500000000,5,6\n"
+    assert read_recording(write(tmp_path, named)).arrival_s.tolist() == [1500]
     path = write(tmp_path, PLAIN + "1700000000000000000,5,6\n")
     with pytest.raises(ValueError, match=r"arrival_s=1.7e\+18 must be in s, ms or us"):
         read_recording(path)

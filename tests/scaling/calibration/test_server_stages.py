@@ -19,6 +19,7 @@ from scaling.calibration import (
     read_measured_stages,
     simulate_stage,
 )
+from scaling.calibration.server_stages import choose_warm_up_s, make_stage_setup
 from scaling.costs import find_device
 from tests.support.folders import GOLDEN
 
@@ -94,6 +95,13 @@ def test_poisson_arrivals_have_the_rate() -> None:
     stage = dataclasses.replace(FIRST, arrivals="poisson", rate_per_s=50.0)
     load = make_stage_load(stage, warm_up_s=0.0, window_s=40.0)
     assert load.is_measured.sum() == pytest.approx(2000, abs=5 * 2000**0.5)
+
+
+def test_the_warm_up_is_longer_than_an_answer() -> None:
+    assert choose_warm_up_s(FIRST, make_stage_setup(FIRST)) == 8.0
+    stage = dataclasses.replace(FIRST, answer_tokens=3000, max_model_len=4096)
+    # Steps of Llama-2-7B take 6 ms at least: 13.5 GB at 0.8 of 3.35 TB/s.
+    assert 1.2 * 3000 * 6e-3 < choose_warm_up_s(stage, make_stage_setup(stage)) < 100.0
 
 
 def test_blocks_that_fit_into_memory() -> None:

@@ -1,0 +1,1 @@
+"""Agent sessions under several orders of the queue."""

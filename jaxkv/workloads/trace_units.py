@@ -1,0 +1,129 @@
+"""Units of a trace that its format leaves open: of its times, and of its chunks."""
+
+import math
+
+import numpy as np
+from jaxtyping import Float, Int64
+
+from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.trace_columns import TraceColumns
+from jaxkv.workloads.trace_formats import DATE, SECONDS
+
+_UNIX = {"s": (1e9, 1e10), "ms": (1e12, 1e13), "us": (1e15, 1e16)}
+"""Range of Unix times of the years 2001 to 2286 by unit."""
+_NANOSECONDS = 1e18
+
+
+def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]:
+    """Returns the unit of the times, and warnings about it.
+
+    Raises:
+      ValueError: the unit is open, or it is asked for and the times are dates.
+    """
+    kind, name = columns.format, columns.format.time
+    if kind.unit == DATE:
+        if asked is not None:
+            raise ValueError(f"{name} has dates: time_unit={asked!r} must be None")
+        return "us", []
+    if asked is not None:
+        return asked, []
+    times = columns.time[~np.isnan(columns.time)]
+    if not times.size:
+        return kind.unit, []
+    start = float(times.min())
+    for unit, (low, high) in _UNIX.items():
+        # A column may name its unit: 10^9 us are a quarter of an hour.
+        is_named = name == f"arrival_{kind.unit}"
+        is_possible = is_named and start < _UNIX["s"][1] * SECONDS[kind.unit]
+        if low <= start < high and (not is_possible or unit == kind.unit):
+            return unit, []
+    if start >= _NANOSECONDS:
+        raise ValueError(f"{name}={start:.6g} must be in s, ms or us, not in ns")
+    if not kind.unit:
+        raise ValueError(
+            f"{name} has no unit: call read_recording with time_unit='s', 'ms' or 'us'"
+        )
+    return kind.unit, _unit_warnings(name, kind.unit, times)
+
+
+_LONG_GAP_S = 60.0
+"""Mean time between requests above which integer seconds may be milliseconds."""
+_HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
+"""Requests per second above which milliseconds may be seconds; for integers and for
+fractions."""
+
+
+def _unit_warnings(
+    name: str, unit: str, times: Float[np.ndarray, " requests"]
+) -> list[str]:
+    """Returns warnings about times that look like another unit."""
+    num, start = times.size, float(times.min())
+    span = (float(times.max()) - start) / SECONDS[unit]
+    words = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
+    text = f"{name} is read as {words[unit]}: {num:,} requests in {span:,.4g} s"
+    is_whole = not np.any((times - start) % 1)
+    if unit == "s" and is_whole and num > 2 and span > _LONG_GAP_S * (num - 1):
+        return [f"{text}; are they milliseconds?"]
+    most = _HIGH_RATE if is_whole else _HIGH_RATE_OF_FRACTIONS
+    if unit == "ms" and num > 2 and 0 < span * most < num - 1:
+        return [f"{text}; are they seconds?"]
+    return []
+
+
+def to_arrival_s(columns: TraceColumns, unit: str) -> Float[np.ndarray, " requests"]:
+    """Converts sorted times to s; differences are taken first, which is exact."""
+    times, kind = columns.time, columns.format
+    is_plain = kind.time.startswith("arrival") and kind.unit != DATE
+    is_unix = _UNIX[unit][0] <= times[0] < _UNIX[unit][1]
+    start = 0.0 if is_plain and not is_unix else times[0]
+    return (times - start) / SECONDS[unit]
+
+
+def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
+    """Returns the tokens of a chunk.
+
+    Prompts have either ids of all chunks, of which the last may be shorter, or of full
+    chunks only.
+
+    Raises:
+      ValueError: no size fits all rows, or several do and the documented one does not.
+    """
+    if columns.chunk_ids is None:
+        if asked is not None:
+            raise ValueError(f"chunk_tokens={asked} must be None without hash_ids")
+        return None
+    num, ids = columns.prompt, columns.chunk_ids.counts
+    size = asked or columns.format.chunk_tokens
+    all_chunks, full_chunks = _fitting_sizes(num, ids)
+    fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
+    if asked is None and fits and fits[0][0] == fits[0][1]:
+        return fits[0][0]
+    if any(low <= size <= high for low, high in fits):
+        return size
+    for low, high in fits if asked is None else []:
+        power = 2 ** int(math.log2(high))
+        if low <= power:
+            raise ValueError(
+                f"hash_ids may have {low} to {high} tokens each: call read_recording "
+                f"with the size, such as chunk_tokens={power}"
+            )
+    row = int(np.argmax(ids != -(-num // size)))
+    raise ValueError(
+        f"line {columns.line[row]}: {ids[row]} hash_ids for {num[row]} tokens, {size} "
+        "to each"
+    )
+
+
+def _fitting_sizes(
+    num: Int64[np.ndarray, " requests"], ids: Int64[np.ndarray, " requests"]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the bounds of the sizes that fit all rows: of all and of full chunks."""
+    some = ids > 0
+    if not some.any():
+        return (1, 0), (1, 0)
+    most, many = ids[some], ids > 1
+    low = int((-(-num[some] // most)).max())
+    high = int(((num[many] - 1) // (ids[many] - 1)).min(initial=LONGEST))
+    full_low = int((num // (ids + 1)).max()) + 1
+    full_high = int((num[some] // most).min())
+    return (low, high) if some.all() else (1, 0), (full_low, full_high)
