@@ -111,7 +111,8 @@ def basis_sheet(case: ServerCase) -> Sheet:
     windows = [x.window_s for x in case.loads]
     window, num = f"{windows[0]:.4g} s", f"{nums[0]:,} requests"
     if len(nums) > 1:
-        window = f"{min(windows):.4g} to {max(windows):.4g} s"
+        if min(windows) < max(windows):
+            window = f"{min(windows):.4g} to {max(windows):.4g} s"
         num = f"{min(nums):,} to {max(nums):,} requests at each rate"
     rows = [
         (

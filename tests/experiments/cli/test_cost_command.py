@@ -145,7 +145,7 @@ def test_figure_and_document_are_written(cost: Command) -> None:
     ("args", "line"),
     [
         ("", "MODEL is missing: a config.json, a folder, or one of: llama-7b"),
-        ("llama-2-8b", "did you mean llama-2-7b or"),
+        ("llama-2-8b", "did you mean llama-3-8b or llama-2-7b or"),
         ("here/there.json", "here/there.json: no such file or folder"),
         ("bad.json", "bad.json: not JSON"),
         ("two.json", "model_type='llama' contradicts architecture 'MistralForC"),
