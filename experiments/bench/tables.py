@@ -25,9 +25,13 @@ def split_details(
 def draw_bars(
     ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
-    """Draws a bar for each name from top to bottom, in the colour of its system."""
+    """Draws a bar for each name from top to bottom, in the colour of its system.
+
+    The system of a name such as `jaxkv, 32 draws` is `jaxkv`.
+    """
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        look = system_style(name if name in SYSTEMS else "plain Python")
+        system = name if name in SYSTEMS else name.partition(",")[0]
+        look = system_style(system if system in SYSTEMS else "plain Python")
         bar = ax.barh(place, value, 0.7, **look.bar)
         ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         distserve,
         figure_12,
         linear,
+        make_calibrated_cost,
         make_roofline_cost,
         max_kv_pages,
     )
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
         median_seconds,
         record_call_times,
         time_call,
+        without_compilation_cache,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

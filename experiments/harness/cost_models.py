@@ -13,6 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv.simulation import Cost, Work
+from scaling.calibration import (
+    ServerCost,
+    draw_coefficients,
+    load_posterior,
+    make_server_cost,
+)
 from scaling.costs import Device, StepCost, find_device, max_batch, step_cost
 from scaling.shapes import ModelShape
 
@@ -261,5 +267,40 @@ def make_roofline_cost(
         source=device.source,
         validity="a lower bound if all shares are 1: no device waits, and kernels "
         "reach the rates of the data sheet",
+        error=None,
+    )
+
+
+def make_calibrated_cost(
+    model: ModelShape,
+    device: Device,
+    *,
+    num_devices: int = 1,
+    name: str = "calibrated",
+) -> CostModel[ServerCost]:
+    """Returns the cost model of a vLLM server at the mode of the published posterior.
+
+    The coefficients were fitted to servers on H100s. For another device they are
+    assumed to be the same shares of its data sheet, and the same overheads in s. The
+    delays of a request outside the steps are not included.
+
+    Args:
+      model: shape of the model.
+      device: accelerator.
+      num_devices: degree of tensor parallelism.
+      name: name of the cost model.
+
+    Raises:
+      ValueError: the degree does not divide the model, or the model has windows.
+    """
+    posterior = load_posterior()
+    coefficients = jax.tree.map(jnp.float32, draw_coefficients(posterior.mode))
+    return CostModel(
+        name=name,
+        cost=make_server_cost(model, device, coefficients, tensor_parallel=num_devices),
+        source=f"scaling.calibration, fitted to {len(posterior.stages)} load stages of "
+        "vLLM servers on H100s",
+        validity="16 bits on H100s; other devices that reach the same shares of their "
+        "data sheets",
         error=None,
     )

@@ -3,6 +3,7 @@
 opt-13b-a100-40gb              step of figures 2, 12 and 13 of PagedAttention
 distserve:opt-13b:1            published fits: model, tensor-parallel degree
 roofline:opt-13b:a100-80gb:2   data sheets: model, device, number of devices
+calibrated:opt-13b:h100:2      fit to vLLM servers: model, device, number of devices
 measured:FOLDER                fit to a run folder of `jaxkv bench decode`
 """
 
@@ -35,20 +36,22 @@ def find_cost_model(name: str) -> cost_models.CostModel:
                 format_unknown_name("cost model", name, cost_models.DISTSERVE)
             )
         return cost_models.distserve(name)
-    if kind == "roofline" and len(rest) in (2, 3):
+    shaped = {
+        "roofline": cost_models.make_roofline_cost,
+        "calibrated": cost_models.make_calibrated_cost,
+    }
+    if kind in shaped and len(rest) in (2, 3):
         num = rest[2] if len(rest) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
         model, device = shapes.describe(rest[0]), find_device(rest[1])
-        return cost_models.make_roofline_cost(
-            model, device, num_devices=int(num), name=name
-        )
+        return shaped[kind](model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
         return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(
         f"unknown cost model {name!r}; one of: "
         f"{', '.join((cost_models.FIGURE_12, *fits))}, "
-        "roofline:MODEL:DEVICE[:NUM], measured:FOLDER"
+        "roofline:MODEL:DEVICE[:NUM], calibrated:MODEL:DEVICE[:NUM], measured:FOLDER"
     )
 
 

@@ -7,18 +7,15 @@ for it. The peers are loops over resamples that call SciPy's BFGS, as published
 replications do; they differ in the source of the gradient.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Float, Int
 from scipy import optimize
 
@@ -32,7 +29,7 @@ from experiments.framework import (
     column,
     format_seconds,
 )
-from experiments.harness import time_call
+from experiments.harness import time_call, without_compilation_cache
 from experiments.plotting import set_labels
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -189,7 +186,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     if config.slow:  # SciPy's default
         methods["finite differences + SciPy BFGS"] = bfgs(objective, None)
     compiled_minimize.cache_clear()
-    with _compiling_anew():
+    with without_compilation_cache():
         first_s, _ = time_call(fit_with_jaxkv, drawn)
     ends = {name: np.zeros((0, len(start))) for name in methods}
     seconds = dict.fromkeys(methods, 0.0)
@@ -267,19 +264,6 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             title, *REPORTED, note=note
         )
     ]
-
-
-@contextlib.contextmanager
-def _compiling_anew() -> Generator[None]:
-    """Disables the compilation cache, so that a first call compiles."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
 
 
 def _logged(coefficients: np.ndarray) -> np.ndarray:

@@ -122,7 +122,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     Raises:
       ValueError: the table cannot be read, or has too few stages for a fit.
     """
-    path = _find_runs(config.runs)
+    path = find_measured_runs(config.runs)
     stages = read_measured_stages(path)
     kept = [stage for stage in stages if not stage.is_overloaded]
     folds: list[tuple[str, list[MeasuredStage], list[MeasuredStage]]] = []
@@ -194,7 +194,12 @@ class _Stopped(Exception):
     """Raised inside a fit when the user asked to stop."""
 
 
-def _find_runs(name: str) -> Path:
+def find_measured_runs(name: str) -> Path:
+    """Returns the path of a table, by default the published one in `DATA`.
+
+    Raises:
+      ValueError: the name is empty, and the environment variable is not set.
+    """
     if name:
         return Path(name)
     if not (folder := os.environ.get(DATA)):

@@ -16,6 +16,7 @@ import numpy as np
 from experiments.harness import (
     PAGE_SIZE,
     RooflineCost,
+    make_calibrated_cost,
     make_roofline_cost,
     max_kv_pages,
 )
@@ -23,6 +24,7 @@ from jaxkv import validation
 from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, make_work
 from jaxkv.workloads import LogNormal, Pair, Workload
+from scaling.calibration import ServerCost
 from scaling.costs import find_device
 from scaling.shapes import CONFIGS, ModelShape, describe_huggingface
 
@@ -63,6 +65,9 @@ class ServedModel:
     """Tensor-parallel degree."""
     limits_s: Mapping[str, float]
     """Objectives for the P99 time between tokens in s, "strict" and "relaxed"."""
+    is_calibrated: bool = False
+    """True for the step times of vLLM servers on H100s, transferred to this GPU by its
+    data sheet; False for a roofline."""
 
     @property
     def description(self) -> ModelShape:
@@ -78,9 +83,13 @@ class ServedModel:
         return max_kv_pages(self.description, DEVICE, self.num_devices)
 
     @functools.cached_property
-    def cost(self) -> RooflineCost:
+    def cost(self) -> RooflineCost | ServerCost:
         """Cost model of a step."""
         device = find_device(DEVICE)
+        if self.is_calibrated:
+            return make_calibrated_cost(
+                self.description, device, num_devices=self.num_devices
+            ).cost
         return make_roofline_cost(
             self.description,
             device,
@@ -91,11 +100,17 @@ class ServedModel:
         ).cost
 
 
-MODELS: Mapping[str, ServedModel] = {
+MODELS: dict[str, ServedModel] = {
     "Yi-34B": ServedModel("Yi-34B", _YI_34B, 2, {"strict": 0.2, "relaxed": 1.0}),
     "Mistral-7B": ServedModel(
         "Mistral-7B", _MISTRAL_7B, 1, {"strict": 0.1, "relaxed": 0.5}
     ),
+}
+CALIBRATED = " (calibrated)"
+"""Ending of the names of models whose step times are calibrated."""
+MODELS = MODELS | {
+    name + CALIBRATED: dataclasses.replace(model, is_calibrated=True)
+    for name, model in MODELS.items()
 }
 
 _NORMAL_P90 = 1.2816

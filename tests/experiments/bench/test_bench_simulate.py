@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import harness
-from experiments.bench.simulate import experiment, plain_scheduler
+from experiments.bench.simulate import plain_scheduler, scheduler_steps
 from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
 from jaxkv.simulation import Capacity, Simulation
@@ -50,9 +50,9 @@ def test_python_scheduler_equals_the_simulator() -> None:
     )
     steps: list[plain_scheduler.SchedulerStep] = []
     served = plain_scheduler.run_scheduler(
-        experiment.to_requests(w),
+        scheduler_steps.to_requests(w),
         plain_scheduler.SchedulerLimits(22, 4, 24, 8, 5),
-        experiment.to_price(COST),
+        scheduler_steps.to_price(COST),
         steps.append,
     )
     assert int(state.num_done) == NUM
@@ -86,4 +86,4 @@ def test_python_scheduler_equals_the_simulator() -> None:
 @pytest.mark.slow
 def test_every_system_has_a_rate() -> None:
     found = smoke.run("bench_simulate").metrics
-    assert all(found[name] > 0 for name in experiment.KEYS)
+    assert all(found[name] > 0 for name in scheduler_steps.KEYS)

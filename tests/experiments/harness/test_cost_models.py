@@ -8,6 +8,7 @@ import pytest
 from experiments.harness import RooflineCost, figure_12, make_roofline_cost, named_costs
 from jaxkv.simulation import Work
 from scaling import shapes
+from scaling.calibration import ServerCost, draw_coefficients, load_posterior
 from scaling.costs import find_device, steps
 from tests.support.folders import RECORDS
 
@@ -79,6 +80,31 @@ def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
     np.testing.assert_allclose(cost(moves), apart.time_s + 1.25, rtol=1e-6)
 
 
+def test_the_calibrated_cost_is_transferred_by_the_data_sheet() -> None:
+    """Reads and products scale with the sheet; overheads are those of the fit."""
+    coefficients = draw_coefficients(load_posterior().mode)
+    step = work(num_decodes=32, decode_context=32 * 512, num_drawn=32)
+    times = {}
+    for device in ("h100", "a100-80gb"):
+        found = named_costs.find_cost_model(f"calibrated:opt-13b:{device}").cost
+        assert isinstance(found, ServerCost)
+        times[device] = float(found(step))
+        sheet = found.counts._replace(
+            bytes_per_s=jnp.float32(1e30), flops_per_s=jnp.float32(1e30)
+        )
+        overhead = float(found._replace(counts=sheet)(step))
+        times[device] -= overhead
+        assert overhead == pytest.approx(
+            float(coefficients.step_s)
+            + 40 * float(coefficients.layer_s)
+            + 32 * float(coefficients.sequence_s),
+            rel=1e-4,
+        )
+    sheets = [find_device(x).bandwidth for x in times]
+    ratio = times["a100-80gb"] / times["h100"]
+    assert ratio == pytest.approx(sheets[0] / sheets[1], rel=0.05)
+
+
 def test_a_fit_to_a_run_reproduces_its_times() -> None:
     folder = RECORDS / "bench_decode"
     found = named_costs.fit_measured_steps(folder)
@@ -108,6 +134,8 @@ def test_cost_models_can_be_vmapped() -> None:
         ("roofline:opt-13b:abacus", "unknown device 'abacus'"),
         ("roofline:opt-13b:h100:0", "at least 1"),
         ("roofline:gpt-5:h100", "unknown model 'gpt-5'"),
+        ("calibrated:gpt-5:h100", "unknown model 'gpt-5'"),
+        ("calibrated:llama-2-7b:h100:64", "64"),
         ("distserve:opt-30b:1", "distserve:opt-13b:1"),
         ("guess", "unknown cost model 'guess'"),
     ],
