@@ -29,7 +29,7 @@ def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, new: Any) -> None:
     ]
     for module in modules:
         if name in getattr(module, "__all__", ()):
-            getattr(module, name)
+            getattr(module, name, None)  # `__all__` may list modules not yet loaded
     patch.setattr(owner, name, new)
     for module in modules:
         for key in [key for key, value in vars(module).items() if value is old]:

@@ -54,6 +54,7 @@ class ReferenceScheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         threshold: int,
+        head: int | None = None,
     ) -> None:
         self.requests = requests
         self.unsent = [i for i, x in enumerate(requests) if x.after]
@@ -64,6 +65,7 @@ class ReferenceScheduler:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
         self.threshold = threshold
+        self.head = len(requests) if head is None else head
         self.clock_us = 0
 
     def take_blocks(self, request: ReferenceRequest, new: int) -> bool:
@@ -107,7 +109,7 @@ class ReferenceScheduler:
             budget -= new
             index += 1
         while self.waiting and budget > 0 and not num_preempted:
-            if len(self.running) == self.max_num_seqs:
+            if len(self.running) == self.max_num_seqs or num_admitted == self.head:
                 break
             request = self.waiting[0]
             request.num_computed = request.context

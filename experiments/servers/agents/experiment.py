@@ -3,7 +3,7 @@
 Token metrics average over requests, job metrics over jobs. In a chain of turns both
 rank orders equally: the latency of a job is the sum of the latencies of its requests,
 plus tool time. A job that waits for several sub-agents has the latency of the last one,
-so an order can improve every token metric and worsen the latency of jobs.
+so an order can give earlier first tokens and later jobs.
 """
 
 import dataclasses

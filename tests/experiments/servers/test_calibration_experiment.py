@@ -1,7 +1,6 @@
 """Predictions of left-out stages: what each fit sees, and the record."""
 
 import csv
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,8 @@ from scaling.calibration import (
     MeasuredStage,
     ServerPosterior,
     StageLatencies,
-    fit_posterior,
     load_posterior,
-    predict_stage,
-    read_measured_stages,
 )
-from tests.support import traces
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import GOLDEN, RECORDS
 from tests.support.impatience import Stopping
@@ -201,21 +196,3 @@ def test_recorded_predictions_are_of_fits_that_never_saw_their_stages() -> None:
 def test_the_published_servers_are_those_of_the_record() -> None:
     assert record().server == PUBLISHED_SERVERS.read_text()
     assert len(load_posterior().stages) == 15
-
-
-@pytest.mark.slow
-def test_a_recorded_prediction_follows_from_its_fitted_stages_again() -> None:
-    result = record()
-    stages = read_measured_stages(traces.find(experiment.PUBLISHED))
-    fit = int(np.flatnonzero(result.fits.name == "mixtral-8x7b")[0])
-    names = result.fits.stages[fit].split()
-    posterior = fit_posterior([x for x in stages if x.name in names], num_draws=64)
-    predictions = result.predictions.where(fit=fit, latency=END_TO_END)
-    for row in predictions.rows():
-        stage = next(x for x in stages if x.name == row["stage"])
-        unmeasured = dataclasses.replace(
-            stage, end_to_end_s=None, first_token_s=None, inter_token_s=None
-        )
-        found = np.median(predict_stage(unmeasured, posterior).end_to_end_s.mean)
-        # Other processors round differently, and simulations are not smooth.
-        assert found == pytest.approx(row["predicted_s"], rel=0.01)

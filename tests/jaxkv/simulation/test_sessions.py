@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import scheduling, simulation
-from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
+from jaxkv import ledger, scheduling, simulation
+from jaxkv.simulation import Capacity, SimulationMember, SimulationResult, sessions
 from jaxkv.workloads import Dependencies, Workload, make_workload
 from tests.support import simulations
 from tests.support.simulations import COST
@@ -20,6 +20,8 @@ from tests.support.vllm_reference import (
 )
 
 BLOCK_SIZE = 4
+HEAD = 3
+"""Waiting requests that a policy sees; more wait outside the queue."""
 BOUNDS = (
     {"max_num_seqs": 9, "budget": 16, "num_blocks": 40},
     {"max_num_seqs": 9, "budget": 64, "num_blocks": 18},
@@ -75,6 +77,7 @@ def reference(x: dict[str, np.ndarray], bounds: dict[str, int]) -> ReferenceSche
         max_num_seqs=bounds["max_num_seqs"],
         max_num_batched_tokens=bounds["budget"],
         threshold=0,
+        head=HEAD,
     )
 
 
@@ -91,7 +94,7 @@ def simulate(loads: list[Workload], **options: Any) -> SimulationResult:
         members.append(SimulationMember(load, capacity, policy, COST))
     stacked = simulation.stack(members)
     return simulation.simulate(
-        stacked, max_slots=9, keep_trace=True, steps_per_call=256, **options
+        stacked, max_slots=9, head=HEAD, keep_trace=True, steps_per_call=256, **options
     )
 
 
@@ -131,6 +134,48 @@ def test_steps_equal_those_of_plain_python(seed: int) -> None:
     assert not result.rejected.any()
     assert num_preempted > 0
     assert num_waiting > 0
+
+
+def test_requests_enter_in_order_of_time_and_index() -> None:
+    """Given and released requests with many equal times, into a queue with room."""
+    enqueue = jax.jit(sessions.enqueue_due, static_argnums=3)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        is_root = rng.permutation(10) < 5
+        times = rng.integers(0, 3, (10, 2))
+        times[is_root] = sorted(times[is_root].tolist())
+        roots, turns = (
+            np.flatnonzero(is_root),
+            rng.permutation(np.flatnonzero(~is_root)),
+        )
+        state = sessions.SessionState(
+            arrival=jnp.asarray(times, jnp.int32),
+            num_open=jnp.zeros(10, jnp.int32),
+            due=jnp.asarray(times[turns], jnp.int32),
+            request=jnp.asarray(turns, jnp.int32),
+            num_roots=jnp.int32(5),
+            num_roots_taken=jnp.int32(1),
+        )
+        order = jnp.asarray([*roots, *turns], jnp.int32)
+        books = ledger.make_ledger(
+            num_slots=2, num_places=9, num_sequences=10, has_groups=False, holds=False
+        )
+        clock = rng.integers(0, 3, 2)
+        books = books._replace(
+            clock=jnp.asarray(clock, jnp.int32), num_waiting=jnp.int32(1)
+        )
+        left, books, upcoming = enqueue(state, books, order, 7)
+        known = sorted((*times[i].tolist(), i) for i in [*roots[1:], *turns])
+        come = [x for x in known if tuple(x[:2]) <= tuple(clock.tolist())][:6]
+        assert books.queue[1 : 1 + len(come)].tolist() == [x[2] for x in come]
+        assert int(books.num_waiting) == 1 + len(come)
+        following = known[len(come) :]
+        if following:
+            assert (*upcoming.time.tolist(), int(upcoming.request)) == following[0]
+        else:
+            assert int(upcoming.time[0]) == sessions.NEVER
+        num_turns = int((left.due[:, 0] < sessions.NEVER).sum())
+        assert num_turns == sum(not is_root[x[2]] for x in following)
 
 
 @pytest.mark.thorough

@@ -301,7 +301,7 @@ BUGS = {
     "an idle machine waits step by step": Bug(
         simulation_step,
         "_step",
-        "jnp.where(idle, latest(clock, w.arrival[upcoming]), clock)",
+        "jnp.where(idle, latest(clock, arrival), clock)",
         "clock",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
     ),

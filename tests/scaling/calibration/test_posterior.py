@@ -18,6 +18,7 @@ from scaling.calibration import (
     draw_coefficients,
     fit_posterior,
     leave_out,
+    load_posterior,
     posterior,
     predict_stage,
     read_measured_stages,
@@ -158,3 +159,27 @@ def test_models_and_loads_are_left_out_one_at_a_time() -> None:
     assert list(leave_out(stages, "model")) == [([c], [a, b]), ([a, b], [c])]
     expected = [([b, c], [a]), ([a, c], [b]), ([a, b], [c])]
     assert list(leave_out(stages, "load")) == expected
+
+
+@pytest.mark.thorough
+def test_intervals_of_unseen_models_are_neither_narrow_nor_useless() -> None:
+    """By the steady state at the published draws, with the discrepancy of a model."""
+    checkpoints = {
+        "meta-llama/Llama-3.1-8B": 1,
+        "Qwen/Qwen2.5-14B-Instruct": 2,
+        "meta-llama/Llama-3.1-70B": 4,
+        "mistralai/Mixtral-8x22B-v0.1": 4,
+        "Qwen/Qwen3-30B-A3B": 1,
+    }
+    (base,) = stages_with(np.zeros(len(PRIOR)), rates=(8.0,))[:1]
+    stages = [
+        dataclasses.replace(base, model=name, tensor_parallel=degree)
+        for name, degree in checkpoints.items()
+    ]
+    draws = jnp.float32(load_posterior().deviations)
+    surrogate = jax.jit(jax.vmap(posterior.make_surrogate(stages)))
+    spread = np.std(np.asarray(surrogate(draws)), axis=0)
+    spread = np.sqrt(spread**2 + DISCREPANCY**2 + NOISE**2)
+    widths = 2 * 1.645 * spread
+    assert (widths > [0.15, 0.25]).all()
+    assert (widths < [0.65, 0.75]).all()
