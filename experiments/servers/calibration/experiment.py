@@ -259,9 +259,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
                 if latency == END_TO_END:
                     yield measured("roofline", 100 * number["median"], **words)
                 continue
-            yield measured(f"{kind}_median", 100 * number["median"], **words)
             if kind == "load":
+                yield measured("load_median", 100 * number["median"], **words)
                 continue
+            yield measured("model_median", 100 * number["median"], **words)
             stage = row.worst_stage[0]
             yield measured("model_worst", 100 * number["worst"], stage=stage, **words)
             yield measured("model_covered", row.in_90[0] / row.stages[0], **words)
