@@ -114,6 +114,7 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
         "runs.jsonl",
         "fit.json",
         "prediction.json",
+        "server.json",
         "sweep.json",
     }
 
