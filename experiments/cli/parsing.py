@@ -29,6 +29,27 @@ MAX_SECONDS = (
 )
 
 
+def refuse_outside(
+    options: Any, name: str, allowed: str, low: float, high: float = math.inf
+) -> None:
+    """Refuses a number out of its range; None, a flag that is not given, is in it.
+
+    Args:
+      options: the options.
+      name: field of the options.
+      allowed: description of the range, after "must be".
+      low: smallest value.
+      high: largest value; infinity is itself out of range.
+
+    Raises:
+      ValueError: the number is out of range.
+    """
+    value = getattr(options, name)
+    if value is not None and not (low <= value <= high and value < math.inf):
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{flag} {value:g}: must be {allowed}")
+
+
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
     """Options of a command that has only --help and --json."""

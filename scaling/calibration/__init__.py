@@ -38,15 +38,8 @@ if TYPE_CHECKING:
         make_server_cost,
     )
     from scaling.calibration.server_runs import (
-        ArrivalProcess,
         RequestLatencies,
-        ServerLoad,
         ServerRun,
-        ServerSetup,
-        draw_arrivals,
-        load_duration_s,
-        make_server_load,
-        num_kv_blocks,
         simulate_server,
     )
     from scaling.calibration.server_stages import (
@@ -55,6 +48,17 @@ if TYPE_CHECKING:
         make_stage_load,
         make_stage_setup,
         simulate_stage,
+    )
+    from scaling.calibration.servers import (
+        WINDOW_S,
+        ArrivalProcess,
+        ServerLoad,
+        ServerSetup,
+        choose_warm_up_s,
+        draw_arrivals,
+        load_duration_s,
+        make_server_load,
+        num_kv_blocks,
     )
     from scaling.calibration.steady_state import (
         SteadyLoad,

@@ -32,9 +32,12 @@ from scaling.calibration.server_cost import (
     ServerCoefficients,
     ServerCost,
     draw_coefficients,
-    make_server_cost,
 )
-from scaling.calibration.server_stages import StageLatencies, simulate_stage
+from scaling.calibration.server_stages import (
+    StageLatencies,
+    make_stage_setup,
+    simulate_stage,
+)
 from scaling.calibration.steady_state import SteadyLoad, find_steady_state
 from scaling.costs import find_device
 
@@ -250,17 +253,8 @@ def make_surrogate(
     stages: Sequence[MeasuredStage],
 ) -> Callable[[Float[Array, " coefficients"]], Float[Array, "stages 2"]]:
     """Returns the function from deviations to the logarithms of both times by stage."""
-    zero = ServerCoefficients(*(jnp.float32(0) for _ in PRIOR))
-    costs = [
-        make_server_cost(
-            shapes.describe_checkpoint(stage.model),
-            find_device(stage.device),
-            zero,
-            tensor_parallel=stage.tensor_parallel,
-            max_length=stage.max_model_len,
-        )
-        for stage in stages
-    ]
+    zero = ServerCoefficients(*(0.0 for _ in PRIOR))
+    costs = [make_stage_setup(stage).cost(zero) for stage in stages]
     loads = [SteadyLoad.of(stage) for stage in stages]
     numbers = jax.tree.map(lambda *x: jnp.stack(x), *zip(loads, costs, strict=True))
     median, spread = (jnp.float32(x) for x in zip(*PRIOR.values(), strict=True))

@@ -14,7 +14,6 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -26,21 +25,20 @@ from scaling.calibration.server_cost import (
     PRIOR,
     ServerCoefficients,
     draw_coefficients,
-    make_server_cost,
 )
-from scaling.calibration.server_runs import (
+from scaling.calibration.server_runs import simulate_server
+from scaling.calibration.servers import (
+    WARM_UP_S,
+    WINDOW_S,
     ServerLoad,
     ServerSetup,
+    choose_warm_up_s,
     draw_arrivals,
     load_duration_s,
     make_server_load,
-    simulate_server,
 )
 from scaling.calibration.steady_state import SteadyLoad, find_steady_state
 from scaling.costs import find_device
-
-WARM_UP_S, WINDOW_S = 8.0, 25.0
-"""Least seconds of load before the window, and length of the window."""
 
 
 class StageLatencies(NamedTuple):
@@ -128,27 +126,6 @@ def make_stage_load(
     )
 
 
-def choose_warm_up_s(stage: MeasuredStage, setup: ServerSetup) -> float:
-    """Returns a warm-up in s after which about as many requests run as later.
-
-    It is `WARM_UP_S`, or 1.2 times the end-to-end time with the medians of `PRIOR` if
-    that is longer.
-    """
-    coefficients = draw_coefficients(np.zeros(len(PRIOR)))
-    cost = make_server_cost(
-        setup.model,
-        setup.device,
-        jax.tree.map(jnp.float32, coefficients),
-        tensor_parallel=setup.tensor_parallel,
-        max_length=setup.max_model_len,
-    )
-    steady = _find_steady_state(SteadyLoad.of(stage), cost)
-    return max(WARM_UP_S, 1.2 * float(steady.end_to_end_s))
-
-
-_find_steady_state = jax.jit(find_steady_state)
-
-
 def simulate_stage(
     stage: MeasuredStage,
     coefficients: ServerCoefficients,
@@ -164,7 +141,8 @@ def simulate_stage(
     Args:
       stage: the stage; its measured latencies are not read.
       coefficients: draws, with one leading axis on every leaf.
-      warm_up_s: as for `make_stage_load`; None means `choose_warm_up_s`.
+      warm_up_s: as for `make_stage_load`; None means that of `choose_warm_up_s` with
+        the medians of `PRIOR`.
       window_s: as for `make_stage_load`.
       seed: as for `make_stage_load`.
       num_slots: as for `simulate_server`.
@@ -176,7 +154,9 @@ def simulate_stage(
     """
     setup = make_stage_setup(stage)
     if warm_up_s is None:
-        warm_up_s = choose_warm_up_s(stage, setup)
+        cost = setup.cost(draw_coefficients(np.zeros(len(PRIOR))))
+        steady = _find_steady_state(SteadyLoad.of(stage), cost)
+        warm_up_s = choose_warm_up_s(float(steady.end_to_end_s))
     load = make_stage_load(stage, warm_up_s=warm_up_s, window_s=window_s, seed=seed)
     try:
         (run,) = simulate_server(
@@ -189,6 +169,9 @@ def simulate_stage(
     except ValueError as error:
         raise ValueError(f"{stage.name}: {error}") from None
     return StageLatencies(*map(_summarise, run.latencies()))
+
+
+_find_steady_state = jax.jit(find_steady_state)
 
 
 def _summarise(values: Float[np.ndarray, "draws requests"]) -> LatencySummary:

@@ -85,17 +85,13 @@ class PlanOptions:
         """
         amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
         for name in (*amounts, "target_loss"):
-            self._refuse_outside(name, f"[{LEAST:g}, {MOST:g}]", LEAST, MOST)
-        self._refuse_outside("inference_tokens", f"[0, {MOST:g}]", 0, MOST)
+            parsing.refuse_outside(self, name, f"in [{LEAST:g}, {MOST:g}]", LEAST, MOST)
+        parsing.refuse_outside(self, "inference_tokens", f"in [0, {MOST:g}]", 0, MOST)
         for name in ("mfu", "serve_mfu"):
-            self._refuse_outside(name, "(0, 1]", math.nextafter(0, 1), 1)
-        self._refuse_outside("level", "(0, 1)", math.nextafter(0, 1), _BELOW_ONE)
-
-    def _refuse_outside(self, name: str, allowed: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if value is not None and not low <= value <= high:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value:g}: must be in {allowed}")
+            parsing.refuse_outside(self, name, "in (0, 1]", math.nextafter(0, 1), 1)
+        parsing.refuse_outside(
+            self, "level", "in (0, 1)", math.nextafter(0, 1), _BELOW_ONE
+        )
 
 
 _BELOW_ONE = math.nextafter(1, 0)

@@ -11,25 +11,10 @@ from typing import Annotated, Literal, NamedTuple
 
 from experiments.cli import parsing
 
-POLICIES = (
-    *("vllm", "fcfs", "chunked-prefill", "static", "shortest-remaining"),
-    *("fair-share", "ageing-priority", "earliest-deadline"),
-)
 LATENCIES = ("e2e", "ttft", "tpot")
 STATISTICS = ("mean", "p50", "p90", "p99")
 MAX_TOKENS = 2**29
 """Largest number of tokens of a prompt or an answer."""
-
-type _Policy = Literal[
-    "vllm",
-    "fcfs",
-    "chunked-prefill",
-    "static",
-    "shortest-remaining",
-    "fair-share",
-    "ageing-priority",
-    "earliest-deadline",
-]
 
 
 class LatencyObjective(NamedTuple):
@@ -73,7 +58,7 @@ class SimulateOptions:
     """Largest length of a sequence."""
     prefix_caching: bool = True
     """Keep the K and V of a shared prefix."""
-    policy: _Policy = "vllm"
+    policy: Literal["vllm", "fcfs", "prefill-first", "static"] = "vllm"
     """Scheduling policy."""
     rate: Annotated[float | None, parsing.describe_default("--sweep or --trace")] = None
     """Requests per second."""
@@ -100,7 +85,7 @@ class SimulateOptions:
     ] = None
     """Length of the window in s."""
     warm_up: Annotated[
-        float | None, parsing.describe_default("8, or 2 answers; --trace: 0")
+        float | None, parsing.describe_default("8, or 1.2 answers; --trace: 0")
     ] = None
     """Seconds of load before the window."""
     objective: Annotated[str, parsing.describe_default("none")] = ""
@@ -128,14 +113,14 @@ class SimulateOptions:
         """
         counts = ("devices", "tp", "num_blocks", "block_size", "max_num_seqs")
         for name in (*counts, "max_num_batched_tokens", "num_requests", "draws"):
-            self._refuse_outside(name, "a whole number from 1", 1)
-        self._refuse_outside("max_model_len", "a whole number from 2", 2)
+            parsing.refuse_outside(self, name, "a whole number from 1", 1)
+        parsing.refuse_outside(self, "max_model_len", "a whole number from 2", 2)
         for name in ("prefix_tokens", "cache_tokens", "seed"):
-            self._refuse_outside(name, "a whole number from 0", 0)
+            parsing.refuse_outside(self, name, "a whole number from 0", 0)
         above_0 = math.nextafter(0, 1)
-        self._refuse_outside("rate", "above 0 requests per second", above_0)
-        self._refuse_outside("duration", "above 0 seconds", above_0)
-        self._refuse_outside("warm_up", "at least 0 seconds", 0)
+        parsing.refuse_outside(self, "rate", "above 0 requests per second", above_0)
+        parsing.refuse_outside(self, "duration", "above 0 seconds", above_0)
+        parsing.refuse_outside(self, "warm_up", "at least 0 seconds", 0)
         for flag, text in (
             ("--prompt-tokens", self.prompt_tokens),
             ("--answer-tokens", self.answer_tokens),
@@ -143,12 +128,6 @@ class SimulateOptions:
             parse_tokens(flag, text)
         parse_objectives(self.objective)
         parse_sweep(self.sweep)
-
-    def _refuse_outside(self, name: str, allowed: str, low: float) -> None:
-        value = getattr(self, name)
-        if value is not None and not low <= value < math.inf:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value:g}: must be {allowed}")
 
 
 def parse_tokens(flag: str, text: str) -> int | str:

@@ -389,6 +389,19 @@ def test_a_server_is_simulated(simulate: Command) -> None:
     assert 0 < single["memory"]["mean_share"] < single["memory"]["peak_share"] < 0.1
 
 
+@pytest.mark.thorough
+def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
+    args = ("llama-2-7b", "--prompt-tokens", "900", "--answer-tokens", "9")
+    args += ("--rate", "30", "--duration", "4", "--warm-up", "1", "--draws", "2")
+    found = [
+        document(simulate, *args, "--policy", name)["e2e_s"]["mean"]
+        for name in ("fcfs", "prefill-first", "static")
+    ]
+    assert len({*found}) == 3
+    # Policies by attributes that these loads do not have.
+    assert_refused(simulate, " ".join((*args, "--policy", "fair-share")), "fair-share")
+
+
 def test_the_rows_of_a_table_are_predicted(
     simulate: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

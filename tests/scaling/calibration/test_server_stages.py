@@ -19,7 +19,6 @@ from scaling.calibration import (
     read_measured_stages,
     simulate_stage,
 )
-from scaling.calibration.server_stages import choose_warm_up_s, make_stage_setup
 from scaling.costs import find_device
 from tests.support.folders import GOLDEN
 
@@ -97,11 +96,17 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert load.is_measured.sum() == pytest.approx(2000, abs=5 * 2000**0.5)
 
 
+@pytest.mark.thorough
 def test_the_warm_up_is_longer_than_an_answer() -> None:
-    assert choose_warm_up_s(FIRST, make_stage_setup(FIRST)) == 8.0
-    stage = dataclasses.replace(FIRST, answer_tokens=3000, rate_per_s=0.1)
-    # Steps of Llama-2-7B take 5 ms at least: 13.5 GB at 0.8 of 3.35 TB/s.
-    assert 1.2 * 3000 * 5e-3 < choose_warm_up_s(stage, make_stage_setup(stage)) < 60.0
+    """Fewer requests run in the first seconds of a load with long answers."""
+    stage = dataclasses.replace(FIRST, answer_tokens=1500, rate_per_s=1.0)
+    medians = draw_coefficients(np.zeros((1, len(PRIOR))))
+    short, full, chosen = (
+        simulate_stage(stage, medians, warm_up_s=x, window_s=4.0).end_to_end_s.mean[0]
+        for x in (1.0, 30.0, None)
+    )
+    assert short < 0.95 * full
+    assert chosen == pytest.approx(full, rel=0.02)
 
 
 def test_blocks_that_fit_into_memory() -> None:

@@ -1,0 +1,216 @@
+"""Servers and their loads."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxkv import clock
+from jaxkv.workloads import Workload, make_workload
+from scaling.calibration.server_cost import (
+    ServerCoefficients,
+    ServerCost,
+    make_server_cost,
+)
+from scaling.costs import Device, count_parameters, kv_bytes_per_token
+from scaling.shapes import HeadAttention, ModelShape
+
+type ArrivalProcess = Literal["constant", "poisson"]
+
+WARM_UP_S, WINDOW_S = 8.0, 25.0
+"""Least seconds of load before the window, and length of the window."""
+_ANSWERS_IN_WARM_UP = 1.2
+_JITTER_S = 5e-3
+"""Largest delay of an arrival of a "constant" load, in s."""
+_TAIL_S_PER_TOKEN, _MAX_TAIL_S = 0.02, 30.0
+"""Load after the window: seconds per token of an answer, and limit in s."""
+
+
+def num_kv_blocks(
+    model: ModelShape,
+    device: Device,
+    *,
+    tensor_parallel: int = 1,
+    block_size: int = 16,
+    memory_share: int | float = 0.9,
+    reserved_bytes: int | float = 2e9,
+) -> int:
+    """Returns the blocks of the KV cache of a vLLM server in 16 bits.
+
+    Each device has `memory_share` of its memory for its part of the weights, for
+    activations and runtime, and for blocks of all layers. Llama-2-7B on an H100: (72 -
+    13.5 - 2) GB / 8.4 MB = 6,738 blocks.
+
+    Args:
+      model: shape of the model.
+      device: accelerator.
+      tensor_parallel: number of devices.
+      block_size: tokens of a block.
+      memory_share: vLLM's `gpu_memory_utilization`, in (0, 1].
+      reserved_bytes: activations of the largest step and runtime, per device; vLLM
+        measures them when it starts.
+
+    Raises:
+      ValueError: the weights do not fit, or a share is out of range.
+    """
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"{memory_share=} must be in (0, 1]")
+    heads = 1
+    if isinstance(model.attention, HeadAttention):
+        heads = min(tensor_parallel, model.attention.num_kv_heads)
+    weights = 2 * count_parameters(model).total / tensor_parallel
+    left = memory_share * device.memory_bytes - weights - reserved_bytes
+    blocks = int(left // (block_size * kv_bytes_per_token(model) / heads))
+    if blocks < 1:
+        raise ValueError(
+            f"{model.name} does not fit into {tensor_parallel} {device.name}: "
+            f"{weights / 1e9:.1f} GB of weights each"
+        )
+    return blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """A vLLM server in 16 bits; settings have vLLM's names."""
+
+    model: ModelShape
+    """Shape of the model."""
+    device: Device
+    """Accelerator."""
+    tensor_parallel: int = 1
+    """Devices that divide the model."""
+    max_model_len: int
+    """Largest length of a sequence in tokens, at least 2."""
+    max_num_batched_tokens: int = 2048
+    """Largest number of tokens fed in a step."""
+    max_num_seqs: int = 128
+    """Largest number of running sequences."""
+    block_size: int = 16
+    """Tokens of a block of the KV cache."""
+    num_blocks: int | None = None
+    """Blocks of the KV cache; None if they follow from the devices' memory."""
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of the KV cache.
+
+        Raises:
+          ValueError: the weights do not fit into the devices.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return num_kv_blocks(
+            self.model,
+            self.device,
+            tensor_parallel=self.tensor_parallel,
+            block_size=self.block_size,
+        )
+
+    def cost(self, coefficients: ServerCoefficients) -> ServerCost:
+        """Returns the cost of a step with coefficients, see `make_server_cost`."""
+        return make_server_cost(
+            self.model,
+            self.device,
+            jax.tree.map(jnp.float32, coefficients),
+            tensor_parallel=self.tensor_parallel,
+            max_length=self.max_model_len,
+        )
+
+
+class ServerLoad(NamedTuple):
+    """Requests of a server, and the window in which they are measured."""
+
+    workload: Workload
+    warm_up_s: float
+    """Start of the window in s."""
+    window_s: float
+    """Length of the window in s."""
+    resident_blocks: int = 0
+    """Blocks of the prompts in the prefix cache."""
+
+    @property
+    def is_measured(self) -> Bool[np.ndarray, " requests"]:
+        """True for requests that arrive in the window."""
+        arrival_s = clock.to_seconds(np.asarray(self.workload.arrival))
+        end_s = self.warm_up_s + self.window_s
+        return (arrival_s >= self.warm_up_s) & (arrival_s < end_s)
+
+
+def choose_warm_up_s(end_to_end_s: float) -> float:
+    """Returns a warm-up in s after which about as many requests run as later.
+
+    Args:
+      end_to_end_s: expected mean end-to-end time of the requests in s.
+    """
+    return max(WARM_UP_S, _ANSWERS_IN_WARM_UP * end_to_end_s)
+
+
+def load_duration_s(
+    warm_up_s: float, window_s: float, answer_tokens: int | float
+) -> float:
+    """Returns the seconds of load that a window needs: requests arrive after it, too.
+
+    Args:
+      warm_up_s: start of the window in s.
+      window_s: length of the window in s.
+      answer_tokens: tokens of an answer.
+    """
+    tail_s = min(_TAIL_S_PER_TOKEN * answer_tokens, _MAX_TAIL_S)
+    return warm_up_s + window_s + tail_s
+
+
+def draw_arrivals(
+    rng: np.random.Generator, kind: ArrivalProcess, *, rate_per_s: float, num: int
+) -> Float[np.ndarray, " num"]:
+    """Draws the arrival times of a client's requests in s.
+
+    Args:
+      rng: random generator.
+      kind: "poisson", or "constant": evenly spaced, with delays of up to 5 ms.
+      rate_per_s: mean requests per second.
+      num: requests.
+    """
+    if kind == "poisson":
+        return np.cumsum(rng.exponential(1 / rate_per_s, num))
+    return np.sort(np.arange(num) / rate_per_s + _JITTER_S * rng.random(num))
+
+
+def make_server_load(
+    arrival_s: Float[np.ndarray, " requests"],
+    prompt: Int[np.ndarray, " requests"],
+    answer: Int[np.ndarray, " requests"],
+    *,
+    known: Int[np.ndarray, " requests"],
+    block_size: int,
+    warm_up_s: float,
+    window_s: float,
+    resident_blocks: int = 0,
+) -> ServerLoad:
+    """Makes a load whose prompts begin with tokens that the server knows.
+
+    Full blocks of the known tokens are cached; the last token of a prompt is always
+    fed.
+
+    Args:
+      arrival_s: arrival times in s, ascending.
+      prompt: tokens of each prompt, known ones included.
+      answer: tokens of each answer.
+      known: leading tokens of each prompt that an earlier prompt had as well; 0 without
+        a prefix cache.
+      block_size: tokens of a block.
+      warm_up_s: start of the window in s.
+      window_s: length of the window in s.
+      resident_blocks: blocks of the known tokens, which stay in memory.
+
+    Raises:
+      ValueError: a number is out of range, or no request arrives in the window.
+    """
+    cached = np.minimum(known, prompt - 1) // block_size * block_size
+    workload = make_workload(arrival_s, prompt - cached, answer, context=cached)
+    load = ServerLoad(workload, warm_up_s, window_s, resident_blocks)
+    if not load.is_measured.any():
+        raise ValueError(f"{window_s=} must be longer: no request arrives in it")
+    return load
