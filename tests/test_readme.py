@@ -223,6 +223,10 @@ def expected_numbers() -> dict[str, list[str]]:
         "pages saved by 2 answers, short",
         "pages saved by beam search of width 6, l",
     )
+    unseen, kept = (
+        [f"{out} left out, {x}" for x in ("end-to-end mean", "first token median")]
+        for out in ("model", "load")
+    )
     begin = [f"requests that begin with the same {x} tokens" for x in (80, 341)]
     chat = [f"paged memory sustains twice the load of Orca ({x})" for x in orca]
     ways = [f"openchat, {x}: " for x in ("mixed only", "chunks only", "both")]
@@ -288,6 +292,13 @@ def expected_numbers() -> dict[str, list[str]]:
             written("{:.1f}", measured("disaggregation", "so each GPU sustains more")),
         ],
         "Mooncake:": [written("{:.1f}", measured("prefix_caching", CHUNKS))],
+        "vLLM servers": [
+            written(
+                "{:.1f} %", measured("calibration", *(f"{x}: med" for x in unseen))
+            ),
+            written("{:.1f} %", measured("calibration", *(f"{x}: med" for x in kept))),
+            written("{:.1f}", measured("calibration", *(f"{x}: lar" for x in unseen))),
+        ],
         "Chinchilla's loss": [
             f"{loss['predicted']:.3f} ({loss['low']:.3f}-{loss['high']:.3f})",
             f"came to {measured_loss:.3f}",
@@ -348,12 +359,13 @@ FRONT = {
     "simulated steps per second": "simulated steps per second",
     "4,000 bootstrap fits": "4,000 bootstrap fits",
     "loss of a larger run": "Chinchilla's loss",
+    "latency of vLLM servers": "vLLM servers",
 }
 
 
 def test_the_front_page_has_numbers_and_verdicts_of_the_results_page() -> None:
     front, results = read("README.md"), read("docs/results.md").splitlines()
-    section = front.partition("## Five results")[2].partition("\n[All results]")[0]
+    section = front.partition("## Six results")[2].partition("\n[All results]")[0]
     rows = [x for x in section.splitlines() if x.startswith("| ") and "| | " not in x]
     assert len(rows) == len(FRONT)
     expected = expected_numbers()
@@ -380,6 +392,7 @@ JUDGED = {
     "Sarathi-Serve:": {"chunked_prefill": "openchat"},
     "DistServe:": {"disaggregation": "OPT-13B|so each GPU"},
     "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
+    "vLLM servers": {"calibration": "(model|load) left out"},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
     "latent against": {"deepseek": ".*than multi-head attention"},
