@@ -3,6 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
+import numpy as np
+
 from experiments.cli.cost import command as cost
 from experiments.cli.simulate.loads import draw_loads, read_loads
 from experiments.cli.simulate.options import (
@@ -97,7 +99,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
     case = ServerCase(
         setup=setup,
         policy_name=options.policy,
-        policy=_make_policy(options),
+        policy=_make_policy(options, loads),
         posterior=posterior,
         loads=loads,
         rates=rates,
@@ -171,10 +173,20 @@ def _find_degree(options: SimulateOptions) -> int:
     return next(iter(values.values()), 1)
 
 
-def _make_policy(options: SimulateOptions) -> Policy:
+def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Policy:
     if options.policy == "vllm":
         return scheduling.vllm_scheduler(max_num_seqs=options.max_num_seqs)
     if options.policy == "prefill-first":
+        # A preempted request feeds its answer again, in one step with its prompt.
+        longest = max(
+            int(np.max(np.asarray(x.workload.prompt) + np.asarray(x.workload.output)))
+            for x in loads
+        )
+        if longest > options.max_num_batched_tokens:
+            raise ValueError(
+                f"--max-num-batched-tokens {options.max_num_batched_tokens}: must be "
+                f"at least {longest} for whole prompts, the tokens of a request"
+            )
         return scheduling.chunked_prefill(whole=True, first=True)
     # The number of slots bounds the running sequences.
     return scheduling.static() if options.policy == "static" else scheduling.fcfs()

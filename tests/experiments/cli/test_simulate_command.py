@@ -322,6 +322,10 @@ def test_largest_rates_are_interpolated_or_bounds() -> None:
             "needs 100 requests in the window",
         ),
         ("LOAD --rate 2 --tp 2 --trace t.csv", "and --trace exclude each other"),
+        (
+            "LOAD --rate 2 --tp 2 --policy prefill-first --max-num-batched-tokens 600",
+            "must be at least 640 for whole prompts",
+        ),
         ("LOAD --rate 2 --tp 2 --cache-tokens 9", "--cache-tokens needs --trace"),
         ("mixtral-8x7b --stages s.csv", "--stages has the models of its rows"),
         ("--stages s.csv --rate 2", "--rate and --stages exclude each other"),
