@@ -44,7 +44,8 @@ class Recording(NamedTuple):
     num_empty: int
     """Failed requests without output, which were skipped."""
     doubts: tuple[str, ...] = ()
-    """Warnings: times that look like another unit, and rows that were sorted."""
+    """Warnings: times that look like another unit or another clock, rows that were
+    sorted, and rows that contradict others."""
     chunk_tokens: int | None = None
     """Tokens of a chunk; None if the recording has no ids."""
     num_unsorted: int = 0
@@ -177,8 +178,8 @@ def read_recording(
     if has_agent_sessions(path):
         if time_unit or chunk_tokens or answer_s_per_token:
             raise ValueError(
-                f"{path}: has agent sessions, whose units are known: time_unit, "
-                "chunk_tokens and answer_s_per_token must have their defaults"
+                f"{path}: has agent sessions, whose units are known; the time unit, "
+                "the tokens of a chunk and the seconds per token must be left out"
             )
         sessions = read_agent_sessions(path, skip_empty=skip_empty)
         return _sort(Recording(**sessions._asdict()))
@@ -197,6 +198,15 @@ def read_recording(
                 f"earlier row, first line {first}; rows are sorted by time"
             )
             columns = _take(columns, order)
+        if columns.chunk_ids is not None and size is not None:
+            found = columns.chunk_ids.find_contradiction(columns.prompt, size)
+            if found is not None:
+                row, earlier, reason = found
+                doubts.append(
+                    f"line {columns.line[row]}: a chunk {reason} in line "
+                    f"{columns.line[earlier]}, with the same id; tokens that no "
+                    "earlier line has are not counted as cached"
+                )
         arrival_s = to_arrival_s(columns, unit)
         links = _link(columns, arrival_s, answer_s_per_token)
         if links is not None and not columns.format.chat:
@@ -241,7 +251,7 @@ def cached_tokens(
 
     The prompts are those of the earlier requests, in order of arrival; answers have no
     chunk ids and count as new where a later prompt contains them. At least one token of
-    a prompt is new.
+    a prompt is new. Of an id, the tokens count that an earlier prompt had.
 
     Args:
       recording: the requests, with chunk ids.
@@ -262,6 +272,8 @@ def cached_tokens(
     else:
         num_chunks = ids.num_cached(int(cache_tokens // size))
     tokens = num_chunks.astype(np.int64) * size
+    shared = ids.shared_tokens(recording.prompt, size)
+    tokens = np.minimum(tokens, shared)
     return np.minimum(tokens, recording.prompt - 1).astype(np.int32)
 
 
@@ -274,7 +286,8 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
     the full chunks of the prompt before.
 
     Raises:
-      ValueError: a prompt is longer than any model takes.
+      ValueError: a prompt is longer than any model takes, or a turn is sent before the
+        one before it.
     """
     session, kind = columns.session, columns.format
     turns = np.flatnonzero(session >= 0)
@@ -291,6 +304,11 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
             start = 0.0 if last < 0 else time[last]
             time[turn] = start + (0.0 if np.isnan(delay) else delay)
         if last >= 0:
+            if time[turn] < time[last]:
+                raise ValueError(
+                    f"line {columns.line[turn]}: is sent before the turn before it, "
+                    f"line {columns.line[last]}"
+                )
             prompt[turn] += prompt[last] + columns.output[last]
             if prompt[turn] > LONGEST:
                 raise ValueError(

@@ -253,7 +253,7 @@ def test_chunk_sizes_follow_from_the_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_tokens=0 must be in"):
         read(*loose, size=0)
     path = write(tmp_path, PLAIN + "0,1,1\n")
-    with pytest.raises(ValueError, match="chunk_tokens=16 must be None without hash"):
+    with pytest.raises(ValueError, match="chunk_tokens=16 must be left out"):
         read_recording(path, chunk_tokens=16)
     for ids, line in ((2**63, r"must be in \[-2\^63"), (1.5, "list of whole numbers")):
         rows = mooncake((0, 512, [1]), (0, 512, []))
