@@ -247,7 +247,11 @@ class OutsideSize(NamedTuple):
 def find_outside_sizes(
     posterior: ServerPosterior, sizes: LoadSizes
 ) -> dict[str, OutsideSize]:
-    """Returns the sizes of a load, by name, that the fitted stages do not cover."""
+    """Returns the sizes of a load, by name, that the fitted stages do not cover.
+
+    A batch below the fitted ones counts as covered: an idle server has less work of
+    each kind.
+    """
     if posterior.fitted_sizes is None:
         return {}
     found = {
@@ -256,6 +260,8 @@ def find_outside_sizes(
             LoadSizes._fields, sizes, *posterior.fitted_sizes, strict=True
         )
     }
+    if found["batch"].value < found["batch"].low:
+        del found["batch"]
     return {name: x for name, x in found.items() if x.octaves > 0}
 
 

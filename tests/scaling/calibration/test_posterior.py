@@ -182,12 +182,11 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
     assert find_outside_sizes(fitted, LoadSizes.of_stage(FIRST, 1.0)) == {}
     assert find_outside_sizes(fitted, sizes) == {"answer_tokens": (164, 20.0, 41.0)}
     assert find_outside_sizes(fitted, sizes)["answer_tokens"].octaves == 2
-    # Short answers and few requests are outside, too.
+    # Short answers are outside, and few requests are not.
     few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
-    assert {name: x.octaves for name, x in few.items()} == {
-        "answer_tokens": 1,
-        "batch": 2,
-    }
+    assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}
+    many = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
+    assert {name: x.octaves for name, x in many.items()} == {"batch": 2}
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
         before, after = (
