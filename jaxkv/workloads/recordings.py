@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int, Int32, Int64
 
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
@@ -182,7 +182,13 @@ def read_recording(
                 "the tokens of a chunk and the seconds per token must be left out"
             )
         sessions = read_agent_sessions(path, skip_empty=skip_empty)
-        return _sort(Recording(**sessions._asdict()))
+        found = _sort(Recording(**sessions._asdict()))
+        assert found.chunk_ids is not None
+        assert found.chunk_tokens is not None
+        numbers = np.arange(1, found.prompt.size + 1)
+        ids, size = found.chunk_ids, found.chunk_tokens
+        doubts = _find_contradiction(ids, found.prompt, size, "request", numbers)
+        return found._replace(doubts=doubts)
     columns = read_trace_columns(path, skip_empty=skip_empty)
     try:
         unit, doubts = find_unit(columns, time_unit)
@@ -199,14 +205,9 @@ def read_recording(
             )
             columns = _take(columns, order)
         if columns.chunk_ids is not None and size is not None:
-            found = columns.chunk_ids.find_contradiction(columns.prompt, size)
-            if found is not None:
-                row, earlier, reason = found
-                doubts.append(
-                    f"line {columns.line[row]}: a chunk {reason} in line "
-                    f"{columns.line[earlier]}, with the same id; tokens that no "
-                    "earlier line has are not counted as cached"
-                )
+            doubts += _find_contradiction(
+                columns.chunk_ids, columns.prompt, size, "line", columns.line
+            )
         arrival_s = to_arrival_s(columns, unit)
         links = _link(columns, arrival_s, answer_s_per_token)
         if links is not None and not columns.format.chat:
@@ -228,6 +229,24 @@ def read_recording(
         chunk_tokens=size,
         num_unsorted=num_unsorted,
         **({} if links is None else links._asdict()),
+    )
+
+
+def _find_contradiction(
+    ids: ChunkIds,
+    prompt: Int[np.ndarray, " requests"],
+    size: int,
+    noun: str,
+    numbers: Int[np.ndarray, " requests"],
+) -> tuple[str, ...]:
+    """Returns a doubt about chunk ids, or none; requests are a noun and a number."""
+    found = ids.find_contradiction(prompt, size)
+    if found is None:
+        return ()
+    row, earlier, reason = found
+    return (
+        f"{noun} {numbers[row]}: a chunk {reason} in {noun} {numbers[earlier]}, with "
+        f"the same id; tokens that no earlier {noun} has are not counted as cached",
     )
 
 

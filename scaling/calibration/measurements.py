@@ -256,7 +256,10 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
     if c.has("prompt_tokens_mean"):
         mean = c.number("prompt_tokens_mean", low=1.0)
     answer, longest = c.integer("answer_tokens"), max(nominal, math.ceil(mean))
-    longest = c.integer("prompt_tokens_max", default=longest)
+    if c.has("prompt_tokens_max"):
+        longest = c.integer("prompt_tokens_max")
+        if longest < mean:
+            raise c.error("prompt_tokens_max", f"at least {mean:g}, the mean length")
     max_length = c.integer("max_model_len", low=2)
     if longest + answer > max_length:
         raise c.error("max_model_len", f"at least {longest + answer}, the longest load")

@@ -55,6 +55,7 @@ def test_a_table_without_latencies_describes_servers(tmp_path: Path) -> None:
         ({"rate_per_s": "0"}, "rate_per_s='0' must be a number above 0"),
         ({"rate_per_s": "fast"}, "rate_per_s='fast' must be a number above 0"),
         ({"answer_tokens": "-3"}, "answer_tokens='-3' must be a number at least 1"),
+        ({"prompt_tokens_max": "99"}, "prompt_tokens_max='99' must be at least 190.5"),
         ({"max_num_seqs": "1.5"}, "max_num_seqs='1.5' must be a whole number"),
         ({"arrivals": "bursts"}, "arrivals='bursts' must be constant or poisson"),
         ({"model": ""}, "model='' must be a name"),
