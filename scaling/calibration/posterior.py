@@ -249,8 +249,8 @@ def find_outside_sizes(
 ) -> dict[str, OutsideSize]:
     """Returns the sizes of a load, by name, that the fitted stages do not cover.
 
-    A batch below the fitted ones counts as covered: an idle server has less work of
-    each kind.
+    Sizes within 5 % of the fitted ones count as covered, and so does a smaller batch:
+    an idle server has less work of each kind.
     """
     if posterior.fitted_sizes is None:
         return {}
@@ -262,7 +262,7 @@ def find_outside_sizes(
     }
     if found["batch"].value < found["batch"].low:
         del found["batch"]
-    return {name: x for name, x in found.items() if x.octaves > 0}
+    return {name: x for name, x in found.items() if x.octaves > math.log2(1.05)}
 
 
 def find_latency_factors(

@@ -158,6 +158,7 @@ _OTHER_NAMES = {
     "a100": "a100-80gb",
     "a100-40": "a100-40gb",
     "a100-80": "a100-80gb",
+    "h100-80gb": "h100",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
 }
@@ -169,7 +170,7 @@ def find_device(name: str) -> Device:
     Raises:
       ValueError: the device is unknown; the message lists the known ones.
     """
-    key = name.lower().replace("_", "-")
+    key = name.lower().replace("_", "-").replace(" ", "-")
     key = _OTHER_NAMES.get(key, key)
     if key not in DEVICES:
         raise ValueError(f"unknown device {name!r}; one of: {', '.join(DEVICES)}")

@@ -182,6 +182,8 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
     assert find_outside_sizes(fitted, LoadSizes.of_stage(FIRST, 1.0)) == {}
     assert find_outside_sizes(fitted, sizes) == {"answer_tokens": (164, 20.0, 41.0)}
     assert find_outside_sizes(fitted, sizes)["answer_tokens"].octaves == 2
+    near = LoadSizes(96.0, 42.0, 52.0)
+    assert find_outside_sizes(fitted, near) == {}
     # Short answers are outside, and few requests are not.
     few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
     assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}

@@ -22,6 +22,7 @@ def test_memory_is_what_drivers_report() -> None:
     mib = [x.memory_bytes / 2**20 for x in found.values()]
     assert mib == [81559, 81920, 143771, 46068]
     assert [x.sheet_bytes for x in found.values()] == [80e9, 80e9, 141e9, 48e9]
+    assert devices.find_device("H100 80GB") == found["h100"]
     tpu = devices.find_device("tpu-v5e")
     assert tpu.memory_bytes == tpu.sheet_bytes == 16e9
     for device in devices.DEVICES.values():
