@@ -31,11 +31,13 @@ MEMORY_SHARE = 0.9
 def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
     """Returns the number of pages that fit in memory in addition to the weights.
 
-    OPT-13B on an A100: (0.9 * 80 GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
+    Memory is that of the data sheet, as papers count it. OPT-13B on an A100: (0.9 * 80
+    GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
     """
+    found = find_device(device)
     return max_batch(
         model,
-        find_device(device),
+        found._replace(memory_bytes=found.sheet_bytes),
         context=PAGE_SIZE,
         num_devices=num_devices,
         memory_share=MEMORY_SHARE,
@@ -97,7 +99,7 @@ class LinearCost(NamedTuple):
 
 
 class RooflineCost(NamedTuple):
-    """Time of a step: the larger of compute time and memory time."""
+    """Time of a step by a `StepCost`, and the time of page copies and swaps."""
 
     step: StepCost
     copy_s: Float[Array, ""]
@@ -105,22 +107,9 @@ class RooflineCost(NamedTuple):
     swap_s: Float[Array, ""]
 
     def __call__(self, work: Work) -> Float[Array, ""]:
-        """Returns the seconds of a step, see `scaling.costs.step_cost`."""
-        w, c = as_floats(work), self.step
-        tokens = w.num_decode_rows + w.num_prompt_rows
-        layers = jnp.sum(c.layers, dtype=jnp.float32)
-        # Queries of a chunk attend to earlier tokens and to themselves.
-        pairs = w.decode_pairs + (w.prompt_squares + w.num_prompt_rows) / 2
-        flops = (
-            tokens * c.flops_per_token
-            + w.num_logits * c.flops_per_logit
-            + pairs * layers * c.flops_per_key
-        )
-        kept = (w.decode_context + w.prompt_context + tokens) * layers
-        met = 1.0 - (1.0 - c.expert_share) ** tokens
-        moved = c.weight_bytes + c.expert_bytes * met + c.kv_bytes * kept
-        seconds = jnp.maximum(flops / c.flops_per_s, moved / c.bytes_per_s)
-        feeds = jnp.where(tokens > 0, seconds + c.overhead_s, 0.0)
+        """Returns the seconds of a step."""
+        w = as_floats(work)
+        feeds = self.step(work)
         return feeds + self.copy_s * w.num_copied + self.swap_s * w.num_swapped
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
         plan_in_order,
         schedule,
     )
-    from jaxkv.scheduling.prefill_chunks import chunked_prefill
+    from jaxkv.scheduling.prefill_chunks import ChunkedPrefill, chunked_prefill
     from jaxkv.scheduling.remaining_work import shortest_remaining
     from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, stall_error
-    from jaxkv.scheduling.static_batching import static
+    from jaxkv.scheduling.static_batching import Static, static
     from jaxkv.scheduling.victims import Victim
-    from jaxkv.scheduling.vllm import vllm_scheduler
+    from jaxkv.scheduling.vllm import VLLMScheduler, vllm_scheduler
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,9 +1,9 @@
 """The scheduler of vLLM's V1 engine: pages by chunks, preemption of the latest."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from jaxkv import validation
 from jaxkv.memory import pages_for
@@ -19,12 +19,17 @@ class VLLMScheduler(NamedTuple):
     prompt as by `FCFS`, and there is no watermark. If pages run out, the latest
     sequences are preempted and recomputed, and no request is admitted in that step.
 
+    Before vLLM 0.19, a request is admitted if the pages of its first chunk are free.
+    Since then, the pages of all its known tokens must be free: the prompt, and the
+    answer so far of a preempted request. Pages are taken by chunks under both rules.
+
     vLLM visits running sequences in order of admission, and so a prompt before a later
     decode. Without `chunk_size` the order is the same: only the last admitted prompt is
     incomplete.
 
     Source: vllm-project/vllm, `v1/core/sched/scheduler.py`, `Scheduler.schedule`, with
-    the policy "fcfs" (state of November 2025).
+    the policy "fcfs": state of November 2025, and `scheduler_reserve_full_isl` of pull
+    request 37307 (March 2026), which is on by default.
     """
 
     max_running: Int32[Array, ""]
@@ -32,6 +37,8 @@ class VLLMScheduler(NamedTuple):
     chunk_size: Int32[Array, ""]
     """Largest number of rows of one prompt in a step:
     `long_prefill_token_threshold`."""
+    reserves_prompt: Bool[Array, ""]
+    """True if the whole prompt must fit at admission: `scheduler_reserve_full_isl`."""
 
     holds_finished = False
 
@@ -65,7 +72,8 @@ class VLLMScheduler(NamedTuple):
         num_held = jnp.sum(c.held, dtype=jnp.int32)
         num_free = jnp.minimum(runs.shape[0] - num_held, self.max_running) - num_running
         admit = c.waiting & ~jnp.any(preempt)
-        admit &= jnp.cumsum(now, dtype=jnp.int32) <= free
+        required = jnp.where(self.reserves_prompt, c.waiting_pages, now)
+        admit &= jnp.cumsum(now, dtype=jnp.int32) - now + required <= free
         admit &= jnp.cumsum(c.waiting_slots, dtype=jnp.int32) <= num_free
         admit &= (head_rows > 0) | c.waiting_swapped
         admit = interface.admissible(c, admit)
@@ -80,8 +88,14 @@ class VLLMScheduler(NamedTuple):
         )
 
 
+type AdmissionRule = Literal["vllm-0.15", "vllm-0.19"]
+
+
 def vllm_scheduler(
-    *, max_num_seqs: int | None = None, long_prefill_token_threshold: int = 0
+    *,
+    max_num_seqs: int | None = None,
+    long_prefill_token_threshold: int = 0,
+    rule: AdmissionRule = "vllm-0.15",
 ) -> VLLMScheduler:
     """Makes a `VLLMScheduler`; the arguments have vLLM's names.
 
@@ -92,6 +106,9 @@ def vllm_scheduler(
         number of slots.
       long_prefill_token_threshold: largest chunk of a prompt in tokens; 0 means no
         bound except the token budget.
+      rule: version whose rule of admission holds. "vllm-0.15" takes the first chunk of
+        a prompt, as the servers of `scaling.calibration` did, and "vllm-0.19" takes
+        whole prompts only.
 
     Raises:
       ValueError: a parameter is out of its range.
@@ -101,7 +118,9 @@ def vllm_scheduler(
     running = validation.integer("max_num_seqs", max_num_seqs, low=1)
     name = "long_prefill_token_threshold"
     chunk = validation.integer(name, long_prefill_token_threshold) or NO_LIMIT
+    validation.choice("rule", rule, ("vllm-0.15", "vllm-0.19"))
     return VLLMScheduler(
         max_running=jnp.asarray(running, jnp.int32),
         chunk_size=jnp.asarray(chunk, jnp.int32),
+        reserves_prompt=jnp.asarray(rule == "vllm-0.19"),
     )

@@ -1,7 +1,10 @@
 """Ids of the chunks of prompts, and the tokens that a prefix cache has of each prompt.
 
-Equal ids mean equal tokens from the start of the prompt to the end of the chunk. All
-ids are in one array, so that 10^7 of them take 80 MB.
+Equal ids mean equal tokens from the start of the prompt to the end of the chunk, so
+that an id follows one other id only, and its chunk has one length. A trace may
+contradict that: `find_contradiction` names a row, and `shared_tokens` bounds what
+chunks of several lengths have in common. All ids are in one array, so that 10^7 of them
+take 80 MB.
 """
 
 from collections import OrderedDict
@@ -9,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int, Int32, Int64
+
+_BLOCK, _NUM_PARTS = 1 << 20, 16
+"""Ids, and parts of the ids, that are searched at a time."""
 
 
 class ChunkIds(Sequence[np.ndarray]):
@@ -55,6 +61,107 @@ class ChunkIds(Sequence[np.ndarray]):
         starts = np.concatenate([[0], np.cumsum(counts)])
         shift = np.repeat(self.starts[prompts] - starts[:-1], counts)
         return ChunkIds(self.flat[shift + np.arange(shift.size)], starts)
+
+    def find_contradiction(
+        self, num_tokens: Int[np.ndarray, " prompts"], size: int
+    ) -> tuple[int, int, str] | None:
+        """Finds a prompt that uses an id for other tokens than an earlier prompt does.
+
+        Args:
+          num_tokens: tokens of each prompt.
+          size: tokens of a chunk.
+
+        Returns:
+          The prompt, the earlier one, and the reason; None if there is none.
+        """
+        places, ends = self._find_partial(num_tokens, size)
+        order = np.argsort(self.flat[places], kind="stable")
+        places, ends = places[order], ends[order]
+        found = self._find_pair(places, ends)
+        if found is not None:
+            return (*found, "ends after another number of tokens than")
+        # A chunk follows one other chunk. In parts, since a sort of all takes memory.
+        is_start = np.zeros(self.flat.size + 1, bool)
+        is_start[self.starts] = True
+        low_bytes = self.flat.astype("<i8", copy=False).view(np.uint8)[::8]
+        for part in range(_NUM_PARTS):
+            places = np.flatnonzero(low_bytes % _NUM_PARTS == part)
+            places = places[np.argsort(self.flat[places], kind="stable")]
+            lowest = np.iinfo(np.int64).min
+            before = np.where(is_start[places], lowest, self.flat[places - 1])
+            found = self._find_pair(places, before)
+            if found is not None:
+                return (*found, "follows another chunk than")
+        return None
+
+    def _find_pair(
+        self, places: Int64[np.ndarray, " places"], values: Int[np.ndarray, " places"]
+    ) -> tuple[int, int] | None:
+        """Finds two prompts with the same id and different values, the later first.
+
+        Args:
+          places: indices in `flat`, sorted by id, then by prompt.
+          values: a value of each.
+        """
+        ids = self.flat[places]
+        is_wrong = (ids[1:] == ids[:-1]) & (values[1:] != values[:-1])
+        if not is_wrong.any():
+            return None
+        at = int(np.argmax(is_wrong))
+        later, earlier = self._prompts_of(places[[at + 1, at]]).tolist()
+        return later, earlier
+
+    def shared_tokens(
+        self, num_tokens: Int[np.ndarray, " prompts"], size: int
+    ) -> Int64[np.ndarray, " prompts"]:
+        """Returns the leading tokens of each prompt that earlier prompts may have had.
+
+        Chunks end where the longest earlier prompt with their id ended.
+
+        Args:
+          num_tokens: tokens of each prompt.
+          size: tokens of a chunk.
+        """
+        places, ends = self._find_partial(num_tokens, size)
+        _, index = np.unique(self.flat[places], return_inverse=True)
+        order = np.argsort(index, kind="stable")
+        # Keys of later ids are larger, so that each id begins its own maximum.
+        keys = (index[order] << 32) + ends[order]
+        longest = np.maximum.accumulate(keys)
+        is_known = np.append(False, index[order][1:] == index[order][:-1])
+        is_known = is_known[: order.size]
+        before = np.append(0, longest[:-1])[: order.size] & (2**32 - 1)
+        is_cut = is_known & (before < ends[order])
+        limits = num_tokens.astype(np.int64)
+        prompts = self._prompts_of(places[order])
+        np.minimum.at(limits, prompts[is_cut], before[is_cut])
+        return limits
+
+    def _prompts_of(
+        self, places: Int64[np.ndarray, " places"]
+    ) -> Int64[np.ndarray, " places"]:
+        """Returns the prompts to which indices in `flat` belong."""
+        return np.searchsorted(self.starts, places, side="right") - 1
+
+    def _find_partial(
+        self, num_tokens: Int[np.ndarray, " prompts"], size: int
+    ) -> tuple[Int64[np.ndarray, " places"], Int64[np.ndarray, " places"]]:
+        """Finds the ids that end before a full chunk in some prompt.
+
+        Returns:
+          Their indices in `flat`, and the tokens of their prompts up to their ends.
+        """
+        last = self.starts[1:][self.counts * size > num_tokens] - 1
+        ids = np.unique(self.flat[last])
+        parts = [np.zeros(0, np.int64)]
+        for start in range(0, self.flat.size if ids.size else 0, _BLOCK):
+            block = self.flat[start : start + _BLOCK]
+            at = np.minimum(np.searchsorted(ids, block), ids.size - 1)
+            parts.append(start + np.flatnonzero(ids[at] == block))
+        places = np.concatenate(parts)
+        prompts = self._prompts_of(places)
+        ends = (places - self.starts[prompts] + 1) * size
+        return places, np.minimum(ends, num_tokens[prompts])
 
     def num_known(self) -> Int32[np.ndarray, " prompts"]:
         """Counts the leading chunks of each prompt that an earlier prompt had as well.

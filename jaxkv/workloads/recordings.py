@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int, Int32, Int64
 
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
@@ -44,7 +44,8 @@ class Recording(NamedTuple):
     num_empty: int
     """Failed requests without output, which were skipped."""
     doubts: tuple[str, ...] = ()
-    """Warnings: times that look like another unit, and rows that were sorted."""
+    """Warnings: times that look like another unit or another clock, rows that were
+    sorted, and rows that contradict others."""
     chunk_tokens: int | None = None
     """Tokens of a chunk; None if the recording has no ids."""
     num_unsorted: int = 0
@@ -177,11 +178,17 @@ def read_recording(
     if has_agent_sessions(path):
         if time_unit or chunk_tokens or answer_s_per_token:
             raise ValueError(
-                f"{path}: has agent sessions, whose units are known: time_unit, "
-                "chunk_tokens and answer_s_per_token must have their defaults"
+                f"{path}: has agent sessions, whose units are known; the time unit, "
+                "the tokens of a chunk and the seconds per token must be left out"
             )
         sessions = read_agent_sessions(path, skip_empty=skip_empty)
-        return _sort(Recording(**sessions._asdict()))
+        found = _sort(Recording(**sessions._asdict()))
+        assert found.chunk_ids is not None
+        assert found.chunk_tokens is not None
+        numbers = np.arange(1, found.prompt.size + 1)
+        ids, size = found.chunk_ids, found.chunk_tokens
+        doubts = _find_contradiction(ids, found.prompt, size, "request", numbers)
+        return found._replace(doubts=doubts)
     columns = read_trace_columns(path, skip_empty=skip_empty)
     try:
         unit, doubts = find_unit(columns, time_unit)
@@ -197,6 +204,10 @@ def read_recording(
                 f"earlier row, first line {first}; rows are sorted by time"
             )
             columns = _take(columns, order)
+        if columns.chunk_ids is not None and size is not None:
+            doubts += _find_contradiction(
+                columns.chunk_ids, columns.prompt, size, "line", columns.line
+            )
         arrival_s = to_arrival_s(columns, unit)
         links = _link(columns, arrival_s, answer_s_per_token)
         if links is not None and not columns.format.chat:
@@ -221,6 +232,24 @@ def read_recording(
     )
 
 
+def _find_contradiction(
+    ids: ChunkIds,
+    prompt: Int[np.ndarray, " requests"],
+    size: int,
+    noun: str,
+    numbers: Int[np.ndarray, " requests"],
+) -> tuple[str, ...]:
+    """Returns a doubt about chunk ids, or none; requests are a noun and a number."""
+    found = ids.find_contradiction(prompt, size)
+    if found is None:
+        return ()
+    row, earlier, reason = found
+    return (
+        f"{noun} {numbers[row]}: a chunk {reason} in {noun} {numbers[earlier]}, with "
+        f"the same id; tokens that no earlier {noun} has are not counted as cached",
+    )
+
+
 def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
     """Counts the leading chunks of each prompt that an earlier prompt had as well.
 
@@ -241,7 +270,7 @@ def cached_tokens(
 
     The prompts are those of the earlier requests, in order of arrival; answers have no
     chunk ids and count as new where a later prompt contains them. At least one token of
-    a prompt is new.
+    a prompt is new. Of an id, the tokens count that an earlier prompt had.
 
     Args:
       recording: the requests, with chunk ids.
@@ -262,6 +291,8 @@ def cached_tokens(
     else:
         num_chunks = ids.num_cached(int(cache_tokens // size))
     tokens = num_chunks.astype(np.int64) * size
+    shared = ids.shared_tokens(recording.prompt, size)
+    tokens = np.minimum(tokens, shared)
     return np.minimum(tokens, recording.prompt - 1).astype(np.int32)
 
 
@@ -274,7 +305,8 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
     the full chunks of the prompt before.
 
     Raises:
-      ValueError: a prompt is longer than any model takes.
+      ValueError: a prompt is longer than any model takes, or a turn is sent before the
+        one before it.
     """
     session, kind = columns.session, columns.format
     turns = np.flatnonzero(session >= 0)
@@ -291,6 +323,11 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
             start = 0.0 if last < 0 else time[last]
             time[turn] = start + (0.0 if np.isnan(delay) else delay)
         if last >= 0:
+            if time[turn] < time[last]:
+                raise ValueError(
+                    f"line {columns.line[turn]}: is sent before the turn before it, "
+                    f"line {columns.line[last]}"
+                )
             prompt[turn] += prompt[last] + columns.output[last]
             if prompt[turn] > LONGEST:
                 raise ValueError(

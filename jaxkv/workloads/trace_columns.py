@@ -100,8 +100,11 @@ class _Reader:
         self._skip_empty = skip_empty
         kind = find_format(block.columns, block.repeated)
         first = next(iter(block.columns.get(kind.time, ())), None)
-        if not kind.unit and isinstance(first, str) and not _is_number(first):
+        is_date = isinstance(first, str) and not _is_number(first)
+        if not kind.unit and is_date:
             kind = kind._replace(unit=DATE)
+        elif kind.unit == DATE and first is not None and not is_date:
+            kind = kind._replace(unit="s")
         self._kind = kind
         self._doubtful = {x for x in kind.required if x in block.doubtful}
         self._doubts = tuple(block.doubtful[x] for x in self._doubtful)
@@ -109,6 +112,7 @@ class _Reader:
         self._has_ids: bool | None = None
         self._sessions: dict[Any, int] = {}
         self._num_empty = 0
+        self._num_unequal = self._first_unequal = 0
         integers = ("line", "prompt", "output", "session", "chat", "parent")
         self.columns: dict[str, array[Any]] = {
             **{name: array("q") for name in (*integers, "num_chunks", "chunk_ids")},
@@ -165,6 +169,12 @@ class _Reader:
                     f"the {name} has {_to_integer(cells(values)[row])} tokens"
                 ),
             )
+        if kind.total in block.columns:
+            total = column(kind.total, _to_integer, "whole", optional=False)
+            unequal = np.flatnonzero(total != prompt + output)
+            if unequal.size and not self._num_unequal:
+                self._first_unequal = int(block.lines[int(unequal[0])])
+            self._num_unequal += unequal.size
         nan = np.full(num, np.nan)
         none = np.full(num, -1)
         answer_s = delay = nan
@@ -210,12 +220,20 @@ class _Reader:
         }
         flat, counts = found.pop("chunk_ids"), found.pop("num_chunks")
         starts = np.concatenate([[0], np.cumsum(counts)])
+        doubts = self._doubts
+        if self._num_unequal:
+            kind = self._kind
+            doubts += (
+                f"{kind.total} is not {kind.prompt} + {kind.output} in "
+                f"{self._num_unequal:,} rows, first line {self._first_unequal}; it is "
+                "not used",
+            )
         return TraceColumns(
             format=self._kind,
             **found,
             chunk_ids=ChunkIds(flat, starts) if self._has_ids else None,
             num_empty=self._num_empty,
-            doubts=self._doubts,
+            doubts=doubts,
         )
 
     def _append(self, name: str, values: np.ndarray) -> None:

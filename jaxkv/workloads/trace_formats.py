@@ -1,8 +1,9 @@
 """Columns of the formats of recorded traces.
 
-    Azure       TIMESTAMP (a date), ContextTokens, GeneratedTokens
-    BurstGPT    Timestamp (s), Request tokens, Response tokens, and in later files
-                Session ID, Elapsed time (s); also without spaces or capitals
+    Azure       TIMESTAMP (a date, or s), ContextTokens, GeneratedTokens
+    BurstGPT    Timestamp (s), Request tokens, Response tokens, optionally Total tokens,
+                and in later files Session ID, Elapsed time (s); also without spaces or
+                capitals
     plain       arrival_s (or arrival_ms, arrival_us), prompt_tokens, output_tokens, and
                 optionally session, delay_s; arrival or timestamp in place of arrival_s
                 is a date, or a number whose unit is asked for
@@ -54,6 +55,8 @@ class TraceFormat(NamedTuple):
     """Column of the chunk ids."""
     chunk_tokens: int = 0
     """Documented tokens of a chunk."""
+    total: str = ""
+    """Column of the sums of prompt and output length."""
     has_turns: bool = False
     """True if prompts of later turns of a session leave out the earlier turns."""
 
@@ -80,6 +83,7 @@ FORMATS = (
         *("Timestamp", "Request tokens", "Response tokens", "s"),
         session="Session ID",
         answer="Elapsed time",
+        total="Total tokens",
     ),
     TraceFormat("arrival_s", *_PLAIN, "s", session="session", delay="delay_s"),
     TraceFormat("arrival_ms", *_PLAIN, "ms", session="session"),
@@ -131,7 +135,7 @@ def find_format(names: Collection[str], repeated: Collection[str]) -> TraceForma
 
 
 _COLUMNS = ("time", "prompt", "output", "session", "answer", "delay", "chat", "parent")
-_COLUMNS += ("hash_ids",)
+_COLUMNS += ("hash_ids", "total")
 
 
 def _squeeze(name: str) -> str:

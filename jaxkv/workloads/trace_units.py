@@ -23,10 +23,10 @@ def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]
     kind, name = columns.format, columns.format.time
     if kind.unit == DATE:
         if asked is not None:
-            raise ValueError(f"{name} has dates: time_unit={asked!r} must be None")
-        return "us", []
+            raise ValueError(f"{name} has dates: time_unit={asked!r} must be left out")
+        return "us", _clock_warnings(columns, "us")
     if asked is not None:
-        return asked, []
+        return asked, _clock_warnings(columns, asked)
     times = columns.time[~np.isnan(columns.time)]
     if not times.size:
         return kind.unit, []
@@ -36,14 +36,44 @@ def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]
         is_named = name == f"arrival_{kind.unit}"
         is_possible = is_named and start < _UNIX["s"][1] * SECONDS[kind.unit]
         if low <= start < high and (not is_possible or unit == kind.unit):
-            return unit, []
+            return unit, _clock_warnings(columns, unit)
     if start >= _NANOSECONDS:
         raise ValueError(f"{name}={start:.6g} must be in s, ms or us, not in ns")
     if not kind.unit:
         raise ValueError(
-            f"{name} has no unit: call read_recording with time_unit='s', 'ms' or 'us'"
+            f"{name} has no unit: name the column arrival_s, arrival_ms or arrival_us, "
+            "or give time_unit='s', 'ms' or 'us'"
         )
+    if clock_warnings := _clock_warnings(columns, kind.unit):
+        return kind.unit, clock_warnings
     return kind.unit, _unit_warnings(name, kind.unit, times)
+
+
+_LONG_BREAK_S, _BREAK_SHARE = 86_400.0, 100.0
+"""Length in s of a gap, and its ratio to all other gaps together, above which the rows
+before and after it may have two clocks."""
+
+
+def _clock_warnings(columns: TraceColumns, unit: str) -> list[str]:
+    """Returns a warning if a few rows are far from all others in time."""
+    times = columns.time / SECONDS[unit]
+    order = np.argsort(times)
+    order = order[~np.isnan(times[order])]
+    gaps = np.diff(times[order])
+    if gaps.size < 2:
+        return []
+    at = int(np.argmax(gaps))
+    longest_s = float(gaps[at])
+    if longest_s <= max(_LONG_BREAK_S, _BREAK_SHARE * (gaps.sum() - longest_s)):
+        return []
+    before, after = order[: at + 1], order[at + 1 :]
+    few = min(after, before, key=len)
+    row = int(few.min())
+    return [
+        f"line {columns.line[row]}: {columns.format.time}={columns.time[row]:.10g} is "
+        f"{longest_s / 86_400:,.1f} days from the other rows ({few.size:,} of "
+        f"{order.size:,} rows); has it another clock or unit?"
+    ]
 
 
 _LONG_GAP_S = 60.0
@@ -90,7 +120,7 @@ def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
     """
     if columns.chunk_ids is None:
         if asked is not None:
-            raise ValueError(f"chunk_tokens={asked} must be None without hash_ids")
+            raise ValueError(f"chunk_tokens={asked} must be left out without hash_ids")
         return None
     num, ids = columns.prompt, columns.chunk_ids.counts
     size = asked or columns.format.chunk_tokens
@@ -104,8 +134,8 @@ def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
         power = 2 ** int(math.log2(high))
         if low <= power:
             raise ValueError(
-                f"hash_ids may have {low} to {high} tokens each: call read_recording "
-                f"with the size, such as chunk_tokens={power}"
+                f"hash_ids may have {low} to {high} tokens each: give their size, such "
+                f"as chunk_tokens={power}"
             )
     row = int(np.argmax(ids != -(-num // size)))
     raise ValueError(

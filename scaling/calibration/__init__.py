@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     )
     from scaling.calibration.posterior import (
         DISCREPANCY,
+        EXTRAPOLATION,
         NOISE,
         NUM_ROUNDS,
         LatencyFactors,
+        LoadSizes,
+        OutsideSize,
         ServerPosterior,
         find_latency_factors,
+        find_outside_sizes,
         fit_posterior,
         leave_out,
         predict_stage,

@@ -22,6 +22,7 @@ in turn. The client may count several streamed chunks for a token: the scale of
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -113,9 +114,12 @@ class MeasuredStage:
 def read_measured_stages(path: Path) -> tuple[MeasuredStage, ...]:
     """Reads the load stages of a table with the columns of the module docstring.
 
+    Warns about the first row whose numbers look like another unit.
+
     Raises:
-      ValueError: the file cannot be read or has no rows, a column is missing, or a
-        value is out of range; one line with the file and the row.
+      ValueError: the file cannot be read or has no rows, a column is missing, a value
+        is out of range, or two rows have the same run and stage; one line with the file
+        and the row.
     """
     table = read_table(path, allow_partial=False)
     if not table.rows:
@@ -124,7 +128,61 @@ def read_measured_stages(path: Path) -> tuple[MeasuredStage, ...]:
     needed = (*_COLUMNS, *(_LATENCY_COLUMNS if has_latencies else ()))
     if missing := [name for name in needed if name not in table.names]:
         raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
-    return tuple(_read_stage(table, row, has_latencies) for row in table.rows)
+    stages: dict[str, MeasuredStage] = {}
+    places: dict[str, str] = {}
+    doubts = []
+    for row in table.rows:
+        stage = _read_stage(table, row, has_latencies)
+        if stage.name in stages:
+            raise ValueError(
+                f"{path}: {row.place}: run={stage.run!r} and stage={stage.stage} are "
+                f"those of {places[stage.name]}"
+            )
+        stages[stage.name] = stage
+        places[stage.name] = row.place
+        if has_latencies and (doubt := _find_doubt(stage, row)):
+            doubts.append(f"{path}: {row.place}: {doubt}")
+    if doubts:
+        more = f" ({len(doubts) - 1} more rows)" if len(doubts) > 1 else ""
+        warnings.warn(doubts[0] + more, stacklevel=2)
+    return tuple(stages.values())
+
+
+LONGEST_STEP_S = 1.0
+"""Time per token in s above which times are doubted."""
+
+
+def _find_doubt(stage: MeasuredStage, row: RawRow) -> str:
+    """Returns a doubt about the units of a stage, or ""."""
+    assert stage.end_to_end_s is not None
+    assert stage.inter_token_s is not None
+    whole_s = float(stage.end_to_end_s.mean)
+    step_s = float(stage.inter_token_s.mean)
+    # The client's own time per token; several chunks for a token make it smaller.
+    client_s = float(row.cells["tpot_s_mean"])
+    if stage.answer_tokens > 1 and step_s > LONGEST_STEP_S:
+        return (
+            f"{step_s:,.4g} s per token follow from e2e_s_mean={whole_s:g}; are the "
+            "times in milliseconds?"
+        )
+    if stage.answer_tokens > 1 and client_s > 10 * step_s:
+        return (
+            f"tpot_s_mean={client_s:g}, and {step_s:.4g} s per token follow from "
+            "e2e_s_mean; are some times in milliseconds?"
+        )
+    if not stage.is_overloaded and whole_s > stage.duration_s:
+        return (
+            f"e2e_s_mean={whole_s:g} exceeds duration_s={stage.duration_s:g} without "
+            "failures; do both have the unit s?"
+        )
+    num_sent = stage.rate_per_s * stage.duration_s
+    num_counted = stage.successes + stage.failures
+    if num_counted and not 0.5 < num_sent / num_counted < 2:
+        return (
+            f"rate_per_s * duration_s is {num_sent:,.4g} requests, and successes + "
+            f"failures is {num_counted:,}; are the rate and the duration in s?"
+        )
+    return ""
 
 
 _COLUMNS = (
@@ -198,7 +256,10 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
     if c.has("prompt_tokens_mean"):
         mean = c.number("prompt_tokens_mean", low=1.0)
     answer, longest = c.integer("answer_tokens"), max(nominal, math.ceil(mean))
-    longest = c.integer("prompt_tokens_max", default=longest)
+    if c.has("prompt_tokens_max"):
+        longest = c.integer("prompt_tokens_max")
+        if longest < mean:
+            raise c.error("prompt_tokens_max", f"at least {mean:g}, the mean length")
     max_length = c.integer("max_model_len", low=2)
     if longest + answer > max_length:
         raise c.error("max_model_len", f"at least {longest + answer}, the longest load")
@@ -212,6 +273,9 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
         )
         if end_to_end.mean < first.mean:
             raise c.error("e2e_s_mean", f"at least ttft_s_mean={first.mean:g}")
+        for kind, x in zip(_LATENCIES, (end_to_end, first, inter), strict=True):
+            if x.p99 < x.median:
+                raise c.error(f"{kind}_p99", f"at least {kind}_median={x.median:g}")
         if answer > 1:
             scale = (end_to_end.mean - first.mean) / (answer - 1) / inter.mean
             inter = LatencySummary(*(x * scale for x in inter))

@@ -1,17 +1,18 @@
 """Files of posteriors, and the posterior of published servers.
 
 The file is JSON. It has the version of the cost model, because a coefficient means the
-same in one version only; the values of the coefficients in each draw; and the names of
-the fitted stages, so that a prediction can name its data.
+same in one version only; the values of the coefficients in each draw; and the names and
+sizes of the fitted stages, so that a prediction can name its data and its range.
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 
 from jaxkv.files import read_json, write_atomically
-from scaling.calibration.posterior import ServerPosterior
+from scaling.calibration.posterior import LoadSizes, ServerPosterior
 from scaling.calibration.server_cost import (
     COST_VERSION,
     ServerCoefficients,
@@ -21,6 +22,8 @@ from scaling.calibration.server_cost import (
 
 PUBLISHED_SERVERS = Path(__file__).with_name("vllm_h100.json")
 """Posterior of vLLM servers on H100s, written by `jaxkv calibrate`."""
+_PUBLISHED_SIZES = LoadSizes(570.68, 247.0, 9.0516), LoadSizes(786.73, 251.0, 102.714)
+"""Sizes of its stages, which the file does not have: it equals that of a record."""
 
 
 def save_posterior(path: Path, posterior: ServerPosterior) -> None:
@@ -46,6 +49,8 @@ def format_posterior(posterior: ServerPosterior) -> str:
         "devices": posterior.devices,
         "corrections": posterior.corrections.tolist(),
         "num_effective": posterior.num_effective,
+        "fitted_sizes": posterior.fitted_sizes
+        and [x._asdict() for x in posterior.fitted_sizes],
         "models": {
             name: {
                 "num_stages": posterior.num_stages[name],
@@ -93,6 +98,14 @@ def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
             raise ValueError(f"residuals must have {len(draws)} draws, as coefficients")
         if not (np.isfinite(draws).all() and np.isfinite(modes).all()):
             raise ValueError("coefficients must be above 0")
+        sizes = document.get("fitted_sizes")
+        if path.resolve() == PUBLISHED_SERVERS.resolve():
+            sizes = _PUBLISHED_SIZES
+        elif sizes is not None:
+            low, high = (LoadSizes(**x) for x in sizes)
+            if not all(0 < x <= y < math.inf for x, y in zip(low, high, strict=True)):
+                raise ValueError("fitted_sizes must be above 0, the smallest first")
+            sizes = low, high
         return ServerPosterior(
             deviations=draws,
             residuals=residuals,
@@ -104,6 +117,7 @@ def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
             corrections=np.array(document["corrections"], float),
             num_effective=float(document["num_effective"]),
             devices=tuple(document["devices"]),
+            fitted_sizes=sizes,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no posterior of servers: {error}") from None

@@ -2,7 +2,8 @@
 
 Rates are of dense products, without sparsity. Bandwidths are bytes per second; that of
 the link counts one direction, half of the figure that data sheets print for NVLink.
-Sizes are in bytes; a GB is 1e9 bytes.
+Sizes are in bytes; a GB is 1e9 bytes. Memory has two sizes, since drivers report more
+or less than the data sheet's round number: 81,559 MiB for an H100 of 80 GB.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ class Device(NamedTuple):
 
     Attributes:
       name: name in tables.
-      memory_bytes: size of its memory.
+      memory_bytes: size of its memory as drivers and frameworks report it.
       bandwidth: memory bandwidth in bytes per second.
       bfloat16: dense 16-bit products, operations per second; float16 on devices without
         bfloat16.
@@ -30,6 +31,7 @@ class Device(NamedTuple):
       measured_products: highest measured rate of 16-bit products; 0 if unknown.
       measured_bandwidth: highest measured memory bandwidth; 0 if unknown.
       measured_source: source of the measurements.
+      sheet_bytes: memory of the data sheet, in decimal GB as papers count it.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Device(NamedTuple):
     measured_products: float = 0.0
     measured_bandwidth: float = 0.0
     measured_source: str = ""
+    sheet_bytes: float = 0.0
 
     def rate(self, precision: Precision) -> float:
         """Returns the operations per second at a precision.
@@ -113,11 +116,37 @@ _MEASURED = {
 }
 """Measured rates of 16-bit products and of memory in bytes/s, and their sources."""
 
+_REPORTED_MIB = {
+    "v100": 32768,
+    "t4": 15360,
+    "a10": 23028,
+    "a100-40gb": 40960,
+    "a100-80gb": 81920,
+    "l4": 23034,
+    "l40s": 46068,
+    "h100": 81559,
+    "h100-pcie": 81559,
+    "h800": 81559,
+    "h200": 143771,
+    "b200": 183359,
+    "mi300x": 196592,
+}
+"""Total memory in MiB that nvidia-smi and rocm-smi report. TPUs have the data sheet's.
+
+Sources: modal-labs/modal-client, pull request 2797 (H100, A100, A10, L40S, L4, T4);
+outputs of `nvidia-smi --query-gpu=name,memory.total` and `rocm-smi --showmeminfo vram`
+in public repositories (V100 of 32 GB, H100 PCIe, H800, H200, B200, MI300X).
+"""
+
 
 def _device(name: str, *sizes: str) -> Device:
     powers = ("e9", "e9", "e12", "e12", "e12", "e9")
-    read = (float(x + power) for x, power in zip(sizes, powers, strict=True))
-    return Device(name, *read, _SOURCES[name], *_MEASURED.get(name, (0.0, 0.0, "")))
+    read = [float(x + power) for x, power in zip(sizes, powers, strict=True)]
+    measured = _MEASURED.get(name, (0.0, 0.0, ""))
+    device = Device(name, *read, _SOURCES[name], *measured, sheet_bytes=read[0])
+    if name in _REPORTED_MIB:
+        device = device._replace(memory_bytes=_REPORTED_MIB[name] * 2.0**20)
+    return device
 
 
 DEVICES: Mapping[str, Device] = {
@@ -129,6 +158,7 @@ _OTHER_NAMES = {
     "a100": "a100-80gb",
     "a100-40": "a100-40gb",
     "a100-80": "a100-80gb",
+    "h100-80gb": "h100",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
 }
@@ -140,7 +170,7 @@ def find_device(name: str) -> Device:
     Raises:
       ValueError: the device is unknown; the message lists the known ones.
     """
-    key = name.lower().replace("_", "-")
+    key = name.lower().replace("_", "-").replace(" ", "-")
     key = _OTHER_NAMES.get(key, key)
     if key not in DEVICES:
         raise ValueError(f"unknown device {name!r}; one of: {', '.join(DEVICES)}")

@@ -3,14 +3,17 @@
 `serving` computes one size; a simulator evaluates millions of steps, under `jit` and
 `vmap`, with chunks of prompts and decoding in the same step. So the counts of a model
 are reduced to a few coefficients, a pytree of scalars, and a step is a few sums over
-its slots.
+its slots. A `StepCost` is a cost model of `jaxkv.simulation`; `step_work` takes the
+lengths of each slot instead of their sums.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.simulation import Work
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
 from scaling.costs.flops import check_sizes, decode_terms
@@ -47,6 +50,36 @@ class StepCost(NamedTuple):
     flops_per_s: Float[Array, ""]
     bytes_per_s: Float[Array, ""]
     overhead_s: Float[Array, ""]
+
+    def __call__(self, work: Work) -> Float[Array, ""]:
+        """Returns the time of a simulated step in s; 0 for a step without tokens.
+
+        Sums over the batch do not give the tokens within a window, so each row is
+        counted with at most its window: exact if no context or every context exceeds
+        it, and an upper bound otherwise. Copies and swaps of pages take no time.
+        """
+        w: Work = jax.tree.map(lambda x: x.astype(jnp.float32), work)
+        tokens = w.num_decode_rows + w.num_prompt_rows
+        # Queries of a chunk attend to earlier tokens and to themselves.
+        chunk_pairs = (w.prompt_squares + w.num_prompt_rows) / 2
+        decoded = w.num_decode_rows * self.window
+        prompted = w.num_prompt_rows * self.window
+        pairs = jnp.minimum(w.decode_pairs, decoded) + jnp.minimum(
+            chunk_pairs, prompted
+        )
+        kept = jnp.minimum(w.decode_context, decoded) + jnp.minimum(
+            w.prompt_context, prompted
+        )
+        flops = (
+            tokens * self.flops_per_token
+            + w.num_logits * self.flops_per_logit
+            + jnp.sum(pairs * self.layers, dtype=jnp.float32) * self.flops_per_key
+        )
+        kept = jnp.sum((kept + tokens) * self.layers, dtype=jnp.float32)
+        met = 1.0 - (1.0 - self.expert_share) ** tokens
+        moved = self.weight_bytes + self.expert_bytes * met + self.kv_bytes * kept
+        seconds = jnp.maximum(flops / self.flops_per_s, moved / self.bytes_per_s)
+        return jnp.where(tokens > 0, seconds + self.overhead_s, 0.0)
 
 
 class StepWork(NamedTuple):

@@ -17,7 +17,7 @@ class Offer(NamedTuple):
       name: name in the offer.
       usd_per_hour: price in USD per hour, or None if not given.
       flops_per_s: peak rate, of dense 16-bit products unless the offer has another.
-      memory_bytes: memory, or None if the name is not in `devices`.
+      memory_bytes: memory of the data sheet, or None if the name is not in `devices`.
     """
 
     name: str
@@ -77,7 +77,7 @@ def parse_offer(text: str) -> Offer:
     else:
         assert known is not None
         rate = known.bfloat16
-    return Offer(name, price, rate, known.memory_bytes if known else None)
+    return Offer(name, price, rate, known.sheet_bytes if known else None)
 
 
 def best_offer(offers: Sequence[Offer], mfu: float) -> Offer:

@@ -43,7 +43,11 @@ class ReferenceStep(NamedTuple):
 
 
 class ReferenceScheduler:
-    """Runs requests to their end; a step takes 10 ms, and 0.1 ms per prompt token."""
+    """Runs requests to their end; a step takes 10 ms, and 0.1 ms per prompt token.
+
+    With `reserves_prompt`, a request is admitted only if blocks of all its tokens are
+    free: `full_sequence_must_fit` of vLLM's `allocate_slots`.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class ReferenceScheduler:
         max_num_batched_tokens: int,
         threshold: int,
         head: int | None = None,
+        reserves_prompt: bool = False,
     ) -> None:
         self.requests = requests
         self.unsent = [i for i, x in enumerate(requests) if x.after]
@@ -65,6 +70,7 @@ class ReferenceScheduler:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
         self.threshold = threshold
+        self.reserves_prompt = reserves_prompt
         self.head = len(requests) if head is None else head
         self.clock_us = 0
 
@@ -114,6 +120,9 @@ class ReferenceScheduler:
             request = self.waiting[0]
             request.num_computed = request.context
             new = self.chunk(request, budget)
+            whole = -(-(request.num_tokens - request.context) // self.block_size)
+            if self.reserves_prompt and whole > len(self.free):
+                break
             if not self.take_blocks(request, new):
                 break
             self.running.append(self.waiting.pop(0))

@@ -48,6 +48,8 @@ class ServerCase(NamedTuple):
     """Expected number of sequences in the system, rounded up."""
     fitted_model: str | None
     """Name by which the model was fitted; None if it was not."""
+    doubts: tuple[str, ...] = ()
+    """Doubts about the rows of a trace."""
 
     @property
     def num_measured(self) -> list[int]:
@@ -90,11 +92,12 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         block_size=options.block_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         num_blocks=options.num_blocks,
     )
     setup = dataclasses.replace(setup, num_blocks=setup.num_kv_blocks)
     make = read_loads if options.trace is not None else draw_loads
-    loads, rates, num_slots = make(options, setup, posterior)
+    loads, rates, num_slots, doubts = make(options, setup, posterior)
     objectives = parse_objectives(options.objective)
     case = ServerCase(
         setup=setup,
@@ -106,6 +109,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         objectives=objectives,
         num_slots=num_slots,
         fitted_model=_find_fitted(model, posterior),
+        doubts=doubts,
     )
     num = min(case.num_measured)
     for objective in objectives:
@@ -124,6 +128,7 @@ def _check_combination(options: SimulateOptions) -> None:
             f"--dtype {options.dtype}: the cost model of servers is fitted in 16 bits"
         )
     pairs = [("rate", "sweep"), ("num_requests", "duration")]
+    pairs.append(("num_blocks", "gpu_memory_utilization"))
     of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
     pairs += [(name, "trace") for name in of_trace]
     plain = SimulateOptions()
@@ -135,6 +140,9 @@ def _check_combination(options: SimulateOptions) -> None:
         return
     if options.cache_tokens:
         raise ValueError("--cache-tokens needs --trace; --prefix-tokens has its own")
+    for flag in ("time_unit", "chunk_tokens"):
+        if getattr(options, flag) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} needs --trace")
     for flag, text in (
         ("--prompt-tokens", options.prompt_tokens),
         ("--answer-tokens", options.answer_tokens),
@@ -174,8 +182,9 @@ def _find_degree(options: SimulateOptions) -> int:
 
 
 def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Policy:
-    if options.policy == "vllm":
-        return scheduling.vllm_scheduler(max_num_seqs=options.max_num_seqs)
+    if options.policy in ("vllm", "vllm-0.19"):
+        rule = "vllm-0.15" if options.policy == "vllm" else "vllm-0.19"
+        return scheduling.vllm_scheduler(max_num_seqs=options.max_num_seqs, rule=rule)
     if options.policy == "prefill-first":
         # A preempted request feeds its answer again, in one step with its prompt.
         longest = max(

@@ -66,7 +66,10 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
         parts += tables.run_sheets(document)
     if case.objectives:
         parts.append(tables.objective_sheet(case, rows, largest))
-    parts.append(tables.basis_sheet(case))
+    sizes = [item for x in summaries for item in x.outside.items()]
+    # The farthest size of each name comes last, and remains.
+    outside = dict(sorted(sizes, key=lambda item: item[1].octaves))
+    parts.append(tables.basis_sheet(case, outside))
     lines = []
     if not is_sweep and (share := document["overloaded_share"]):
         lines.append(f"overloaded: the queue grows in {100 * share:.0f} % of the draws")
@@ -101,6 +104,7 @@ def _describe(case: ServerCase) -> dict[str, Any]:
             "has_model": case.fitted_model is not None,
             "has_device": setup.device.name in case.posterior.devices,
         },
+        "trace_doubts": list(case.doubts),
     }
 
 

@@ -52,6 +52,8 @@ class Loads(NamedTuple):
     num_slots: int
     """Sequences that run at a time in the steady state of the last load, rounded
     up to a power of 2."""
+    doubts: tuple[str, ...] = ()
+    """Doubts about the rows of a trace."""
 
 
 def draw_loads(
@@ -166,11 +168,27 @@ def read_loads(
 ) -> Loads:
     """Reads the requests of a trace, at its own rate or at others."""
     assert options.trace is not None
-    recording = read_recording(options.trace, skip_empty=True)
+    try:
+        recording = read_recording(
+            options.trace,
+            skip_empty=True,
+            time_unit=options.time_unit,
+            chunk_tokens=options.chunk_tokens,
+        )
+    except ValueError as error:
+        # The library names its arguments, and the command its flags.
+        text = str(error).replace("time_unit=", "--time-unit ")
+        text = text.replace("chunk_tokens=", "--chunk-tokens ")
+        raise ValueError(text) from None
     if recording.after is not None:
         raise ValueError(
             f"{options.trace}: has sessions, whose requests wait for answers; `jaxkv "
             "simulate` has no metrics of jobs"
+        )
+    if options.cache_tokens and recording.chunk_ids is None:
+        raise ValueError(
+            f"{options.trace}: --cache-tokens {options.cache_tokens} needs hash_ids, "
+            "the ids of repeated chunks"
         )
     rates = parse_sweep(options.sweep) or (options.rate,)
     loads, found = [], []
@@ -195,7 +213,7 @@ def read_loads(
         options, setup, posterior, max(found), _mean_tokens(loads[-1])
     )
     kept = tuple(x or y for x, y in zip(rates, found, strict=True))
-    return Loads(tuple(loads), kept, num_slots)
+    return Loads(tuple(loads), kept, num_slots, recording.doubts)
 
 
 def _mean_tokens(load: ServerLoad) -> tuple[float, float, float]:

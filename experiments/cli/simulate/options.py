@@ -46,6 +46,8 @@ class SimulateOptions:
     """Short for --parallel tp=N."""
     dtype: Literal["bfloat16", "float16", "float8", "float32"] = "bfloat16"
     """Type of weights, keys and values; 16 bits are fitted."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the memory that the server uses."""
     num_blocks: Annotated[int | None, parsing.describe_default("by memory")] = None
     """Blocks of the KV cache."""
     block_size: int = 16
@@ -58,8 +60,8 @@ class SimulateOptions:
     """Largest length of a sequence."""
     prefix_caching: bool = True
     """Keep the K and V of a shared prefix."""
-    policy: Literal["vllm", "fcfs", "prefill-first", "static"] = "vllm"
-    """Scheduling policy."""
+    policy: Literal["vllm", "vllm-0.19", "fcfs", "prefill-first", "static"] = "vllm"
+    """Scheduling policy; vllm is that of the fitted servers, vLLM 0.15."""
     rate: Annotated[float | None, parsing.describe_default("--sweep or --trace")] = None
     """Requests per second."""
     sweep: Annotated[str, parsing.describe_default("one rate")] = ""
@@ -74,6 +76,12 @@ class SimulateOptions:
     """Cached tokens before each prompt."""
     trace: Annotated[Path | None, parsing.describe_default("none")] = None
     """File of recorded requests."""
+    time_unit: Annotated[
+        Literal["s", "ms", "us"] | None, parsing.describe_default("the trace's")
+    ] = None
+    """Unit of the times of --trace."""
+    chunk_tokens: Annotated[int | None, parsing.describe_default("the trace's")] = None
+    """Tokens for each of the hash_ids of --trace."""
     cache_tokens: int = 0
     """Tokens kept for prompts that a trace repeats."""
     num_requests: Annotated[int | None, parsing.describe_default("as --duration")] = (
@@ -112,12 +120,15 @@ class SimulateOptions:
           ValueError: an option is out of range.
         """
         counts = ("devices", "tp", "num_blocks", "block_size", "max_num_seqs")
-        for name in (*counts, "max_num_batched_tokens", "num_requests", "draws"):
+        counts += ("max_num_batched_tokens", "num_requests", "draws", "chunk_tokens")
+        for name in counts:
             parsing.refuse_outside(self, name, "a whole number from 1", 1)
         parsing.refuse_outside(self, "max_model_len", "a whole number from 2", 2)
         for name in ("prefix_tokens", "cache_tokens", "seed"):
             parsing.refuse_outside(self, name, "a whole number from 0", 0)
         above_0 = math.nextafter(0, 1)
+        name = "gpu_memory_utilization"
+        parsing.refuse_outside(self, name, "in (0, 1]", above_0, 1.0)
         parsing.refuse_outside(self, "rate", "above 0 requests per second", above_0)
         parsing.refuse_outside(self, "duration", "above 0 seconds", above_0)
         parsing.refuse_outside(self, "warm_up", "at least 0 seconds", 0)

@@ -7,14 +7,21 @@ import numpy as np
 from experiments.cli.simulate.case import load_coefficients
 from experiments.cli.simulate.options import SimulateOptions
 from experiments.cli.simulate.summary import LEVEL
-from experiments.cli.simulate.tables import fitted_rows, format_estimate
+from experiments.cli.simulate.tables import (
+    describe_outside,
+    fitted_rows,
+    format_estimate,
+)
 from experiments.framework import Sheet, format_rate
 from jaxkv.progress import Progress
 from scaling import shapes
 from scaling.calibration import (
     LatencySummary,
+    LoadSizes,
     MeasuredStage,
+    OutsideSize,
     ServerPosterior,
+    find_outside_sizes,
     predict_stage,
     read_measured_stages,
 )
@@ -75,6 +82,10 @@ def _predict_row(
         "is_overloaded": stage.is_overloaded,
         "is_fitted": stage.name in posterior.stages,
     }
+    end_to_end_s = float(np.median(predicted.end_to_end_s.mean))
+    sizes = LoadSizes.of_stage(stage, end_to_end_s)
+    outside = find_outside_sizes(posterior, sizes)
+    row["outside_fitted"] = {name: x._asdict() for name, x in outside.items()}
     for key, (field, compared) in _STATISTICS.items():
         found: LatencySummary = getattr(predicted, field)
         real: LatencySummary | None = getattr(stage, field)
@@ -139,4 +150,11 @@ def judgement_sheet(document: dict[str, Any], posterior: ServerPosterior) -> She
             )
     num_fitted = sum(row["is_fitted"] for row in document["rows"])
     named = f"{num_fitted} of {len(document['rows'])} rows are among the fitted stages"
-    return Sheet("Basis", ("", ""), [*rows, ("rows", named), *fitted_rows(posterior)])
+    rows += [("rows", named), *fitted_rows(posterior)]
+    for row in document["rows"]:
+        outside = {k: OutsideSize(**x) for k, x in row["outside_fitted"].items()}
+        rows += [
+            ("load", f"warning: {row['stage']}: {line}")
+            for line in describe_outside(outside)
+        ]
+    return Sheet("Basis", ("", ""), rows)

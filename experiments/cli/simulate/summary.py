@@ -12,7 +12,12 @@ from jaxtyping import Float
 from experiments.cli.simulate.case import REQUESTS_FOR, ServerCase
 from experiments.cli.simulate.options import LATENCIES, LatencyObjective
 from jaxkv.workloads import SustainedRate, goodput
-from scaling.calibration import ServerRun, find_latency_factors
+from scaling.calibration import (
+    LoadSizes,
+    ServerRun,
+    find_latency_factors,
+    find_outside_sizes,
+)
 
 LEVEL = 0.9
 """Probability of intervals."""
@@ -33,11 +38,17 @@ class RunSummary:
       run: the run.
       num_measured: requests in the window.
       overloaded: True for draws whose queue grows.
+      outside: sizes of the load that the fitted stages do not cover.
     """
 
     def __init__(self, case: ServerCase, run: ServerRun) -> None:
         """Draws the factors of the latencies."""
-        factors = find_latency_factors(case.posterior, case.fitted_model or "")
+        values = run.latencies()
+        sizes = _find_sizes(
+            case, run, float(np.median(values.end_to_end_s.mean(axis=1)))
+        )
+        self.outside = find_outside_sizes(case.posterior, sizes)
+        factors = find_latency_factors(case.posterior, case.fitted_model or "", sizes)
         drawn = factors.draw(_NUM_FACTORS)
         self._case = case
         self._factors = {
@@ -48,7 +59,6 @@ class RunSummary:
         self.run = run
         self.num_measured = int(run.load.is_measured.sum())
         self.overloaded = run.is_overloaded()
-        values = run.latencies()
         self.latencies = dict(
             zip(
                 LATENCIES,
@@ -118,6 +128,7 @@ class RunSummary:
             "objective_probability": self.probability(case.objectives),
             "overloaded_share": float(self.overloaded.mean()),
             "memory": self._memory(),
+            "outside_fitted": {name: x._asdict() for name, x in self.outside.items()},
         }
 
     def memory_curves(
@@ -154,6 +165,20 @@ class RunSummary:
             found |= {name: _middle(x) for name, x in each.items()}
             found["interval"] = {name: _interval(x) for name, x in each.items()}
         return found
+
+
+def _find_sizes(case: ServerCase, run: ServerRun, end_to_end_s: float) -> LoadSizes:
+    """Returns the sizes of the measured part of a load."""
+    load, w = run.load, run.load.workload
+    prompt = np.asarray(w.prompt)
+    if w.context is not None:
+        prompt = prompt + np.asarray(w.context)
+    rate = load.is_measured.sum() / load.window_s
+    return LoadSizes(
+        prompt_tokens=float(prompt[load.is_measured].mean()),
+        answer_tokens=float(np.asarray(w.output)[load.is_measured].mean()),
+        batch=min(rate * end_to_end_s, case.setup.max_num_seqs),
+    )
 
 
 def find_largest_rates(

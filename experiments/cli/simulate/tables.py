@@ -7,7 +7,7 @@ from experiments.cli.simulate.case import REQUESTS_FOR, ServerCase
 from experiments.cli.simulate.summary import LEVEL, PROBABILITIES
 from experiments.framework import Sheet, format_percent, format_rate
 from jaxkv.workloads import SustainedRate
-from scaling.calibration import ServerPosterior
+from scaling.calibration import OutsideSize, ServerPosterior
 
 _KINDS = {
     "e2e_s": ("end to end [s]", 1.0),
@@ -105,8 +105,13 @@ def objective_sheet(
     return Sheet(title, ("probability", "largest rate [requests/s]"), cells)
 
 
-def basis_sheet(case: ServerCase) -> Sheet:
-    """Returns the table of the window and of the data of the coefficients."""
+def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
+    """Returns the table of the window and of the data of the coefficients.
+
+    Args:
+      case: the case.
+      outside: sizes of its loads that the fitted stages do not cover.
+    """
     load, nums, device = case.loads[0], case.num_measured, case.setup.device.name
     windows = [x.window_s for x in case.loads]
     window, num = f"{windows[0]:.4g} s", f"{nums[0]:,} requests"
@@ -136,7 +141,25 @@ def basis_sheet(case: ServerCase) -> Sheet:
                 "sheet's rates are assumed to be the same",
             )
         )
+    rows += [("load", f"warning: {x}") for x in describe_outside(outside)]
+    rows += [("trace", f"warning: {x}") for x in case.doubts]
     return Sheet("Basis", ("", ""), rows)
+
+
+_SIZES = {
+    "prompt_tokens": "prompts of {} tokens",
+    "answer_tokens": "answers of {} tokens",
+    "batch": "a batch of {}",
+}
+
+
+def describe_outside(outside: dict[str, OutsideSize]) -> list[str]:
+    """Returns a line for each size that the fitted stages do not cover."""
+    return [
+        f"{_SIZES[name].format(_short(x.value))}, and {_short(x.low)} to "
+        f"{_short(x.high)} were fitted: intervals are wider for it"
+        for name, x in outside.items()
+    ]
 
 
 def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:

@@ -133,7 +133,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     device = find_device(config.device)
     cost = make_server_cost(model, device, draw_coefficients(np.zeros(len(PRIOR))))
     capacity = Capacity.of(
-        num_pages=num_kv_blocks(model, device),
+        # The record counts the data sheet's memory, less a fixed reserve.
+        num_pages=num_kv_blocks(
+            model,
+            device._replace(memory_bytes=device.sheet_bytes),
+            reserved_bytes=2e9,
+        ),
         max_length=MAX_LENGTH,
         token_budget=config.token_budget,
     )

@@ -8,6 +8,7 @@ Source of the recordings: Patel et al. 2024 (Splitwise), arXiv:2311.18677.
 import dataclasses
 import itertools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     rows: list[Row] = []
     for trace in config.traces:
         recording = read_recording(find_recording(trace))
+        for doubt in recording.doubts:
+            warnings.warn(doubt, stacklevel=2)
         progress.show(f"{trace}: {recording.prompt.size:,} requests")
         members = [
             SimulationMember(

@@ -8,6 +8,7 @@ metric that its policy improves and the metrics that it worsens.
 """
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def draw_workload(config: Config) -> Workload:
         else config.recording
     )
     found, num = read_recording(path), config.first_requests
+    for doubt in found.doubts:
+        warnings.warn(doubt, stacklevel=2)
     found = found.at_rate(found.rate * config.rate_factor)
     prompt, output = found.prompt[:num], found.output[:num]
     rng = np.random.default_rng(config.seed)

@@ -144,7 +144,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     waste = Waste.joined([contiguous, scaled.at([-1])])
     token_bytes = float(kv_bytes_per_token(server.description))
     return Result(
-        memory_bytes=find_device(server.device).memory_bytes,
+        memory_bytes=find_device(server.device).sheet_bytes,
         weight_bytes=float(server.weight_bytes),
         kv_bytes=float(server.kv_gib * 2**30),
         token_bytes=token_bytes,

@@ -5,6 +5,7 @@ Equal ids mean equal pages with equal pages before them.
 
 import itertools
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,8 @@ def read_prompt_pages(name: str) -> PromptPages:
             f"{name}: no such file{where}; --trace takes any recording with hash_ids"
         )
     found = read_recording(path)
+    for doubt in found.doubts:
+        warnings.warn(doubt, stacklevel=2)
     if found.chunk_ids is None or found.chunk_tokens is None:
         raise ValueError(f"{path}: has no prefixes that prompts have in common")
     ids = [x.tolist() for x in found.chunk_ids]

@@ -19,6 +19,7 @@ from experiments.cli.simulate.summary import RunSummary, find_largest_rates
 from scaling.calibration import (
     PRIOR,
     LatencySummary,
+    LoadSizes,
     MeasuredStage,
     ServerCoefficients,
     ServerLoad,
@@ -27,6 +28,7 @@ from scaling.calibration import (
     ServerSetup,
     StageLatencies,
     find_latency_factors,
+    load_posterior,
     save_posterior,
 )
 from tests.support.commands import (
@@ -273,6 +275,50 @@ def test_a_trace_repeats_prompts_that_are_cached(simulate: Command) -> None:
     assert load.resident_blocks == 256
 
 
+def test_flags_name_the_units_of_a_trace(simulate: Command) -> None:
+    rows = "".join(f"{500 * k},20,5\n" for k in range(60))
+    Path("t.csv").write_text("timestamp,prompt_tokens,output_tokens\n" + rows)
+    args = "mixtral-8x7b --tp 2 --trace t.csv"
+    assert_refused(simulate, args, "or give --time-unit 's', 'ms' or 'us'")
+    (load,) = resolved("", "", trace=Path("t.csv"), time_unit="ms").loads
+    assert load.window_s == pytest.approx(29.5, abs=0.1)
+    lines = [
+        {"timestamp": 500 * k, "input_length": 60 + 10 * k, "output_length": 5}
+        | {"hash_ids": [1, 2][: k + 1]}
+        for k in range(2)
+    ]
+    Path("t.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    args = "mixtral-8x7b --tp 2 --trace t.jsonl"
+    assert_refused(simulate, args, "such as --chunk-tokens 64")
+    assert_refused(simulate, f"{args} --chunk-tokens 0", "--chunk-tokens 0: must be")
+    resolved("", "", trace=Path("t.jsonl"), chunk_tokens=64, cache_tokens=64)
+    unit = "--time-unit ms --cache-tokens 64"
+    line = "t.csv: --cache-tokens 64 needs hash_ids"
+    assert_refused(simulate, f"mixtral-8x7b --tp 2 --trace t.csv {unit}", line)
+
+
+def test_doubts_about_a_trace_and_its_load_are_shown(
+    simulate: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace(monkeypatch, command, "simulate_server", serve_one_by_one)
+    posterior = load_posterior(Path("fit.json"))
+    low, high = LoadSizes(10.0, 4.0, 0.001), LoadSizes(40.0, 5.0, 50.0)
+    save_posterior(Path("fit.json"), posterior._replace(fitted_sizes=(low, high)))
+    lines = [f"{0.5 * k},20,16" for k in range(60)] + ["1787600000,20,16"]
+    Path("t.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens\n" + "\n".join(lines)
+    )
+    args = ("mixtral-8x7b", "--tp", "2", "--trace", "t.csv", "--num-requests", "40")
+    found = document(simulate, *args)
+    (doubt,) = found["trace_doubts"]
+    assert doubt.startswith("line 62: arrival_s=1787600000 is ")
+    outside = {"answer_tokens": {"value": 16.0, "low": 4.0, "high": 5.0}}
+    assert found["outside_fitted"] == outside
+    output = words(simulate, *args)
+    assert "warning: answers of 16 tokens, and 4 to 5 were fitted" in output
+    assert "warning: line 62: arrival_s=1787600000 is 20,689.8 days" in output
+
+
 def test_objectives_and_sweeps_are_parsed() -> None:
     assert parse_objectives("ttft=0.5, tpot_p90=0.05,e2e_mean=9") == (
         LatencyObjective("ttft", "p99", 0.5),
@@ -301,7 +347,13 @@ def test_largest_rates_are_interpolated_or_bounds() -> None:
         ("mixtral-8x7b --rate 1 --prompt-tokens 9", "--answer-tokens is missing"),
         ("LOAD --tp 2", "--rate is missing"),
         ("LOAD --tp 2 --objective ttft=1", "--rate is missing"),
-        ("LOAD --rate 2", "mixtral-8x7b does not fit into 1 h100"),
+        ("LOAD --rate 2", "a tensor-parallel degree of 2 is enough"),
+        ("LOAD --rate 2 --gpu-memory-utilization 1.5", "1.5: must be in (0, 1]"),
+        (
+            "LOAD --rate 2 --gpu-memory-utilization 0.8 --num-blocks 9",
+            "--num-blocks and --gpu-memory-utilization exclude each other",
+        ),
+        ("LOAD --rate 2 --tp 2 --time-unit ms", "--time-unit needs --trace"),
         ("LOAD --rate -2", "--rate -2: must be above 0"),
         ("LOAD --rate 2 --prompt-tokens=-5", "--prompt-tokens -5: must be a whole"),
         ("LOAD --rate 2 --answer-tokens 0", "--answer-tokens 0: must be a whole"),
@@ -433,7 +485,14 @@ def test_the_rows_of_a_table_are_predicted(
     assert first["e2e_s"]["interval"]["mean"] == pytest.approx(0.5 * factors)
     assert [found["coverage"][x] for x in ("e2e_s", "ttft_s")] == [1.0, 1.0]
     assert found["largest_error"]["e2e_s"] == pytest.approx(0.05)
+    # Prompts of 190 tokens and answers of 41; 2.6 requests are in the system.
+    posterior = load_posterior(Path("fit.json"))
+    sizes = LoadSizes(100.0, 200.0, 1.0), LoadSizes(200.0, 250.0, 9.0)
+    save_posterior(Path("fit.json"), posterior._replace(fitted_sizes=sizes))
+    outside = document(simulate, "--stages", table)["rows"][0]["outside_fitted"]
+    assert outside == {"answer_tokens": {"value": 41, "low": 200.0, "high": 250.0}}
     output = words(simulate, "--stages", table)
+    assert "warning: made-up-7b/0: answers of 41 tokens, and 200 to 250" in output
     assert "mixtral-8x7b *" in output
     assert "error 5.0 % in the median, 5.0 % at most; 90 % intervals hold 1 of 1" in (
         output

@@ -1,12 +1,14 @@
 """`vllm_scheduler` schedules as a plain-Python scheduler, step for step."""
 
-from typing import NamedTuple
+import inspect
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
 from jaxkv import scheduling
+from jaxkv.scheduling.vllm import AdmissionRule
 from jaxkv.simulation import Capacity
 from jaxkv.simulation import step as simulation_step
 from jaxkv.workloads import Workload, make_workload
@@ -18,6 +20,7 @@ from tests.support.vllm_reference import (
 )
 
 BLOCK_SIZE = 4
+untyped: Any = inspect.unwrap(scheduling.vllm_scheduler)
 
 
 class Load(NamedTuple):
@@ -27,6 +30,7 @@ class Load(NamedTuple):
     budget: int
     threshold: int
     num_blocks: int
+    rule: AdmissionRule = "vllm-0.15"
 
 
 LOADS = {
@@ -34,6 +38,8 @@ LOADS = {
     "pages run out": Load(max_num_seqs=9, budget=64, threshold=0, num_blocks=18),
     "few sequences": Load(max_num_seqs=3, budget=24, threshold=0, num_blocks=40),
     "short chunks": Load(max_num_seqs=9, budget=40, threshold=5, num_blocks=24),
+    "whole prompts": Load(9, budget=8, threshold=0, num_blocks=18, rule="vllm-0.19"),
+    "whole prompts, short chunks": Load(9, 40, 5, num_blocks=24, rule="vllm-0.19"),
 }
 
 
@@ -46,7 +52,9 @@ def simulated(workload: Workload, load: Load) -> simulation_step.SimulatedStep:
         token_budget=load.budget,
     )
     policy = scheduling.vllm_scheduler(
-        max_num_seqs=load.max_num_seqs, long_prefill_token_threshold=load.threshold
+        max_num_seqs=load.max_num_seqs,
+        long_prefill_token_threshold=load.threshold,
+        rule=load.rule,
     )
     state, infos = run(workload, capacity, policy)
     assert int(state.num_done) == workload.prompt.size
@@ -91,6 +99,7 @@ def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
         max_num_seqs=load.max_num_seqs,
         max_num_batched_tokens=load.budget,
         threshold=load.threshold,
+        reserves_prompt=load.rule == "vllm-0.19",
     )
     steps = zip(*reference.run(), strict=True)
     expected = dict(zip(ReferenceStep._fields, map(np.array, steps), strict=True))
@@ -116,11 +125,24 @@ def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
     assert expected["num_running"].max() <= load.max_num_seqs
 
 
+def test_whole_prompts_wait_for_free_pages() -> None:
+    """Two prompts of 12 blocks in 18, by chunks of 2 blocks: the second one waits."""
+    load = Load(max_num_seqs=9, budget=8, threshold=0, num_blocks=18)
+    workload = make_workload(np.zeros(30), np.full(30, 48), np.full(30, 9))
+    old = simulated(workload, load)
+    new = simulated(workload, load._replace(rule="vllm-0.19"))
+    assert old.num_preempted.sum() > 0
+    assert new.num_preempted.sum() == 0
+    assert new.num_running.max() == 1
+
+
 def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="max_num_seqs=0 must be"):
         scheduling.vllm_scheduler(max_num_seqs=0)
     with pytest.raises(ValueError, match="long_prefill_token_threshold=-1 must be"):
         scheduling.vllm_scheduler(long_prefill_token_threshold=-1)
+    with pytest.raises(ValueError, match=r"rule='vllm-1' must be 'vllm-0\.15' or"):
+        untyped(rule="vllm-1")
     with pytest.raises(ValueError, match="request 1: has context=-4"):
         make_workload(
             np.zeros(2), np.ones(2, int), np.ones(2, int), context=np.array([0, -4])

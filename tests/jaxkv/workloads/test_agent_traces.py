@@ -207,3 +207,13 @@ def test_sessions_run_in_a_closed_loop(tmp_path: Path) -> None:
     assert load.arrival[-1].tolist() == [20, 0]
     with pytest.raises(ValueError, match="clients=2 must be None"):
         found.workload(clients=2)
+
+
+def test_ids_after_other_ids_are_doubted(tmp_path: Path) -> None:
+    found = read_recording(write(tmp_path, session(request(0, [1, 2]))))
+    assert found.doubts == ()
+    calls = request(0, [1, 2]), request(9, [3, 2])
+    (doubt,) = read_recording(write(tmp_path, session(*calls))).doubts
+    assert doubt.startswith(
+        "request 2: a chunk follows another chunk than in request 1"
+    )

@@ -253,7 +253,7 @@ def test_chunk_sizes_follow_from_the_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_tokens=0 must be in"):
         read(*loose, size=0)
     path = write(tmp_path, PLAIN + "0,1,1\n")
-    with pytest.raises(ValueError, match="chunk_tokens=16 must be None without hash"):
+    with pytest.raises(ValueError, match="chunk_tokens=16 must be left out"):
         read_recording(path, chunk_tokens=16)
     for ids, line in ((2**63, r"must be in \[-2\^63"), (1.5, "list of whole numbers")):
         rows = mooncake((0, 512, [1]), (0, 512, []))
@@ -322,6 +322,112 @@ def test_cached_tokens_are_the_context_of_a_workload(tmp_path: Path) -> None:
     plain = read_recording(write(tmp_path, PLAIN + "0,1,1\n"))
     with pytest.raises(ValueError, match="has no chunk ids"):
         plain.workload(cache_tokens=5)
+
+
+def test_ids_of_chunks_with_several_lengths_are_doubted(tmp_path: Path) -> None:
+    """Of an id, no more tokens are cached than an earlier prompt had."""
+    rows = mooncake((0, 600, [1, 2]), (1, 1024, [1, 2]), (2, 1500, [1, 2, 3]))
+    found = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
+    assert cached_tokens(found).tolist() == [0, 600, 1024]
+    assert cached_tokens(found, 4096).tolist() == [0, 600, 1024]
+    (doubt,) = found.doubts
+    assert doubt.startswith("line 2: a chunk ends after another number of tokens")
+    assert "in line 1, with the same id" in doubt
+    # Two short chunks, and chunks after other chunks.
+    short = mooncake((0, 600, [1, 2]), (1, 700, [1, 2]), (2, 512, [1]))
+    found = read_recording(write_lines(tmp_path, short), chunk_tokens=512)
+    assert cached_tokens(found).tolist() == [0, 600, 511]
+    assert "line 2: a chunk ends after" in found.doubts[0]
+    for rows, line in (
+        (mooncake((0, 1024, [1, 2]), (1, 1024, [3, 2])), "line 2: a chunk follows"),
+        (mooncake((0, 1024, [1, 2]), (1, 512, [2])), "line 2: a chunk follows"),
+        (mooncake((0, 512, [1]), (1, 1024, [2, 2])), "line 2: a chunk follows"),
+    ):
+        found = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
+        assert found.doubts[0].startswith(line)
+    plain = mooncake((0, 600, [1, 2]), (1, 600, [1, 2]), (2, 1100, [1, 3, 4]))
+    found = read_recording(write_lines(tmp_path, plain), chunk_tokens=512)
+    assert cached_tokens(found).tolist() == [0, 599, 512]
+    assert found.doubts == ()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_tokens_are_those_of_the_longest_earlier_prompt(seed: int) -> None:
+    """Ids of random prompts with last chunks of any length, against a dictionary."""
+    rng = np.random.default_rng(seed)
+    size, prompts = 4, draw_chunks(rng)
+    lengths = [max(1, size * len(x) - int(rng.integers(0, size))) for x in prompts]
+    flat = np.array([x for each in prompts for x in each], np.int64)
+    ids = ChunkIds(flat, np.cumsum([0, *map(len, prompts)]))
+    limits = ids.shared_tokens(np.array(lengths), size)
+    ends: dict[int, int] = {}
+    known = ids.num_known()
+    for i, (chunks, length) in enumerate(zip(prompts, lengths, strict=True)):
+        cached = 0
+        for k, chunk in enumerate(chunks):
+            end = min(length, size * (k + 1))
+            if cached < size * k or chunk not in ends:
+                break
+            cached = min(end, ends[chunk])
+        assert min(size * known[i], limits[i]) == cached
+        for k, chunk in enumerate(chunks):
+            end = min(length, size * (k + 1))
+            ends[chunk] = max(ends.get(chunk, 0), end)
+
+
+UNIX = 1_787_600_000.0
+
+
+@pytest.mark.parametrize(
+    ("times", "line"),
+    [
+        ((0, 0.5, 1, 1.5, UNIX), "line 6: "),
+        ((0, UNIX, 0.5, 1, 1.5), "line 3: "),
+        ((UNIX, UNIX + 1, UNIX + 2, 0), "line 5: "),
+        ((UNIX, UNIX + 1, UNIX + 2, 1e3 * UNIX), "line 5: "),
+        ((0, 1, 2, UNIX, UNIX + 1), "line 5: "),
+    ],
+)
+def test_rows_on_another_clock_are_doubted(
+    tmp_path: Path, times: tuple[float, ...], line: str
+) -> None:
+    for name in ("arrival_s", "timestamp"):
+        text = PLAIN.replace("arrival_s", name)
+        text += "".join(f"{time:.1f},5,5\n" for time in times)
+        unit = None if name == "arrival_s" else "s"
+        found = read_recording(write(tmp_path, text), time_unit=unit)
+        assert found.doubts[0].startswith(line)
+        assert "has it another clock or unit?" in found.doubts[0]
+
+
+def test_azures_times_may_be_seconds(tmp_path: Path) -> None:
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    rows = "".join(f"{i / 2},{100 + i},20\n" for i in range(8))
+    found = read_recording(write(tmp_path, header + rows))
+    assert found.arrival_s.tolist() == [i / 2 for i in range(8)]
+    assert found.doubts == ()
+    found = read_recording(write(tmp_path, header + rows + f"{UNIX:.1f},120,30\n"))
+    assert found.doubts[0].startswith("line 10: TIMESTAMP=1787600000 is 20,689.8 days")
+    dates = "2024-05-10 00:00:01Z,5,5\n2024-05-10 00:00:02Z,5,5\n"
+    later = write(tmp_path, header + dates + "2026-05-10 00:00:03Z,5,5\n")
+    assert read_recording(later).doubts[0].startswith("line 4: ")
+
+
+def test_totals_and_turns_that_contradict_their_rows(tmp_path: Path) -> None:
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    rows = "5,GPT-4,10,20,30,API log\n7,GPT-4,10,20,31,API log\n9,GPT-4,1,2,9,x\n"
+    found = read_recording(write(tmp_path, header + rows))
+    assert found.doubts == (
+        "Total tokens is not Request tokens + Response tokens in 2 rows, first line 3; "
+        "it is not used",
+    )
+    rows = rows.replace("31", "30").replace(",9,x", ",3,x")
+    assert read_recording(write(tmp_path, header + rows)).doubts == ()
+    turns = mooncake((5000, 512, [1]), (4000, 512, [2]))
+    for turn in turns:
+        turn["session_id"] = "a"
+    with pytest.raises(ValueError, match="line 2: is sent before the turn before it"):
+        read_recording(write_lines(tmp_path, turns), chunk_tokens=512)
 
 
 def random_rows(kind: str) -> str:

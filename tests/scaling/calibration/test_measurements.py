@@ -55,11 +55,13 @@ def test_a_table_without_latencies_describes_servers(tmp_path: Path) -> None:
         ({"rate_per_s": "0"}, "rate_per_s='0' must be a number above 0"),
         ({"rate_per_s": "fast"}, "rate_per_s='fast' must be a number above 0"),
         ({"answer_tokens": "-3"}, "answer_tokens='-3' must be a number at least 1"),
+        ({"prompt_tokens_max": "99"}, "prompt_tokens_max='99' must be at least 190.5"),
         ({"max_num_seqs": "1.5"}, "max_num_seqs='1.5' must be a whole number"),
         ({"arrivals": "bursts"}, "arrivals='bursts' must be constant or poisson"),
         ({"model": ""}, "model='' must be a name"),
         ({"max_model_len": "200"}, "max_model_len='200' must be at least 237"),
         ({"ttft_s_mean": "2"}, "e2e_s_mean='0.9' must be at least ttft_s_mean=2"),
+        ({"e2e_s_p99": "0.5"}, "e2e_s_p99='0.5' must be at least e2e_s_median=0.88"),
         ({"e2e_s_p99": "nan"}, "e2e_s_p99='nan' must be a number above 0"),
     ],
 )
@@ -71,6 +73,58 @@ def test_cells_out_of_range_are_refused(
         read_measured_stages(path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_repeated_stages_are_refused(tmp_path: Path) -> None:
+    path = edited(tmp_path, run="made-up-7b", stage="0")
+    line = r"row 2 \(line 3\): run='made-up-7b' and stage=0 are those of row 1"
+    with pytest.raises(ValueError, match=line):
+        read_measured_stages(path)
+
+
+@pytest.mark.parametrize(
+    ("cells", "doubt"),
+    [
+        (
+            {"e2e_s_mean": "900", "ttft_s_mean": "50"},
+            "21.25 s per token follow from e2e_s_mean=900",
+        ),
+        (
+            {"tpot_s_mean": "10.5", "tpot_s_median": "10.4", "tpot_s_p99": "20"},
+            "tpot_s_mean=10.5, and 0.02125 s per token",
+        ),
+        ({"duration_s": "60000"}, "rate_per_s * duration_s is 1.5e+05 requests"),
+        ({"rate_per_s": "150"}, "rate_per_s * duration_s is 9,000 requests"),
+        (
+            {"duration_s": "0.6", "rate_per_s": "250", "failures": "0"},
+            "e2e_s_mean=0.9 exceeds duration_s=0.6 without failures",
+        ),
+    ],
+)
+def test_numbers_in_another_unit_are_doubted(
+    tmp_path: Path, cells: dict[str, str], doubt: str
+) -> None:
+    path = edited(tmp_path, **cells)
+    with pytest.warns(UserWarning, match="edited") as warned:
+        read_measured_stages(path)
+    (line,) = (str(x.message) for x in warned)
+    assert line.startswith(f"{path}: row 2 (line 3): ")
+    assert doubt in line
+    assert line.endswith("?")
+
+
+def test_a_table_in_milliseconds_is_one_doubt(tmp_path: Path) -> None:
+    names, *rows = (x.split(",") for x in STAGES.read_text().split())
+    for row in rows:
+        for i, name in enumerate(names):
+            if name.startswith(("e2e_s", "ttft_s", "tpot_s")):
+                row[i] = str(1e3 * float(row[i]))
+    path = tmp_path / "ms.csv"
+    path.write_text("\n".join(",".join(row) for row in (names, *rows)))
+    line = r"in milliseconds\? \(1 more rows\)"
+    with pytest.warns(UserWarning, match=line) as warned:
+        read_measured_stages(path)
+    assert len(warned) == 1
 
 
 def test_missing_columns_and_rows_are_refused(tmp_path: Path) -> None:

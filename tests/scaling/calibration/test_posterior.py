@@ -9,13 +9,16 @@ import pytest
 
 from scaling.calibration import (
     DISCREPANCY,
+    EXTRAPOLATION,
     NOISE,
     PRIOR,
     LatencySummary,
+    LoadSizes,
     MeasuredStage,
     ServerPosterior,
     StageLatencies,
     draw_coefficients,
+    find_outside_sizes,
     fit_posterior,
     leave_out,
     load_posterior,
@@ -149,6 +152,53 @@ def test_intervals_include_the_discrepancy_of_a_model(
         assert np.std(after) == pytest.approx(NOISE[i], rel=0.3)
         assert np.mean(before) == pytest.approx(0, abs=4 * total / 8)
         assert np.mean(after) == pytest.approx(shift[0, i], abs=NOISE[i])
+
+
+def test_loads_outside_the_fitted_ones_have_wider_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers of 4 times the longest fitted ones, and all other sizes in between."""
+    draws = np.zeros((64, len(PRIOR)))
+    low, high = LoadSizes(100.0, 20.0, 1.0), LoadSizes(300.0, 41.0, 50.0)
+    fitted = ServerPosterior(
+        deviations=draws,
+        residuals={},
+        num_stages={},
+        stages=("a/0",),
+        mode=draws[0],
+        corrections=np.zeros((1, 2)),
+        num_effective=64.0,
+        devices=("h100",),
+        fitted_sizes=(low, high),
+    )
+    second = LatencySummary(np.ones(64), np.ones(64), np.ones(64))
+    plain = StageLatencies(second, second, second)
+    replace(monkeypatch, posterior, "simulate_stage", lambda *_: plain)
+    assert FIRST.answer_tokens == 41
+    inside = predict_stage(FIRST, fitted)
+    long = dataclasses.replace(FIRST, answer_tokens=164)
+    outside = predict_stage(long, fitted)
+    sizes = LoadSizes.of_stage(long, 1.0)
+    assert find_outside_sizes(fitted, LoadSizes.of_stage(FIRST, 1.0)) == {}
+    assert find_outside_sizes(fitted, sizes) == {"answer_tokens": (164, 20.0, 41.0)}
+    assert find_outside_sizes(fitted, sizes)["answer_tokens"].octaves == 2
+    near = LoadSizes(96.0, 42.0, 52.0)
+    assert find_outside_sizes(fitted, near) == {}
+    # Short answers are outside, and few requests are not.
+    few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
+    assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}
+    many = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
+    assert {name: x.octaves for name, x in many.items()} == {"batch": 2}
+    pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
+    for i, (latency, statistic) in enumerate(pairs):
+        before, after = (
+            np.log(getattr(getattr(x, latency), statistic)) for x in (inside, outside)
+        )
+        plain_sd = (DISCREPANCY[i] ** 2 + NOISE[i] ** 2) ** 0.5
+        assert np.std(before) == pytest.approx(plain_sd, rel=0.3)
+        wide_sd = (plain_sd**2 + (2 * EXTRAPOLATION[i]) ** 2) ** 0.5
+        assert np.std(after) == pytest.approx(wide_sd, rel=0.3)
+    assert find_outside_sizes(fitted._replace(fitted_sizes=None), sizes) == {}
 
 
 def test_models_and_loads_are_left_out_one_at_a_time() -> None:

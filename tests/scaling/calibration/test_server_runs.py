@@ -1,11 +1,12 @@
 """Loads of simulated servers."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import fcfs
+from jaxkv.scheduling import FCFS, Counts, Plan, fcfs, plan_by
 from scaling import shapes
 from scaling.calibration import (
     PRIOR,
@@ -119,6 +120,37 @@ def test_another_policy_is_simulated() -> None:
         assert run.latencies().first_token_s.max() < 0.021
 
 
+class ShortestPrompt(NamedTuple):
+    """Admits the shortest prompt first."""
+
+    inner: FCFS
+    holds_finished = False
+
+    def plan(self, counts: Counts) -> Plan:
+        return plan_by(self.inner, counts, counts.waiting_tokens)
+
+
+def test_a_policy_sees_the_whole_queue() -> None:
+    """30 long requests come first; the shortest ones of the queue are served first."""
+    num, is_long = 40, np.arange(40) < 30
+    load = make_server_load(
+        1e-4 * np.arange(num),
+        np.where(is_long, 32, 16),
+        np.where(is_long, 60, 2),
+        known=np.zeros(num, int),
+        block_size=16,
+        warm_up_s=0.0,
+        window_s=1.0,
+    )
+    setup = dataclasses.replace(SETUP, max_num_seqs=2)
+    (run,) = simulate_server(
+        setup, [load], constant_steps(), policy=ShortestPrompt(fcfs()), num_slots=2
+    )
+    first_s = run.first_s[0]
+    # Two long requests run when the short ones arrive, and each step serves the next.
+    assert first_s[30:].max() < np.sort(first_s[:30])[2]
+
+
 def test_requests_that_do_not_fit_are_refused() -> None:
     load = load_at(4.0, 20)
     median = draw_coefficients(np.zeros((1, len(PRIOR))))
@@ -129,6 +161,7 @@ def test_requests_that_do_not_fit_are_refused() -> None:
 
     refused(load, r"request 0 has 43 tokens, and max_model_len=42", max_model_len=42)
     refused(load._replace(resident_blocks=38), "need 41 blocks, and there are 40")
-    refused(load, "does not fit into 1 t4", num_blocks=None, device=find_device("t4"))
+    large = {"model": shapes.describe("llama-2-13b"), "device": find_device("t4")}
+    refused(load, "does not fit into 1 t4", num_blocks=None, **large)
     with pytest.raises(ValueError, match=r"window_s=1\.0 must be longer"):
         load_at(0.4, 1, window_s=1.0)

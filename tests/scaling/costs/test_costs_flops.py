@@ -170,7 +170,7 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
 
 def test_sequences_that_fit_next_to_the_weights() -> None:
     model, a100 = shapes.describe("llama-2-13b"), find_device("a100-40gb")
-    left = 40e9 - 2 * 13_015_864_320
+    left = 40960 * 2**20 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)
     assert fit == int(left / (2048 * 819_200))
     assert serving.max_batch(LLAMA, find_device("t4"), context=4096) == 1

@@ -4,11 +4,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxkv.scheduling import fcfs
+from jaxkv.simulation import Capacity, make_work, stack
+from jaxkv.workloads import make_workload
 from scaling import shapes
 from scaling.costs import decode_work, find_device, prefill_work, roofline, steps
-from scaling.costs.steps import step_cost, step_work
+from scaling.costs.steps import StepCost, step_cost, step_work
 
 A100 = find_device("a100-40gb")
 
@@ -28,6 +32,26 @@ def test_a_step_of_decoding(name: str) -> None:
     assert found.bytes == pytest.approx(exact.bytes, rel=1e-5)
     time_s = roofline(exact, A100, num_devices=2).time_s
     assert found.time_s == pytest.approx(time_s, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b"])
+def test_a_step_cost_is_a_cost_model_of_the_simulator(name: str) -> None:
+    """Sums over equal sequences give the time of `step_work`, with windows or not."""
+    model = shapes.describe(name)
+    cost = step_cost(model, A100, num_devices=2, overhead_s=1e-3)
+    for past in (999, 5999):
+        decode = make_work(num_decodes=3, decode_context=3 * (past + 1), num_drawn=3)
+        exact = step_work(cost, ints(1, 1, 1), ints(past, past, past), jnp.int32(3))
+        assert float(cost(decode)) == pytest.approx(float(exact.time_s), rel=1e-3)
+    prompt = make_work(
+        num_prompt_rows=512, prompt_context=512, prompt_squares=512**2, num_drawn=1
+    )
+    exact = step_work(cost, ints(512), ints(0), jnp.int32(1))
+    assert float(cost(prompt)) == pytest.approx(float(exact.time_s), rel=1e-3)
+    assert cost(make_work()) == 0
+    workload = make_workload(np.zeros(1), np.array([8]), np.array([2]))
+    capacity = Capacity.of(num_pages=9)
+    assert isinstance(stack([(workload, capacity, fcfs(), cost)]).cost, StepCost)
 
 
 def test_a_prompt_read_in_chunks() -> None:
