@@ -213,6 +213,9 @@ def _most_likely(
     ids, values = np.asarray(s.top_ids), np.asarray(s.top_logprobs)
     found = []
     for place, (token, logprob) in enumerate(known, start):
+        if place == ids.shape[1]:  # the token after the largest length is not stored
+            found.append({token: logprob})
+            break
         names, scores = ids[row, place, :num].tolist(), values[row, place, :num]
         best = dict(zip(names, scores.tolist(), strict=True))
         if token in best:
