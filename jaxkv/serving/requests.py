@@ -93,9 +93,9 @@ class RequestRecord:
                 reason = "stop"
         part.reason = reason
         # Text that may be the beginning of a stop string is held back.
-        stops = self.sampling.stop
-        hold = 0 if reason else max(map(len, stops), default=1) - 1
-        end = max(part.num_delivered, len(part.text) - hold)
+        end = len(part.text)
+        if part.search is not None and not reason:
+            end = max(part.num_delivered, part.search.num_safe(part.text))
         text, part.num_delivered = part.text[part.num_delivered : end], end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
