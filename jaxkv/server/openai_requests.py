@@ -101,6 +101,9 @@ class GenerationRequest(NamedTuple):
     deadline_s: float
     attributes: RequestAttributes
     """Attributes of each prompt's request, for the scheduling policy."""
+    prompt_offsets: list[list[int]] | None = None
+    """Starts of the tokens of each prompt in its text, which special tokens may be a
+    part of; None for prompts of token ids, or if they are not requested."""
 
 
 def parse_completion(
@@ -125,7 +128,9 @@ def parse_completion(
     fields, own = _parse_common(given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
-    echoes = None
+    echoes, offsets = None, None
+    if fields["prompt_logprobs"] and None not in texts:
+        offsets = [backend.tokenizer.offsets(text) for text in texts]
     if echo:
         decode = backend.tokenizer.decode
         echoes = [
@@ -140,6 +145,7 @@ def parse_completion(
         echoes=echoes,
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
+        prompt_offsets=offsets,
         **own,
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.support.mutation import replace
 
@@ -17,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 from jaxkv.disaggregation import RequestCancelledError
 from jaxkv.scheduling import RequestAttributes, attributes
 from jaxkv.server import http_server, openai_requests
+from jaxkv.text import Tokenizer
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
 
@@ -141,6 +143,36 @@ def test_log_probabilities_of_prompt_and_answer(served: Serving) -> None:
     assert found["usage"]["completion_tokens"] == 0
     found = served.completion(prompt="ab", logprobs=0)["choices"][0]["logprobs"]
     assert (found["token_logprobs"], found["top_logprobs"]) == ([-0.25, -0.75], None)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_offsets_count_special_tokens_of_the_text() -> None:
+    backend = Scripted()
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    core.decoder = tokenizers.decoders.Fuse()
+    backend.tokenizer = Tokenizer(core)
+    ask = dict(max_tokens=0, echo=True, logprobs=0)
+    with http_serving.serving(backend) as served:
+        for prompt, text, offsets in (
+            ("a<|im_end|>b", "a<|im_end|>b", [0, 1, 11]),
+            ("<|im_start|><|im_end|>ab", "<|im_start|><|im_end|>ab", [0, 12, 22, 23]),
+            # The text of token ids has no special tokens.
+            ([0, 2, 1], "ab", [0, 1, 1]),
+        ):
+            for more in ({}, {"max_tokens": 1}):
+                [choice] = served.completion(prompt=prompt, **ask | more)["choices"]
+                end = [len(text)] if more else []
+                assert choice["logprobs"]["text_offset"] == offsets + end
+            assert (
+                served.chunks(COMPLETIONS, prompt=prompt, **ask)[-2]["choices"][0][
+                    "logprobs"
+                ]["text_offset"]
+                == offsets
+            )
+            [choice] = served.completion(prompt=prompt, **ask)["choices"]
+            assert choice["text"] == text
 
 
 def test_half_characters_have_names_of_their_own(served: Serving) -> None:
