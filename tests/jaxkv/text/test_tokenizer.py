@@ -244,7 +244,13 @@ def test_tools_are_passed_to_templates() -> None:
 
 def test_offsets_are_the_starts_of_tokens_in_the_text() -> None:
     tokenizer = load()
-    for text in (AWKWARD, "a<|end|>b", "def f(x):\n  return", "日<|role|> <|end|>é", ""):
+    for text in (
+        AWKWARD,
+        "a<|end|>b",
+        "def f(x):\n  return",
+        "日<|role|> <|end|>é",
+        "",
+    ):
         ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
         shown = tokenizer.stream(skip_special_tokens=False)
         shown.push(ids[0])  # the tokenizer adds the first token
