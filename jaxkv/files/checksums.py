@@ -89,17 +89,12 @@ def verify_listed(folder: Path, *names: str) -> None:
         listed = _read_list(path)
     except ValueError as error:
         raise ValueError(f"{error}; {way}") from None
-    for name in names or listed:
-        if name not in listed:
-            continue
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder / name}: is missing, but {DIGESTS} lists it; {way}"
-            )
-        if _digest(folder / name) != listed[name]:
-            raise ValueError(
-                f"{folder / name}: is damaged or was changed after it was written; {way}"
-            )
+    for name in listed.keys() & names if names else listed:
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: is missing, but {DIGESTS} lists it; {way}")
+        if _digest(path) != listed[name]:
+            raise ValueError(f"{path}: is damaged or was changed; {way}")
 
 
 def _digest(path: Path) -> str:
