@@ -96,7 +96,7 @@ class _Protocol(H11Protocol):
         self._timer.cancel()
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # ty: ignore[incompatible-method-override]
         """Keeps the connection if the request in progress is complete.
 
         A client that has closed both sides sends the same; its system refuses further

@@ -43,7 +43,8 @@ class JoinedLayout(KVLayout):
 
 
 def _split(pages: Pages) -> Pages:
-    return Pages(*jnp.split(pages.k, 2, axis=-1), DEFAULT_LAYOUT)
+    k, v = jnp.split(pages.k, 2, axis=-1)
+    return Pages(k, v, DEFAULT_LAYOUT)
 
 
 def make_pages(config: Any, *, num_layers: int = 2) -> Pages:

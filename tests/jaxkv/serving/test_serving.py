@@ -657,15 +657,14 @@ def test_a_prompt_of_the_largest_length_is_scored(engine: jaxkv.Engine) -> None:
         assert done.prompt_logprobs is not None
         assert done.prompt_top_logprobs is not None
         assert done.prompt_logprobs[1:] == pytest.approx(scores[: num - 1], abs=1e-4)
-        assert [len(best) for best in done.prompt_top_logprobs[1:]] == [2] * (num - 1)
+        first, *others = done.prompt_top_logprobs
+        assert first is None
+        assert [len(best or ()) for best in others] == [2] * (num - 1)
         best = int(law_of([*prompt[:num], 0])[num - 1].argmax())
         assert [x.tokens for x in (done, *pair.answers)] == [[best]] * 3
-    for bad in (
-        [prompt, Sampling.greedy(max_tokens=2)],
-        [[*prompt, 1], Sampling.greedy(max_tokens=1)],
-    ):
+    for tokens, most in ((prompt, 2), ([*prompt, 1], 1)):
         with pytest.raises(ValueError, match="leaves room for at most"):
-            engine.submit(*bad)
+            engine.submit(tokens, Sampling.greedy(max_tokens=most))
 
 
 def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:

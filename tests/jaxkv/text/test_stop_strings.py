@@ -68,7 +68,7 @@ def test_only_a_possible_match_is_held_back(
     core.add_special_tokens(["<s>", "</s>"])
     core.decoder = tokenizers.decoders.Fuse()
     tokenizer = Tokenizer(core)
-    ids = [core.token_to_id("<s>" if x == "~" else x) for x in answer]
+    ids = ids_of(tokenizer, *("<s>" if x == "~" else x for x in answer))
     search = tokenizer.stop_search(stops)
     part = requests.PartialAnswer(stream=tokenizer.stream(), search=search)
     record = requests.RequestRecord(
