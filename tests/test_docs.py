@@ -139,6 +139,20 @@ def test_the_citation_has_the_version() -> None:
     assert jaxkv.__version__ == metadata.version("jaxkv")
 
 
+def test_asterisks_are_emphasis_or_escaped() -> None:
+    """Markdown reads "N* ~ C^a and D*" as emphasis, and drops the asterisks."""
+    wrong = []
+    for folder in ("docs", "jaxkv", "scaling", "pallas_kernels"):
+        for path in (ROOT / folder).rglob("*.md"):
+            text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text("utf-8"), flags=re.S)
+            text = re.sub(r"^ *\* ", "", text, flags=re.MULTILINE)
+            text = re.sub(r"\*\*[^*]+\*\*", "", text)
+            text = re.sub(r"(?<![\w*\\])\*[^\s*][^*]*[^\s*\\]\*(?!\w)", "", text)
+            rows = re.findall(r".*(?<!\\)\*.*", text)
+            wrong += [f"{path.relative_to(ROOT)}: {row}" for row in rows]
+    assert not wrong
+
+
 # The built site
 
 
@@ -215,6 +229,25 @@ def test_the_site_loads_nothing_from_another_host(site, built_pages):
     # The theme's program loads a library from another host for diagrams of this class.
     for path in built_pages:
         assert 'class="mermaid"' not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.thorough
+def test_the_search_works_from_the_file_system(site, built_pages):
+    """Without a server, a page can load scripts, and neither JSON nor workers."""
+    name, _, index = (site / "search/search_index.js").read_text().partition(" = ")
+    assert name == "var __index"
+    titles = {each["title"] for each in json.loads(index)["docs"]}
+    pages = {path.stem: path.read_text("utf-8") for path in DOCS.glob("topics/*.md")}
+    assert len(pages) > 20
+    assert {
+        text.splitlines()[0].removeprefix("# ") for text in pages.values()
+    } <= titles
+    for path, page in built_pages.items():
+        if path.name != "404.html":
+            shims = [x for x in page.loaded if x.endswith("iframe-worker.js")]
+            assert [(path.parent / x).resolve() for x in shims] == [
+                site / "iframe-worker.js"
+            ]
 
 
 @pytest.mark.thorough

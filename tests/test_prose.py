@@ -4,6 +4,7 @@ Prose is docstrings, comments, string literals, TOML and Markdown. Generated rep
 (records and `RESULTS.md`) and `LOG.md` are not counted.
 """
 
+import ast
 import io
 import re
 import tokenize
@@ -61,3 +62,30 @@ def test_watched_and_vague_words_are_rare(package: str) -> None:
         found = {word: words.count(word) for word in listed if word in words}
         share = 10_000 * sum(found.values()) / len(words)
         assert share <= most, (package, share, found)
+
+
+FOREIGN = {"Axes", "GenerationMixin", "Scheduler"}
+"""Classes of other libraries that the texts name."""
+
+
+def test_named_attributes_exist() -> None:
+    packages = ["jaxkv", "pallas_kernels", "scaling", "experiments"]
+    words: dict[str, set[str]] = {}
+    for path in (x for package in packages for x in (ROOT / package).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+                words[node.name] = {*re.findall(r"\w+", "\n".join(lines))}
+                if {ast.unparse(x) for x in node.bases} - {"NamedTuple", "Protocol"}:
+                    words[node.name].add("*")  # may inherit any attribute
+    unknown = [
+        f"{name}.{attribute}"
+        for package in [*packages, "README.md", "docs"]
+        for text in _texts(package)
+        for name, attribute in re.findall(
+            r"`(?:\w+\.)*([A-Z]\w*[a-z]\w*)\.(\w+)[`(]", text
+        )
+        if name not in FOREIGN and not words.get(name, set()) & {"*", attribute}
+    ]
+    assert not unknown

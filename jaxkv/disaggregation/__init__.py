@@ -10,7 +10,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.disaggregation.choice import Candidate, least_work, prefix_affinity
-    from jaxkv.disaggregation.config import RouterConfig
+    from jaxkv.disaggregation.config import CLUSTER_ENVIRONMENT, RouterConfig
     from jaxkv.disaggregation.process import HttpFront
     from jaxkv.disaggregation.router import (
         ReplayError,

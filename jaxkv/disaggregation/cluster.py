@@ -16,6 +16,7 @@ import ray.exceptions
 from ray import cloudpickle
 from ray.util import list_named_actors
 
+from jaxkv.disaggregation.config import CLUSTER_ENVIRONMENT
 from jaxkv.disaggregation.worker import (
     Attempt,
     PrefillResult,
@@ -44,17 +45,11 @@ def environment(token: str | None) -> dict[str, str]:
       token: Ray's token; None leaves the variables `RAY_AUTH_TOKEN` and
         `RAY_AUTH_TOKEN_PATH` unchanged, for a cluster that has one.
     """
-    found = {
+    found = CLUSTER_ENVIRONMENT | {
         "RAY_AUTH_MODE": "token",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DISABLE_IMPORT_WARNING": "1",
         # Workers without a GPU keep the variables that JAX reads.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
-        "RAY_enable_metrics_collection": "0",
-        # An invalid port opens none; the default is 44217 on all interfaces, without
-        # the token.
-        "AUTOSCALER_METRIC_PORT": "-1",
         "RAY_worker_niceness": "0",  # 15 by default
     }
     return found if token is None else found | {"RAY_AUTH_TOKEN": token}

@@ -4,6 +4,17 @@ import dataclasses
 
 from jaxkv import validation
 
+CLUSTER_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_enable_metrics_collection": "0",
+    # An invalid port opens none; the default is 44217 on all interfaces, without the
+    # token.
+    "AUTOSCALER_METRIC_PORT": "-1",
+}
+"""Environment variables of a process that starts a Ray cluster, before Ray is imported:
+Ray reports no usage, and opens no port for metrics."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:

@@ -146,7 +146,7 @@ class Drafter(Protocol):
 
     @property
     def reuses_draws(self) -> bool:
-        """True if drafts depend on `Verified.follows`, and so on the verifier's noise.
+        """True if drafts read the verifier's noise in `VerifyOutput.follows`.
 
         A rejected draft is then correlated with the noise that draws its replacement,
         which only a verifier with `shares_noise` allows for.

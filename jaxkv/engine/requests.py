@@ -37,9 +37,10 @@ class Requests(NamedTuple):
     tokens: Int32[Array, "requests max_length"]
     """Prompts, with arbitrary padding."""
     prompt_length: Int32[Array, " requests"]
-    """Prompt length in tokens, in [1, max_length); 0 marks an unused row."""
+    """Prompt length in tokens, in [1, max_length]; 0 marks an unused row."""
     limit: Int32[Array, " requests"]
-    """Largest length of the sequence, in (prompt_length, max_length]."""
+    """Largest length of the sequence, in (prompt_length, max_length]. A prompt of
+    `max_length` tokens has one more, which is emitted and not stored."""
     request_id: Int32[Array, " requests"]
     """Caller's ids."""
     stop_tokens: Int32[Array, "requests max_stop_tokens"]
@@ -91,7 +92,8 @@ def submit(
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
     # Requests that fit into an idle engine.
     fits = (r.prompt_length >= 1) & (r.limit > r.prompt_length)
-    fits &= r.limit <= config.max_length
+    fits &= r.limit <= jnp.maximum(config.max_length, r.prompt_length + 1)
+    fits &= r.prompt_length <= config.max_length
     fits &= ~r.keep_prompt_logprobs | (config.num_logit_rows > config.max_slots)
     fits &= r.beam_width <= config.max_beams
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")

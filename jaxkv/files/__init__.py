@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         check_digests,
         digests,
         verify_checksums,
+        verify_listed,
         write_checksums,
     )
     from jaxkv.files.delimited import RaggedError

@@ -1,7 +1,7 @@
 """SHA-256 digests of the files below a folder."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxkv.files.reading import reporting_errors
@@ -14,12 +14,8 @@ _SEAL = b"# SHA-256 of the lines above: "
 
 def digests(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder, by relative path."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with reporting_errors(path), path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.relative_to(folder).as_posix()] = digest
-    return found
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
 
 
 def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> None:
@@ -43,9 +39,18 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
             raise ValueError(f"{folder / name}: is damaged")
 
 
-def write_checksums(folder: Path) -> None:
-    """Writes `DIGESTS`, the SHA-256 list that `verify_checksums` reads."""
-    lines = [f"{digest}  {name}\n" for name, digest in digests(folder).items()]
+def write_checksums(folder: Path, *, ignored: Sequence[str] = ()) -> None:
+    """Writes `DIGESTS`, the SHA-256 list that `verify_checksums` reads.
+
+    Args:
+      folder: the folder.
+      ignored: names of files that are not listed.
+    """
+    lines = [
+        f"{digest}  {name}\n"
+        for name, digest in digests(folder).items()
+        if name not in ignored
+    ]
     (folder / DIGESTS).write_bytes(_sealed("".join(lines).encode()))
 
 
@@ -59,15 +64,53 @@ def verify_checksums(folder: Path) -> None:
     path = folder / DIGESTS
     if not path.is_file():
         raise ValueError(f"{path}: is missing; it has the files' digests")
+    own = {DIGESTS: _digest(path)}
+    check_digests(folder, _read_list(path) | own, DIGESTS)
+
+
+def verify_listed(folder: Path, *names: str) -> None:
+    """Compares files with the list that `write_checksums` wrote.
+
+    A folder without a list, and files that are not listed, are accepted: a model comes
+    from elsewhere, or gets more files.
+
+    Args:
+      folder: the folder.
+      *names: the files to compare; without names, every listed file.
+
+    Raises:
+      ValueError: the list or a listed file is damaged or missing; the message names it.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        return
+    way = f"delete {DIGESTS} if that is intended, to read the folder unchecked"
+    try:
+        listed = _read_list(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {way}") from None
+    for name in listed.keys() & names if names else listed:
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: is missing, but {DIGESTS} lists it; {way}")
+        if _digest(path) != listed[name]:
+            raise ValueError(f"{path}: is damaged or was changed; {way}")
+
+
+def _digest(path: Path) -> str:
+    with reporting_errors(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_list(path: Path) -> dict[str, str]:
+    """Returns the digests of a list by relative path, after checking its own."""
     with reporting_errors(path):
         data = path.read_bytes()
     lines = data.rpartition(_SEAL)[0]
     if data != _sealed(lines):
         raise ValueError(f"{path}: is damaged")
     pairs = (line.partition("  ") for line in lines.decode().split("\n")[:-1])
-    own = {DIGESTS: hashlib.sha256(data).hexdigest()}
-    listed = {name: digest for digest, _, name in pairs}
-    check_digests(folder, listed | own, DIGESTS)
+    return {name: digest for digest, _, name in pairs}
 
 
 def _sealed(lines: bytes) -> bytes:

@@ -39,7 +39,7 @@ _GOLDEN = np.uint32(0x9E3779B9)
 """Multiplier of token places in the hash; odd, so its multiples repeat after 2**32."""
 
 _ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
-"""Columns of `Prefixes.content`; the tokens are the last ones."""
+"""Columns of `PrefixCache.content`; the tokens are the last ones."""
 
 
 class PrefixCache(NamedTuple):
@@ -356,7 +356,7 @@ def _can_enter(cache: PrefixCache, parent: Array, salt: Array) -> Array:
 
 
 def _content_key(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _"]:
-    """Returns the unique key of a page, as columns of `Prefixes.content`."""
+    """Returns the unique key of a page, as columns of `PrefixCache.content`."""
     heads = jnp.stack([parent, salt.astype(jnp.int32)], axis=1)
     return jnp.concatenate([heads, tokens], axis=1)
 

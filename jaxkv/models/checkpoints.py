@@ -21,6 +21,8 @@ from jaxkv.files import (
     read_text,
     replace_folder,
     reporting_errors,
+    verify_listed,
+    write_checksums,
 )
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface import (
@@ -68,6 +70,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     """
     path = validation.path("path", path)
     path = path / "config.json" if path.is_dir() else path
+    verify_listed(path.parent, path.name)
     with reporting_errors(path):
         return from_hf(read_json(path))
 
@@ -94,11 +97,13 @@ def load_model(
       The model, with the numbers of the file.
 
     Raises:
-      ValueError: a file is missing, truncated or not supported, or a tensor is missing,
-        unexpected, of another shape or not finite; the message names the file.
+      ValueError: a file is missing, truncated, not supported or differs from its digest
+        (see `save_model`), or a tensor is missing, unexpected, of another shape or not
+        finite; the message names the file.
     """
     validation.path("folder", folder)
     folder, dtype = model_folder(folder), checked_dtype(dtype)
+    verify_listed(folder)
     config = read_config(folder)
     put = None if place is None else place(config)
     params = load_params(folder, config, dtype, put)
@@ -121,7 +126,9 @@ def save_model(
     """Writes a folder that `load_model` and transformers read.
 
     The folder is written under a temporary name and renamed, so an interrupted call
-    keeps an existing folder.
+    keeps an existing folder. Its `SHA256SUMS` lists the digests of all files but
+    README.md, which `load_model` checks in up to 3 s for each GB. A folder that is
+    changed on purpose loads once that file is deleted.
 
     Args:
       folder: path of the folder; a missing parent is made.
@@ -165,6 +172,7 @@ def save_model(
         texts |= save_params(new, config, arrays, stored, max_shard_bytes)
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
+        write_checksums(new, ignored=["README.md"])
     return folder
 
 
@@ -202,6 +210,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
     Raises:
       ValueError: the folder cannot be read.
     """
+    verify_listed(folder, "tokenizer.json", "tokenizer_config.json")
     return _load_tokenizer(folder, read_config(folder))[0]
 
 

@@ -1,5 +1,6 @@
 """Sampling parameters of a request: validated on the host, arrays on the device."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -141,11 +142,12 @@ def _or_none(check: _Check) -> _Check:
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, tuple) and all(isinstance(x, str) and x for x in value):
-        return value
+        with contextlib.suppress(UnicodeEncodeError):
+            "".join(value).encode()
+            return value
     raise ValueError(
-        f"{name}={validation.format_value(value)} must be "
-        "a tuple of strings, none of them "
-        "empty"
+        f"{name}={validation.format_value(value)} must be a tuple of strings of valid "
+        "Unicode, none of them empty"
     )
 
 

@@ -32,6 +32,8 @@ BODY_S = 30.0
 SEND_S = 60.0
 """Seconds within which a client must accept a chunk of a stream; then it counts as
 disconnected."""
+READ = ["GET", "HEAD"]
+"""Methods of the routes without a body."""
 _STOPPING = "the server is stopping"
 
 
@@ -240,18 +242,20 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
         line = f"{request.method} {request.url.path}: {error.detail}"
         return _error_response(service, ApiError(error.status_code, line))
 
-    @app.get("/health")
+    app.add_middleware(_FramingCheck, service=service)
+
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         is_ready = backend.status()["is_ready"] and not service.is_stopping
         status = "ok" if is_ready else "unavailable"
         return _json_response({"status": status}, 200 if is_ready else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(service.metrics(), media_type=kind)
 
-    @guarded.get("/status")
+    @guarded.api_route("/status", methods=READ)
     async def status() -> Response:
         return _json_response(service.status())
 
@@ -263,11 +267,11 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
         "max_model_len": backend.max_length,
     }
 
-    @guarded.get("/v1/models")
+    @guarded.api_route("/v1/models", methods=READ)
     async def models() -> Response:
         return _json_response({"object": "list", "data": [model]})
 
-    @guarded.get("/v1/models/{name:path}")
+    @guarded.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> Response:
         if name != backend.model_name:
             shown = validation.format_value(name)
@@ -283,7 +287,7 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
         return await _respond(request, service, openai_requests.parse_chat)
 
     # As in vLLM; clients such as lm-eval read a tokenizer this way.
-    @guarded.get("/tokenizer_info")
+    @guarded.api_route("/tokenizer_info", methods=READ)
     async def tokenizer_info() -> Response:
         tokenizer = backend.tokenizer
         names = {"bos_token": None, "eos_token": None} | tokenizer.special_tokens
@@ -306,6 +310,29 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
 
     app.include_router(guarded)
     return app
+
+
+class _FramingCheck:
+    """Refuses requests of which a proxy may see another length, and disconnects.
+
+    The bytes after such a request could be the hidden beginning of a second one.
+
+    Source: RFC 9112, section 6.1.
+    """
+
+    def __init__(self, app: Any, service: HttpService):
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        names = {name for name, _ in scope["headers"]}
+        is_old = scope["http_version"] == "1.0"
+        if b"transfer-encoding" in names and (is_old or b"content-length" in names):
+            line = "Transfer-Encoding needs HTTP/1.1, and no Content-Length with it"
+            response = _error_response(self._service, ApiError(400, line))
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 async def _respond(

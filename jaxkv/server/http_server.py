@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 try:
+    import h11
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
@@ -19,6 +20,8 @@ except ModuleNotFoundError as error:
 
 IDLE_S = 30.0
 """Seconds after which a connection without a request is closed; at most twice that."""
+PROBE_S = 0.5
+"""Seconds between checks for a client that has closed its sending side."""
 MOST_DESCRIPTORS = 65536
 _SPARE_DESCRIPTORS = 64
 """File descriptors reserved for other uses than connections."""
@@ -71,13 +74,15 @@ def raise_descriptor_limit() -> int:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that send no request.
+    """Closes connections that send no request, and answers half-closed ones.
 
     uvicorn closes idle connections after a response; a connection that never sends a
-    whole request would stay open and use a descriptor.
+    whole request would stay open and use a descriptor. uvicorn drops a client that
+    closes its sending side, which may still read its response.
     """
 
     max_connections = MOST_DESCRIPTORS
+    is_half_closed = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -90,6 +95,46 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # ty: ignore[incompatible-method-override]
+        """Keeps the connection if the request in progress is complete.
+
+        A client that has closed both sides sends the same; its system refuses further
+        bytes. To find out, the first bytes of the response are sent at once: they are
+        the same for every status.
+        """
+        if self.is_idle or self.conn.their_state is h11.SEND_BODY:
+            return None
+        self.is_half_closed = True
+        if not self.cycle.response_started:
+            begin = b"HTTP/1.1 "
+
+            def send_remainder(event: Any) -> bytes | None:
+                del vars(self.conn)["send"]
+                data = self.conn.send(event)
+                return data and data.removeprefix(begin)
+
+            vars(self.conn)["send"] = send_remainder
+            self.transport.write(begin)
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Disconnects once the client's system has refused bytes."""
+        if self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PROBE_S, self._probe)
+
+    def on_response_complete(self) -> None:
+        """Closes a half-closed connection after its last complete request."""
+        super().on_response_complete()
+        is_partial = self.conn.their_state is h11.SEND_BODY
+        if self.is_half_closed and (self.is_idle or is_partial):
+            self.transport.close()
 
     @property
     def is_idle(self) -> bool:

@@ -101,6 +101,9 @@ class GenerationRequest(NamedTuple):
     deadline_s: float
     attributes: RequestAttributes
     """Attributes of each prompt's request, for the scheduling policy."""
+    prompt_offsets: list[list[int]] | None = None
+    """Starts of the tokens of each prompt in its text, which special tokens may be a
+    part of; None for prompts of token ids, or if they are not requested."""
 
 
 def parse_completion(
@@ -125,7 +128,9 @@ def parse_completion(
     fields, own = _parse_common(given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
-    echoes = None
+    echoes, offsets = None, None
+    if fields["prompt_logprobs"] and None not in texts:
+        offsets = [backend.tokenizer.offsets(text) for text in texts]
     if echo:
         decode = backend.tokenizer.decode
         echoes = [
@@ -140,6 +145,7 @@ def parse_completion(
         echoes=echoes,
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
+        prompt_offsets=offsets,
         **own,
     )
 
@@ -248,7 +254,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Reads a JSON object; a field that is null counts as absent.
 
     Raises:
-      ApiError: the body is not a JSON object.
+      ApiError: the body is not a JSON object, or a text is not valid Unicode.
     """
     try:
         given = json.loads(body)
@@ -257,6 +263,13 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {line}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object")
+    for name, value in given.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            shown = validation.format_value(value)
+            line = f"{name}={shown} is not valid Unicode: half of a surrogate pair"
+            raise _refusal(name, line) from None
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -312,6 +325,15 @@ def _parse_common(
       Fields of `Sampling`, unchecked, and of `GenerationRequest`.
     """
     fields = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
+    for name in ("top_k", "seed"):  # as in vLLM, -1 is the default
+        if type(fields.get(name)) is int and fields[name] == -1:
+            del fields[name]
+    if "seed" in fields:
+        low, below, hint = -(2**63), 2**64, "an integer in [-2**63, 2**64)"
+        seed = validation.integer(
+            "seed", fields["seed"], low=low, below=below, hint=hint
+        )
+        fields["seed"] = seed % 2**64
     stop, ends = given.get("stop", []), given.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
@@ -339,10 +361,10 @@ def _parse_common(
     for name, unranked in ranks.items():
         if is_streamed and name in given and given[name] != unranked:
             raise _refusal(name, f"{name} is not supported with stream=true")
-    limit = given.get("deadline_s", headers.get(DEADLINE_HEADER, deadline_s))
-    if isinstance(limit, str):  # of a header
-        with contextlib.suppress(ValueError):
-            limit = float(limit)
+    limit = headers.get(DEADLINE_HEADER, deadline_s)
+    with contextlib.suppress(ValueError):
+        limit = float(limit)
+    limit = given.get("deadline_s", limit)
     hint = f"in [0.001, {MAX_DEADLINE_S:g}]"
     return fields, {
         "is_streamed": is_streamed,
@@ -371,8 +393,8 @@ def _make_samplings(
     rooms, max_tokens = [], fields.pop("max_tokens")
     for i, prompt in enumerate(prompts):
         left = backend.max_length - len(prompt)
-        wanted = max(1, max_tokens or 0)
-        if max_tokens is None:
+        wanted = max_tokens
+        if wanted is None:
             wanted = max(1, min(default, left))
         if wanted > left:
             where = f"prompt[{i}]" if len(prompts) > 1 else "the prompt"
@@ -382,7 +404,7 @@ def _make_samplings(
                 f"max_length={backend.max_length}",
                 code="context_length_exceeded",
             )
-        rooms.append(wanted)
+        rooms.append(max(1, wanted))
     sampling = Sampling(**fields)
     return [dataclasses.replace(sampling, max_tokens=room) for room in rooms]
 

@@ -164,7 +164,10 @@ class ResponseWriter:
         offsets = []
         if self.request.echoes is not None:
             begun = self.request.prompts[prompt]
-            offsets = self._offsets(begun, 0, len(self.request.echoes[prompt]))
+            if self.request.prompt_offsets is None:
+                offsets = self._offsets(begun, 0, len(self.request.echoes[prompt]))
+            else:
+                offsets = self.request.prompt_offsets[prompt]
             tokens = begun + tokens
             own = (completion.prompt_logprobs or []) + own
             none = [None, *[{} for _ in begun[1:]]]
@@ -180,7 +183,9 @@ class ResponseWriter:
             best.append(None if top is None else found)
         text = self._text(prompt, answer)
         start = len(text) - len(answer.text or "")
-        offsets += self._offsets(tokens[len(offsets) :], start, len(text))
+        context = self.request.prompts[prompt]
+        new = tokens[len(offsets) :]
+        offsets = offsets + self._offsets(new, start, len(text), context)
         return {
             "tokens": [self._piece(token)[0] for token in tokens],
             "token_logprobs": [_json_number(x) for x in own],
@@ -188,9 +193,11 @@ class ResponseWriter:
             "text_offset": offsets,
         }
 
-    def _offsets(self, tokens: Sequence[int], start: int, end: int) -> list[int]:
+    def _offsets(
+        self, tokens: Sequence[int], start: int, end: int, context: Sequence[int] = ()
+    ) -> list[int]:
         """Returns offsets of tokens in the text of a choice, from `start` on."""
-        stream, found = self.tokenizer.stream(), []
+        stream, found = self.tokenizer.stream(context), []
         for token in tokens:
             found.append(min(start, end))
             start += len(stream.push(token))

@@ -130,22 +130,27 @@ def check_request(
         raise ValueError(
             f"sampling={validation.format_value(ask)} must be a Sampling or None"
         )
-    ids = _check_prompt(tokens, config)
-    limit = min(ids.size + ask.max_tokens, config.max_length)
+    ids = _check_prompt(tokens, ask, config)
+    limit = max(min(ids.size + ask.max_tokens, config.max_length), ids.size + 1)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)
     _check_tokens(ask, ids, config, num_eos, vocab_size, has_text)
     return ids.tolist()
 
 
-def _check_prompt(tokens: object, config: EngineConfig) -> np.ndarray:
-    """Returns the token ids of a prompt that leaves room for an answer."""
+def _check_prompt(tokens: object, ask: Sampling, config: EngineConfig) -> np.ndarray:
+    """Returns the token ids of a prompt that leaves room for an answer.
+
+    A single token needs no room, since the last one is not fed.
+    """
     ids = validation.token_sequence("prompt", tokens)
     if not ids.size:
         raise ValueError("the prompt is empty; give at least one token")
-    if ids.size >= config.max_length:
+    has_one_token = ask.max_tokens == 1 and ask.beam_width is None
+    most = config.max_length if has_one_token else config.max_length - 1
+    if ids.size > most:
         raise ValueError(
             f"the prompt has {ids.size} tokens, and {config.max_length=} "
-            f"leaves room for at most {config.max_length - 1}"
+            f"leaves room for at most {most}"
         )
     return ids
 

@@ -87,7 +87,7 @@ def make_requests(
             f"{config.max_stop_tokens=}"
         )
     limits = [
-        min(len(ids) + ask.max_tokens, config.max_length)
+        max(min(len(ids) + ask.max_tokens, config.max_length), len(ids) + 1)
         for ids, ask in zip(known, asks, strict=True)
     ]
     keep_prompt_logprobs = column([ask.prompt_logprobs for ask in asks], bool)

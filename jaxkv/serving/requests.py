@@ -93,9 +93,9 @@ class RequestRecord:
                 reason = "stop"
         part.reason = reason
         # Text that may be the beginning of a stop string is held back.
-        stops = self.sampling.stop
-        hold = 0 if reason else max(map(len, stops), default=1) - 1
-        end = max(part.num_delivered, len(part.text) - hold)
+        end = len(part.text)
+        if part.search is not None and not reason:
+            end = max(part.num_delivered, part.search.num_safe(part.text))
         text, part.num_delivered = part.text[part.num_delivered : end], end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
@@ -213,6 +213,9 @@ def _most_likely(
     ids, values = np.asarray(s.top_ids), np.asarray(s.top_logprobs)
     found = []
     for place, (token, logprob) in enumerate(known, start):
+        if place == ids.shape[1]:  # the token after the largest length is not stored
+            found.append({token: logprob})
+            break
         names, scores = ids[row, place, :num].tolist(), values[row, place, :num]
         best = dict(zip(names, scores.tolist(), strict=True))
         if token in best:

@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple
 from jax.typing import DTypeLike
 
 from jaxkv import validation
-from jaxkv.files import check_replaceable, read_json, replace_folder, reporting_errors
+from jaxkv.files import (
+    check_replaceable,
+    read_json,
+    replace_folder,
+    reporting_errors,
+    verify_listed,
+    write_checksums,
+)
 from jaxkv.models import ModelConfig, Params, load_tree, save_tree
 from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.medusa import MedusaConfig
@@ -70,6 +77,7 @@ def load_heads(
     folder = validation.path("folder", folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
+    verify_listed(folder)
     path = folder / "config.json"
     raw = read_json(path)
     with reporting_errors(path, KeyError, TypeError):
@@ -120,7 +128,7 @@ def save_heads(
     dtype: DTypeLike = "bfloat16",
     overwrite: bool = False,
 ) -> Path:
-    """Writes a folder that `load_heads` reads, atomically.
+    """Writes a folder that `load_heads` reads, atomically, with digests.
 
     Args:
       folder: target folder.
@@ -150,4 +158,5 @@ def save_heads(
         text = json.dumps(raw, indent=2) + "\n"
         (new / "config.json").write_text(text, encoding="utf-8")
         (new / "README.md").write_text(model_card, encoding="utf-8")
+        write_checksums(new, ignored=["README.md"])
     return folder

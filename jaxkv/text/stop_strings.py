@@ -52,22 +52,49 @@ class StopSearch:
             shown = self._shown + stream.tail()
             self._lengths.append((len(shown), len(text)))
             if found := _places(shown, self._special_stops, num_final):
-                # Maps a position in the text with special tokens to the text without
-                # them: a hidden token adds no characters, so each of its positions maps
-                # to `before`.
-                place = min(found)
-                pairs = zip(self._lengths, self._lengths[1:], strict=False)
-                places += [
-                    next(
-                        max(before, after - (shown_after - place))
-                        for (_, before), (shown_after, after) in pairs
-                        if shown_after > place
-                    )
-                ]
+                places.append(self._without_special_tokens(min(found)))
         return min(places, default=None)
+
+    def num_safe(self, final: str) -> int:
+        """Returns the number of characters before the longest possible match.
+
+        A possible match is an end of the text that a stop string begins with. Called
+        after `push` returned None, with the same `final`.
+        """
+        places = [_start_of_possible_match(final, self._stops)]
+        special = _start_of_possible_match(self._shown, self._special_stops)
+        if special < len(self._shown):
+            places.append(self._without_special_tokens(special))
+        return min(places)
+
+    def _without_special_tokens(self, place: int) -> int:
+        """Maps a position in the text with special tokens to the text without them.
+
+        A hidden token adds no characters: its positions map to the one before it.
+        """
+        pairs = zip(self._lengths, self._lengths[1:], strict=False)
+        return next(
+            max(before, after - (shown_after - place))
+            for (_, before), (shown_after, after) in pairs
+            if shown_after > place
+        )
 
 
 def _places(text: str, stops: Sequence[str], num_known: int) -> list[int]:
     """Returns the starts of stop strings that end after `num_known` characters."""
     found = [text.find(stop, max(0, num_known - len(stop) + 1)) for stop in stops]
     return [place for place in found if place >= 0]
+
+
+def _start_of_possible_match(text: str, stops: Sequence[str]) -> int:
+    """Returns the start of the longest end of `text` that begins a stop string.
+
+    It is `len(text)` if there is none.
+    """
+    start = len(text)
+    for stop in stops:
+        place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while 0 <= place < start and not stop.startswith(text[place:]):
+            place = text.find(stop[0], place + 1)
+        start = place if 0 <= place < start else start
+    return start

@@ -129,6 +129,10 @@ class ByteTokenizer(_ChatTemplates):
         del add_special_tokens
         return list(_utf8(text))
 
+    def offsets(self, text: str) -> list[int]:
+        """Returns the start in `text` of the character of each token of `encode`."""
+        return [i for i, letter in enumerate(text) for _ in _utf8(letter)]
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids; broken UTF-8 becomes replacement characters."""
         del skip_special_tokens  # ids past 255 have no text of their own
@@ -246,6 +250,19 @@ class Tokenizer(_ChatTemplates):
                     stacklevel=2,
                 )
         return ids
+
+    def offsets(self, text: str) -> list[int]:
+        """Returns the start in `text` of each token of `encode(text)`.
+
+        A token that the tokenizer adds starts where the token before it ends.
+        """
+        starts, last = [], 0
+        # Some tokenizers exclude spaces from the range of a token, so a token starts at
+        # the end of the one before, or with the character that both have a part of.
+        for start, end in self.core.encode(text).offsets:
+            starts.append(last if start == end else min(start, last))
+            last = max(last, end)
+        return starts
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids; broken UTF-8 becomes replacement characters."""

@@ -7,6 +7,7 @@ records.
 import functools
 import logging
 import math
+import os
 import shutil
 import socket
 import warnings
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import validation
+from jaxkv.disaggregation import CLUSTER_ENVIRONMENT
 from jaxkv.models import Params
 from scaling.corpora import AnyCorpus, Corpus, open_corpus
 from scaling.sweeps import branching, grid
@@ -193,6 +195,7 @@ def connect_ray(config: SweepConfig) -> Any:
     if config.executor != "ray":
         return None
     validation.check_installed("executor ray", "ray", "ray")
+    os.environ.update(CLUSTER_ENVIRONMENT | os.environ)
     import ray
 
     if ray.is_initialized():

@@ -30,7 +30,7 @@ class Scripted:
     model_name, max_length = "scripted", 64
 
     def __init__(self) -> None:
-        self.tokenizer = ByteTokenizer(257)
+        self.tokenizer: Any = ByteTokenizer(257)
         self.tokenizer.settings["chat_template"] = (
             "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
             "{% if tools %}{{ tools[0].function.name }}{% endif %}"

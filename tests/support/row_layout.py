@@ -1,18 +1,50 @@
-"""A KV layout of one leaf, whose values are the first part of the keys, and its model.
+"""KV layouts of one leaf: a subclass, and values that are the first part of the keys.
 
-All query heads share a row per token; in 8 bits it has one scale.
+The latter has a model, whose query heads share a row per token; in 8 bits a row has one
+scale.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.memory import KVLayout, Pages, Rows
+from jaxkv.memory import DEFAULT_LAYOUT, KVLayout, Pages, Rows
 from jaxkv.models import ForwardResult
 
 VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class JoinedLayout(KVLayout):
+    """Key and value of a token and head side by side: `[..., 2 * head_dim]`."""
+
+    def make(self, shape: tuple[int, ...], dtype: Any) -> Pages:
+        return Pages(jnp.zeros((*shape[:4], 2 * shape[4]), dtype), None, self)
+
+    def write(self, pages: Pages, layer: Any, k: Any, v: Any, rows: Rows) -> Pages:
+        row = jnp.concatenate([k, v], axis=-1)
+        one_leaf = KVLayout(value_width=k.shape[-1])
+        return one_leaf.write(pages, layer, row, None, rows)
+
+    def read(self, pages: Pages, layer: Any, page_ids: Any) -> tuple[Any, Any]:
+        return DEFAULT_LAYOUT.read(_split(pages), layer, page_ids)
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        """Prepares nothing: `attend` makes its plan."""
+
+    def attend(
+        self, pages: Pages, layer: Any, q: Any, rows: Rows, **options: Any
+    ) -> jax.Array:
+        return DEFAULT_LAYOUT.attend(_split(pages), layer, q, rows, **options)
+
+
+def _split(pages: Pages) -> Pages:
+    k, v = jnp.split(pages.k, 2, axis=-1)
+    return Pages(k, v, DEFAULT_LAYOUT)
 
 
 def make_pages(config: Any, *, num_layers: int = 2) -> Pages:

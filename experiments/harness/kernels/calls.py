@@ -16,7 +16,7 @@ class KernelRun(NamedTuple):
 
     Attributes:
       call: makes call number i; returns arrays to wait for.
-      error: returns the error of a result, as defined by `Problem.error`.
+      error: returns the error of a result, as defined by the problem's `error`.
       measure: returns the timing of calls in another process; None if `call` is timed
         here.
       plan: prepares the arguments of `call`, once per step for all layers, and is timed

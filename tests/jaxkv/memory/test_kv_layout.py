@@ -28,7 +28,7 @@ from jaxkv.memory import (
     to_host,
 )
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models import TENSOR
+from jaxkv.models import TENSOR, PagedForward
 from jaxkv.parallel import pages_specs
 from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
@@ -238,6 +238,21 @@ def test_invalid_value_widths_are_refused() -> None:
     cos_sin: Any = None
     with pytest.raises(ValueError, match=r"v_pages.shape\[3\]=4 must be qkv.shape"):
         rotate(jnp.zeros((1, 2, 4, 8)), cos_sin, k, v[..., :4], ints(0), ints(0))
+
+
+@pytest.mark.thorough
+def test_an_engine_serves_a_layout_of_a_subclass() -> None:
+    config, model = engines.SERVED, engines.MODEL
+    shape = model.num_layers, config.num_pages, model.num_kv_heads, config.page_size
+    weights = engines.params(model)
+    prompts, answers = [list(range(3, 30)), [5, 6, 7]] * 2, []
+    for layout in (DEFAULT_LAYOUT, row_layout.JoinedLayout()):
+        pages = layout.make((*shape, model.head_dim), "float32")
+        forward = PagedForward(model)
+        engine = jaxkv.Engine(weights, forward, pages, config)
+        found = engine.generate(prompts, Sampling.greedy(max_tokens=8))
+        answers.append([each.tokens for each in found])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow

@@ -16,7 +16,14 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxkv.models import init_params, load_model, param_forms, read_config, save_model
+from jaxkv.models import (
+    init_params,
+    load_model,
+    load_tokenizer,
+    param_forms,
+    read_config,
+    save_model,
+)
 from jaxkv.models.config import ModelConfig, RopeScaling
 from jaxkv.models.huggingface import configs
 from jaxkv.models.huggingface.tensors import embed_and_head
@@ -494,13 +501,68 @@ def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
         save_model(folder, SMALL, params)
     (folder / "stale.txt").touch()
     save_model(folder, SMALL, params, overwrite=True)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", WEIGHTS]
+    names = ["SHA256SUMS", "config.json", WEIGHTS]
+    assert sorted(path.name for path in folder.iterdir()) == names
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds no model"):
         save_model(mine, SMALL, params, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    config, params, tokenizer, _ = load_model(GOLDEN / "tokenized")
+    folder = save_model(
+        tmp_path / "m",
+        config,
+        params,
+        tokenizer=tokenizer,
+        model_card="card",
+        max_shard_bytes=40_000,
+    )
+    names = sorted({path.name for path in folder.iterdir()} - {"README.md"})
+    assert len(names) >= 7
+    rng = np.random.default_rng(0)
+    for name in names:
+        path = folder / name
+        data = path.read_bytes()
+        ends = [0, 8 * len(data) - 1]
+        for bit in [*ends, *rng.integers(0, 8 * len(data), 8).tolist()]:
+            damaged = bytearray(data)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            assert refusal(folder).startswith(f"FOLDER/{name}: is damaged")
+        path.write_bytes(data[:-1])
+        assert refusal(folder).startswith(f"FOLDER/{name}: is damaged")
+        if name in ("config.json", "tokenizer.json", "SHA256SUMS"):
+            with pytest.raises(ValueError, match=f"m/{name}: is damaged"):
+                load_tokenizer(folder)
+        if name != "SHA256SUMS":
+            path.unlink()
+            line = f"FOLDER/{name}: is missing, but SHA256SUMS lists it; delete SHA256"
+            assert refusal(folder).startswith(line)
+        path.write_bytes(data)
+    assert load_model(folder).config == config
+
+
+def test_folders_may_be_changed_on_purpose(tmp_path: Path) -> None:
+    params = init_params(SMALL, jax.random.key(0))
+    folder = save_model(tmp_path / "m", SMALL, params, model_card="card")
+    # Further files, and the text for readers, are not listed.
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    (folder / "README.md").write_text("another card")
+    assert load_model(folder).eos_ids == (3,)
+    change_config(folder, eos_token_id=[4, 5])
+    assert "delete SHA256SUMS if that is intended" in refusal(folder)
+    with pytest.raises(ValueError, match=r"config\.json: is damaged or was changed"):
+        read_config(folder)
+    (folder / "SHA256SUMS").unlink()
+    (folder / "generation_config.json").unlink()
+    assert load_model(folder).eos_ids == (4, 5)
+    # The list of another program has no digest of its own.
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  {WEIGHTS}\n")
+    assert refusal(folder).startswith("FOLDER/SHA256SUMS: is damaged; delete SHA256")
 
 
 def test_interrupted_save_keeps_the_old_folder(

@@ -59,6 +59,7 @@ def rows_of(tree: Any, rows: Any) -> Any:
         ({"length_penalty": 11.0}, "in [-10, 10]"),
         ({"early_stopping": "now"}, "True, False"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"stop": ("a", "\ud800")}, "a tuple of strings of valid Unicode, none"),
     ],
 )
 def test_field_errors_state_the_range(fields: dict[str, Any], range_: str) -> None:

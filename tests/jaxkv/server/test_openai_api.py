@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.support.mutation import replace
 
@@ -17,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 from jaxkv.disaggregation import RequestCancelledError
 from jaxkv.scheduling import RequestAttributes, attributes
 from jaxkv.server import http_server, openai_requests
+from jaxkv.text import Tokenizer
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
 
@@ -143,6 +145,36 @@ def test_log_probabilities_of_prompt_and_answer(served: Serving) -> None:
     assert (found["token_logprobs"], found["top_logprobs"]) == ([-0.25, -0.75], None)
 
 
+@pytest.mark.usefixtures("no_type_checks")
+def test_offsets_count_special_tokens_of_the_text() -> None:
+    backend = Scripted()
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    core.decoder = tokenizers.decoders.Fuse()
+    backend.tokenizer = Tokenizer(core)
+    ask = dict(max_tokens=0, echo=True, logprobs=0)
+    with http_serving.serving(backend) as served:
+        for prompt, text, offsets in (
+            ("a<|im_end|>b", "a<|im_end|>b", [0, 1, 11]),
+            ("<|im_start|><|im_end|>ab", "<|im_start|><|im_end|>ab", [0, 12, 22, 23]),
+            # The text of token ids has no special tokens.
+            ([0, 2, 1], "ab", [0, 1, 1]),
+        ):
+            for more in ({}, {"max_tokens": 1}):
+                [choice] = served.completion(prompt=prompt, **ask | more)["choices"]
+                end = [len(text)] if more else []
+                assert choice["logprobs"]["text_offset"] == offsets + end
+            assert (
+                served.chunks(COMPLETIONS, prompt=prompt, **ask)[-2]["choices"][0][
+                    "logprobs"
+                ]["text_offset"]
+                == offsets
+            )
+            [choice] = served.completion(prompt=prompt, **ask)["choices"]
+            assert choice["text"] == text
+
+
 def test_half_characters_have_names_of_their_own(served: Serving) -> None:
     found = served.completion(prompt=[0xE1, 0xE2], logprobs=2)["choices"][0]
     tops = found["logprobs"]["top_logprobs"]
@@ -216,6 +248,26 @@ def test_every_field_reaches_the_sampling(served: Serving, backend: Scripted) ->
 
 
 @pytest.mark.parametrize(
+    ("seed", "result"),
+    [(-1, None), (0, 0), (-2, 2**64 - 2), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)],
+)
+def test_seeds_and_top_k_as_in_vllm(
+    served: Serving, backend: Scripted, seed: int, result: int | None
+) -> None:
+    served.completion(prompt="a", seed=seed, top_k=-1)
+    assert (backend.asked[-1][1].seed, backend.asked[-1][1].top_k) == (result, 0)
+
+
+@pytest.mark.parametrize("num", [63, 64])
+def test_a_prompt_of_the_full_length_is_scored(served: Serving, num: int) -> None:
+    for more in ({}, {"echo": True}, {"echo": True, "logprobs": 0}):
+        found = served.completion(prompt="a" * num, max_tokens=0, **more)
+        assert found["choices"][0]["text"] == "a" * num * len(more and ["echo"])
+        assert found["usage"]["total_tokens"] == num
+    assert len(found["choices"][0]["logprobs"]["tokens"]) == num
+
+
+@pytest.mark.parametrize(
     ("path", "prompt"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})]
 )
 def test_attributes_of_a_request_reach_the_backend(
@@ -246,6 +298,30 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "\ud800"}, "not valid Unicode"),
     (COMPLETIONS, {"prompt": ["a"] * 9}, "9 prompts must be at most 8"),
     (COMPLETIONS, {"prompt": "a" * 64}, "more than max_length=64"),
+    (
+        COMPLETIONS,
+        {"prompt": "a" * 65, "max_tokens": 0},
+        "the prompt has 65 tokens, with max_tokens=0 more than max_length=64",
+    ),
+    *(
+        (COMPLETIONS, {"prompt": "a"} | fields, f"{next(iter(fields))}=")
+        for fields in (
+            {"stop": "\ud800"},
+            {"stop": ["a", "b\udfff"]},
+            {"user": "\udc00"},
+            {"metadata": {"\ud800": [1]}},
+            {"salt": "\ud800"},
+            {"model": "\ud83d"},
+            {"prompt": ["a", "\ud800"]},
+            {"seed": -(2**63) - 1},
+            {"seed": True},
+            {"seed": -1.0},
+            {"top_k": -2},
+            {"top_k": -1.0},
+            {"deadline_s": "5"},
+            {"deadline_s": True},
+        )
+    ),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 64}, "more than max_length=64"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens=-1 must be"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, "max_tokens=2.5 must be"),
@@ -273,6 +349,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
         "stream_options=",
     ),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+    (CHAT, {"messages": [HI[0] | {"name": "\ud800"}]}, "not valid Unicode"),
+    (CHAT, {"messages": HI, "tools": [{"\ud800": 1}]}, "not valid Unicode"),
     (CHAT, {}, "messages must be given"),
     (CHAT, {"messages": []}, "messages must be a list, not empty"),
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0] must have a role"),
@@ -300,6 +379,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (CHAT, {"messages": HI, "functions": []}, "functions=[] is not supported"),
     ("/tokenize", {"prompt": 5}, "prompt must be text"),
+    ("/tokenize", {"prompt": "\ud800"}, "not valid Unicode"),
     ("/detokenize", {"tokens": "x"}, "tokens='x'"),
     ("/detokenize", {"tokens": [1], "y": 1}, "'y' is not a field"),
 ]
@@ -406,6 +486,104 @@ def test_a_client_that_leaves_cancels_its_requests(
     assert served.service.num_running == num
     taken.close()
     served.wait_until(lambda: backend.running == 0)
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_a_half_closed_client_gets_its_answer(
+    served: Serving, backend: Scripted, more: dict[str, Any]
+) -> None:
+    with open_request(served, prompt="wait", **more) as client:
+        served.wait_until(lambda: backend.running == 1)
+        client.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)
+        backend.go.set()
+        answer = read_all(client)
+    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP") == 1
+    assert (
+        b"xbju" in answer
+        if not more
+        else answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    )
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_half_closed_pipelines_are_answered(served: Serving, num: int) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port)) as client:
+        client.sendall(request * num + request[:20])
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client).count(b'{"status":"ok"}') == num
+
+
+def test_a_half_sent_request_of_a_closed_client_ends(served: Serving) -> None:
+    for head in (
+        "",
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", served.port)) as client:
+            client.sendall(head.encode())
+            client.shutdown(socket.SHUT_WR)
+            assert b"200" not in read_all(client)
+
+
+def read_all(client: socket.socket) -> bytes:
+    client.settimeout(10)
+    return b"".join(iter(lambda: client.recv(4096), b""))
+
+
+BOTH = f"""POST {COMPLETIONS} HTTP/1.1
+Host: x
+Authorization: Bearer {http_serving.KEY}
+Content-Length: 5
+Transfer-Encoding: chunked
+
+0
+
+"""
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        BOTH,
+        BOTH.replace(COMPLETIONS, "/unknown"),
+        BOTH.replace("POST /v1/completions", "GET /health"),
+        BOTH.replace("HTTP/1.1", "HTTP/1.0").replace("Content-Length: 5\n", ""),
+        BOTH.replace("Length: 5\nT", "Length: 5\nHost: x\nt").replace(
+            "Host: x\n", "", 1
+        ),
+    ],
+)
+def test_ambiguous_lengths_end_the_connection(
+    served: Serving, backend: Scripted, request_text: str
+) -> None:
+    smuggled = "GET /health HTTP/1.1\nHost: x\n\n"
+    num = len(backend.asked)
+    with socket.create_connection(("127.0.0.1", served.port)) as client:
+        client.sendall((request_text + smuggled).replace("\n", "\r\n").encode())
+        answer = read_all(client)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in head.lower()
+    assert "Transfer-Encoding" in json.loads(body)["error"]["message"]
+    assert len(backend.asked) == num
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/metrics", "/status", "/v1/models", "/tokenizer_info"]
+)
+def test_a_head_request_has_the_headers_of_get(served: Serving, path: str) -> None:
+    headers = {"Authorization": f"Bearer {http_serving.KEY}"}
+    with contextlib.closing(served.connect()) as connection:
+        for method in ("HEAD", "GET"):
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            body = response.read()
+            assert response.status == 200
+            assert response.headers["content-type"]
+            assert bool(body) == (method == "GET")
+    assert served.error(path, b"", key=http_serving.KEY)[0] == 405
 
 
 def test_too_many_requests_are_refused(served: Serving, backend: Scripted) -> None:

@@ -647,6 +647,26 @@ def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
         assert [len(best) for best in each.top_logprobs] == [2] * 16
 
 
+def test_a_prompt_of_the_largest_length_is_scored(engine: jaxkv.Engine) -> None:
+    prompt = [7 + 5 * i % 40 for i in range(BOUNDS.max_length)]
+    scores = scores_of(prompt)
+    for num in (BOUNDS.max_length - 1, BOUNDS.max_length):
+        ask = Sampling.greedy(max_tokens=1, logprobs=2, prompt_logprobs=True)
+        short = dataclasses.replace(GREEDY, max_tokens=1, n=2)
+        done, pair = engine.generate([prompt[:num]] * 2, [ask, short])
+        assert done.prompt_logprobs is not None
+        assert done.prompt_top_logprobs is not None
+        assert done.prompt_logprobs[1:] == pytest.approx(scores[: num - 1], abs=1e-4)
+        first, *others = done.prompt_top_logprobs
+        assert first is None
+        assert [len(best or ()) for best in others] == [2] * (num - 1)
+        best = int(law_of([*prompt[:num], 0])[num - 1].argmax())
+        assert [x.tokens for x in (done, *pair.answers)] == [[best]] * 3
+    for tokens, most in ((prompt, 2), ([*prompt, 1], 1)):
+        with pytest.raises(ValueError, match="leaves room for at most"):
+            engine.submit(tokens, Sampling.greedy(max_tokens=most))
+
+
 def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     # 8 rows of sequences and 3 slots for about fifty, and pages for one large request.
     rng = np.random.default_rng(1)

@@ -353,6 +353,9 @@ def test_heads_of_another_model_are_refused(
     )
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=r"config\.json: is damaged or was changed"):
+        load_heads(folder, MODEL)
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(ValueError, match=line) as refused:
         load_heads(folder, MODEL)
     assert str(folder) in str(refused.value)
@@ -365,7 +368,16 @@ def test_folders_without_heads_are_refused(tmp_path: Path) -> None:
     folder = save_heads(
         tmp_path, HEADS, weights_of(HEADS), acceptance=ACCEPTANCE, model_card=""
     )
-    (folder / "model.safetensors").unlink()
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors: is damaged"):
+        load_heads(folder, MODEL)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: is missing"):
+        load_heads(folder, MODEL)
+    (folder / "SHA256SUMS").unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
         load_heads(folder, MODEL)
 

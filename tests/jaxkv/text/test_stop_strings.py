@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+import tokenizers
 
 from jaxkv import Sampling
 from jaxkv.serving import requests
@@ -43,6 +44,46 @@ def answered(
     [found] = record.complete().answers
     assert told == found.text
     return told, found.tokens, found.reason
+
+
+@pytest.mark.parametrize(
+    ("stops", "answer", "pieces"),
+    [
+        # The text is held from the longest end that a stop string begins with.
+        (["b" * 50, "aab"], "xaxbaac", ["x", "", "ax", "", "b", "", "aac"]),
+        (["aab"], "aaab", ["", "", "a", ""]),
+        (["abab!", "b?"], "ababab?", ["", "", "", "", "ab", "", "aba"]),
+        # A stop string with a special token holds the text before that token.
+        (["ab</s>"], "zab!ab", ["z", "", "", "ab!", "", "ab"]),
+        (["ab</s>", "b!"], "zab~!", ["z", "", "", "", "a"]),
+        (["b<s></s>"], "ab~~ca", ["a", "", "", "", "bc", "a"]),
+    ],
+)
+def test_only_a_possible_match_is_held_back(
+    stops: list[str], answer: str, pieces: list[str]
+) -> None:
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({x: i for i, x in enumerate("abcxz!?")}, "x")
+    )
+    core.add_special_tokens(["<s>", "</s>"])
+    core.decoder = tokenizers.decoders.Fuse()
+    tokenizer = Tokenizer(core)
+    ids = ids_of(tokenizer, *("<s>" if x == "~" else x for x in answer))
+    search = tokenizer.stop_search(stops)
+    part = requests.PartialAnswer(stream=tokenizer.stream(), search=search)
+    record = requests.RequestRecord(
+        request_id=0,
+        prompt=[1],
+        sampling=Sampling(stop=tuple(stops)),
+        arrival_s=0.0,
+        end_tokens=(),
+        answers=[part],
+    )
+    texts = []
+    for i, token in enumerate(ids):
+        reason = "length" if i + 1 == len(ids) else None
+        texts.append(record.extend(0, [token], [0.0], reason, 1.0).text)
+    assert texts == pieces
 
 
 @pytest.mark.parametrize("decoder", ["llama", "metaspace", "byte level", "bpe", "none"])

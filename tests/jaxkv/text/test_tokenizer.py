@@ -240,3 +240,25 @@ def test_tools_are_passed_to_templates() -> None:
     tools = [{"name": "look"}]
     assert tokenizer.encode_chat(USER) == list(b"1")
     assert tokenizer.encode_chat(USER, tools=tools) == list(b"look1")
+
+
+def test_offsets_are_the_starts_of_tokens_in_the_text() -> None:
+    tokenizer = load()
+    for text in (
+        AWKWARD,
+        "a<|end|>b",
+        "def f(x):\n  return",
+        "日<|role|> <|end|>é",
+        "",
+    ):
+        ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
+        shown = tokenizer.stream(skip_special_tokens=False)
+        shown.push(ids[0])  # the tokenizer adds the first token
+        lengths = [0, *(len(shown.push(token)) for token in ids[1:])]
+        assert offsets == [0, *(sum(lengths[: i + 1]) for i in range(len(ids) - 1))]
+    assert tokenizer.offsets("a<|end|>b") == [0, 0, 1, 8]
+    # A token that absorbs the spaces around it.
+    absorbing = tokenizers.AddedToken("<e>", lstrip=True, rstrip=True, special=True)
+    tokenizer.core.add_special_tokens([absorbing])
+    assert tokenizer.offsets("a <e>  b") == [0, 0, 1, 7]
+    assert ByteTokenizer(256).offsets("aé日b") == [0, 1, 1, 2, 2, 2, 3]

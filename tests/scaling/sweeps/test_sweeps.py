@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import config_dumps
+from jaxkv.disaggregation import CLUSTER_ENVIRONMENT
 from scaling import training
 from scaling.logs import best_rates
 from scaling.sweeps import (
@@ -27,6 +28,7 @@ from scaling.sweeps import (
     planning,
     run_sweep,
 )
+from scaling.sweeps.executors import connect_ray
 from scaling.sweeps.folder import RECORD, SweepFolder
 from scaling.sweeps.grid import Cell, Lane, SweepConfig
 from scaling.training import score_stream
@@ -311,6 +313,22 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
         with pytest.raises(ValueError, match=r"127.*no cluster: .*refused"):
             run_sweep(far, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_cluster_opens_no_port_for_metrics(config, monkeypatch) -> None:
+    seen: dict[str, str] = {}
+    fake = types.SimpleNamespace(
+        is_initialized=lambda: False, init=lambda **_: seen.update(os.environ)
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    for name in CLUSTER_ENVIRONMENT:  # restored after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # a choice of the user
+    connect_ray(dataclasses.replace(config, executor="ray"))
+    assert seen["AUTOSCALER_METRIC_PORT"] == "-1"
+    assert seen["RAY_enable_metrics_collection"] == "0"
+    assert seen["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
 _CHILD = """

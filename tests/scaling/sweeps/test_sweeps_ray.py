@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from scaling.sweeps import run_sweep
 from scaling.sweeps.grid import SweepConfig
 from tests.support import sweeping
+from tests.support.folders import ROOT
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 pytestmark = [
@@ -56,6 +60,37 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
     header = json.loads((tmp_path / "there" / "sweep.json").read_text())
     assert header["executor"] == "ray"
     assert run_sweep(there, tmp_path / "there").skipped == 8
+
+
+_LIST_PORTS = """
+import sys
+from pathlib import Path
+import psutil
+from scaling.sweeps.executors import connect_ray
+from tests.support import sweeping
+connect_ray(sweeping.config(Path(sys.argv[1]), executor="ray"))
+for process in psutil.Process().children(recursive=True):
+    for port in process.net_connections("inet"):
+        if port.status == psutil.CONN_LISTEN:
+            print(process.pid, *port.laddr)
+"""
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
+def test_a_cluster_that_a_sweep_starts_opens_no_port_for_metrics(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST_PORTS, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"RAY_ADDRESS": "local"},
+    )
+    ports = [line.split() for line in done.stdout.splitlines()]
+    assert len(ports) >= 3, done.stderr
+    assert not [port for port in ports if port[1] == "0.0.0.0" or port[2] == "44217"]
 
 
 @pytest.mark.skipif(HAS_RAY, reason="ray is installed")
