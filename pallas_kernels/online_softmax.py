@@ -23,11 +23,12 @@ class ScoreTransform(NamedTuple):
     scale: float
     """Factor on the products."""
     softcap: float | None = None
-    """Bound of the scores; None means no bound."""
+    """Bound of the scores, above 0; None means no bound."""
     slopes: Float[Array, "*heads"] | None = None
     """ALiBi slopes: factor on the key's position minus the query's; None means none."""
     sinks: Float[Array, "*heads"] | None = None
-    """Score of one more key with value 0 in each head; None means none."""
+    """Score of one more key with value 0 in each head; None means none. Of states that
+    will be merged only one may have it."""
 
 
 class SoftmaxState(NamedTuple):

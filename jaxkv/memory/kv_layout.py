@@ -31,6 +31,9 @@ from pallas_kernels.page_ops import (
     write_rows,
 )
 from pallas_kernels.paged_attention import (
+    PagedKV,
+    RowView,
+    ScoreTransform,
     StepPlan,
     make_plan,
     merge_devices,
@@ -186,12 +189,13 @@ class KVLayout:
         width = keys.shape[-1]
         if isinstance(pages.k, PartlyQuantizedKeys):
             width += pages.k.rest.shape[-1]
+        shape = jax.ShapeDtypeStruct(keys.shape[1:], keys.dtype)
         return make_plan(
             jax.ShapeDtypeStruct((num_rows, num_q_heads, width), dtype),
-            jax.ShapeDtypeStruct(keys.shape[1:], keys.dtype),
+            shape,
+            _local_view(pages, rows, window),
             value_width=self.value_width,
             numerics=numerics,
-            **_local_attention_args(pages, rows, window),
         )
 
     def attend(
@@ -233,21 +237,24 @@ class KVLayout:
             keys, rest = keys
         k_pages, k_scales = quantizing.split_quantized(keys)
         v_pages, v_scales = quantizing.split_quantized(flatten_layers(pages.v))
-        state = paged_attention(
-            q,
+        kv = PagedKV(
             k_pages,
             v_pages,
+            k_scales,
+            v_scales,
             value_width=self.value_width,
-            k_scales=k_scales,
-            v_scales=v_scales,
             k_rest=rest,
             layer=layer,
             num_layers=pages.num_layers,
-            scale=scale,
-            numerics=numerics,
-            packed_q=packed_q,
+        )
+        state = paged_attention(
+            q,
+            kv,
+            _local_view(pages, rows, window),
+            ScoreTransform(q.shape[2] ** -0.5 if scale is None else scale),
             plan=plan,
-            **_local_attention_args(pages, rows, window),
+            packed_q=packed_q,
+            numerics=numerics,
         )
         if page_parts.num_page_parts() > 1:
             merge = merge_own_rows if own_rows else merge_devices
@@ -326,10 +333,8 @@ def make_pages(
         raise ValueError(f"no room for {num_pages=}: {reason}") from None
 
 
-def _local_attention_args(
-    pages: Pages, rows: Rows, window: int | None
-) -> dict[str, Any]:
-    """Returns the arguments of attention for this device's part of the pages."""
+def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
+    """Returns the view of the rows on this device's part of the pages."""
     position, context, ancestors = rows.position, rows.context, rows.ancestors
     if page_parts.num_page_parts() > 1:
         last = functools.partial(page_parts.last_local_place, part=pages.part)
@@ -354,14 +359,14 @@ def _local_attention_args(
         is_row = in_tree & (rows.position >= 0)
         position = jnp.where(is_row, jnp.maximum(position, 0), position)
         context, ancestors = start, kin & inside & in_tree[:, None]
-    return {
-        "page_ids": rows.page_ids,
-        "positions": position,
-        "slots": rows.slot,
-        "context": context,
-        "ancestors": ancestors,
-        "window": page_parts.local_window(window, part=pages.part),
-    }
+    return RowView(
+        rows.page_ids,
+        position,
+        rows.slot,
+        context,
+        ancestors,
+        page_parts.local_window(window, part=pages.part),
+    )
 
 
 def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import quantizing
 from pallas_kernels.bench.specs import GroupedSpec, Spec
+from pallas_kernels.paged_attention import PagedKV, RowView, ScoreTransform
 
 NUM_SPARE = 3
 """Pages of the pool that belong to no sequence."""
@@ -50,8 +51,40 @@ class AttentionProblem:
     ancestors: jax.Array | None
     """`[batch * rows, rows]`; None without trees."""
     options: dict[str, Any]
-    """Keyword arguments of `paged_attention` for the problem's feature, and the width
-    of the values over latent rows."""
+    """Fields of `PagedKV`, `RowView` and `ScoreTransform` for the problem's feature,
+    and the width of the values over latent rows."""
+
+    @property
+    def kv(self) -> PagedKV:
+        """The pages."""
+        options = self.options
+        return PagedKV(
+            self.k_pages,
+            self.v_pages,
+            options.get("k_scales"),
+            options.get("v_scales"),
+            options.get("value_width"),
+        )
+
+    @property
+    def scoring(self) -> ScoreTransform:
+        """The transform of the scores."""
+        scale = self.spec.heads.head_dim**-0.5
+        options = self.options
+        return ScoreTransform(
+            scale, options.get("softcap"), options.get("alibi"), options.get("sinks")
+        )
+
+    def view(self, page_ids: jax.Array) -> RowView:
+        """Returns the view of the rows through a page table, `[batch, pages]`."""
+        return RowView(
+            page_ids,
+            self.positions,
+            self.slots,
+            self.context,
+            self.ancestors,
+            self.options.get("window"),
+        )
 
     @property
     def num_turns(self) -> int:

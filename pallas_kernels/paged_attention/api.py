@@ -8,18 +8,17 @@ ids, and requests do not exist here.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels import devices, layered
-from pallas_kernels.layered import Layer
 from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import checks, decode_plan, dispatch, reference
-from pallas_kernels.paged_attention.page_blocks import PagedKV
+from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
 
 type AttentionImplementation = Literal["reference", "mosaic_gpu"]
 """Names of implementations; `None` means the best one for platform and shape."""
@@ -36,84 +35,35 @@ class AttentionState(NamedTuple):
 
 def paged_attention(
     q: Float[Array, "rows q_heads head_dim"],
-    k_pages: Num[Array, "pages kv_heads page_size key_width"],
-    v_pages: Num[Array, "pages kv_heads page_size value_width"] | None,
-    page_ids: Int[Array, "slots pages_per_slot"],
-    positions: Int[Array, " rows"],
-    slots: Int[Array, " rows"] | None = None,
+    kv: PagedKV,
+    view: RowView,
+    scoring: ScoreTransform | None = None,
     *,
-    value_width: int | None = None,
-    context: Int[Array, " slots"] | None = None,
-    ancestors: Bool[Array, "rows columns"] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: Float[Array, " q_heads"] | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
-    k_scales: Float[Array, "pages kv_heads *k_places"] | None = None,
-    v_scales: Float[Array, "pages kv_heads *v_places"] | None = None,
-    k_rest: Float[Array, "pages kv_heads page_size rest"] | None = None,
-    layer: Layer = 0,
-    num_layers: int = 1,
+    plan: dispatch.StepPlan | None = None,
+    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
-    packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
-    plan: dispatch.StepPlan | None = None,
-    tiling: dispatch.KernelTilings | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
 
-    A row attends to the keys at positions 0 to its own, or to the last `window` of
-    them. With `ancestors` it attends instead to all positions below `context` of its
-    slot, and to position `context + j` if `ancestors[row, j]`: the branches of a token
-    tree are stored one after another there, and a chain is the lower triangle. A slot
-    whose context is -1 has no tree, and its rows no ancestors.
-
     Args:
       q: queries. Query head h reads KV head `h // (q_heads // kv_heads)`.
-      k_pages: keys of one layer, or of `num_layers` layers concatenated; of a floating
-        type, or of 8 bits as `quantizing` makes them.
-      v_pages: values of the same type, of any width; None if the values are the first
-        `value_width` numbers of the keys, with the scales of the keys.
-      page_ids: page table, with ids relative to the layer. An id that is no page of the
-        layer is unmapped; no row may attend to a position of it.
-      positions: position of each row; -1 for a padding row, which attends to no key.
-      slots: slot of each row; rows of a slot are contiguous and in ascending order.
-        None if all slots have the same number of rows, in order: one each to decode,
-          several to verify drafts.
-      value_width: width of the values in [1, head_dim], if `v_pages` is None.
-      context: positions that every row of the slot attends to, or -1; required with
-        `ancestors`.
-      ancestors: mask of the slot's tree positions, see above.
-      scale: factor on the scores; None means head_dim ** -0.5.
-      window: number of latest keys of a row, at least 1; None means all. On a GPU,
-        positions between two windows of a slot must not hold NaN.
-      softcap: bound of the scores, above 0: softcap * tanh(score / softcap), after the
-        scale and before `alibi`; None means none.
-      alibi: slope of each query head: adds slope * (place - position) to a score.
-      sinks: score of one more key with value 0 in each head. Of states that will be
-        merged only one may have it.
-      k_scales: only for 8-bit pages, scale of the keys of a page and head, or with one
-        more axis of page_size, of each key.
-      v_scales: only for 8-bit pages, scales of the values.
-      k_rest: only for 8-bit pages without `v_pages`, further numbers of the keys, which
-        are not quantized: head_dim is the sum of both widths.
-      layer: index of the layer in the pages, in [0, num_layers).
-      num_layers: number of layers in the pages, a divisor of the number of pages.
+      kv: the pages.
+      view: the rows, and the pages with their keys.
+      scoring: transform of the scores, with one slope and sink for each query head;
+        None only scales them by head_dim ** -0.5.
+      plan: `make_plan` of the same rows, to share it among layers; None makes one if
+        the implementation needs it.
+      packed_q: queries of the plan's few rows in packed form, if they are already
+        written; None packs them here.
       numerics: "reproducible" makes the bits of a row independent of the batch.
       implementation: None, or the name of a required one. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, values of the same width,
         pages of 16, 32, 64, 128 or 256 positions, and at most 64 query heads for a KV
         head. It also takes latent rows, of head_dim 576 and value_width 512 without
-        v_pages, with one KV head, and at most 64 or a multiple of 64 query heads, in
+        `kv.v`, with one KV head, and at most 64 or a multiple of 64 query heads, in
         steps without `dispatch.has_prefill_rows`.
-      packed_q: queries of the plan's few rows in packed form, if they are already
-        written; None packs them here.
-      plan: `make_plan` of the same rows, to share it among layers; None makes one if
-        the implementation needs it.
-      tiling: sizes that change the speed of "mosaic_gpu" and not its results; None
-        means the plan's, else `dispatch.default_tilings`.
 
     Returns:
       Output in the type of q, and the log-sum-exp in float32 (float64 if q is).
@@ -127,97 +77,81 @@ def paged_attention(
     Press et al. 2022, arXiv:2108.12409, section 3; sinks, gpt-oss, arXiv:2508.10925,
     section 2.
     """
-    value_width = checks.check_arrays(
-        q, k_pages, v_pages, k_scales, v_scales, value_width, k_rest
-    )
-    checks.check_heads(q, sinks=sinks, alibi=alibi)
-    if slots is None and (not page_ids.shape[0] or q.shape[0] % page_ids.shape[0]):
-        raise ValueError(
-            f"{q.shape[0]=} must be a multiple of {page_ids.shape[0]=} when slots is "
-            "None"
-        )
-    if (context is None) != (ancestors is None):
-        raise ValueError("context and ancestors must be given together")
-    if window is not None and window < 1:
-        raise ValueError(f"{window=} must be at least 1, or None")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{softcap=} must be above 0, or None")
-    if num_layers < 1 or k_pages.shape[0] % num_layers:
-        raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    scoring = ScoreTransform(scale, softcap, alibi, sinks)
+    value_width = checks.check_arrays(q, kv)
+    scoring = ScoreTransform(q.shape[2] ** -0.5) if scoring is None else scoring
+    checks.check_heads(q, sinks=scoring.sinks, slopes=scoring.slopes)
+    checks.check_view(q, view)
+    if scoring.softcap is not None and not scoring.softcap > 0:
+        raise ValueError(f"softcap={scoring.softcap} must be above 0, or None")
+    kv = kv._replace(value_width=value_width)
     chosen = choose_attention(
         q,
-        k_pages,
+        kv.k,
         value_width=value_width,
-        has_v_pages=v_pages is not None,
-        prefills=_has_prefill_rows(q, k_pages, page_ids, slots),
+        has_v_pages=kv.v is not None,
+        prefills=_has_prefill_rows(q, kv.k, view),
         numerics=numerics,
         implementation=implementation,
     )
     if chosen == "mosaic_gpu":
-        if plan is not None and tiling not in (None, plan.tiling):
-            raise ValueError(f"{tiling=} must be that of the plan, {plan.tiling}")
         if plan is None:
             plan = make_plan(
                 q,
-                k_pages,
-                page_ids,
-                positions,
-                slots,
+                kv.k,
+                view,
                 value_width=value_width,
-                context=context,
-                ancestors=ancestors,
-                window=window,
                 implementation=implementation,
-                tiling=tiling,
             )
         assert plan is not None
         out, lse = dispatch.dispatch_attention(
             q,
-            k_pages,
-            k_pages if v_pages is None and value_width == q.shape[2] else v_pages,
-            page_ids,
+            kv.k,
+            kv.k if kv.v is None and value_width == q.shape[2] else kv.v,
+            view.page_ids,
             plan,
             scoring,
-            window=window,
+            window=view.window,
             value_width=value_width,
             packed_q=packed_q,
-            layer=layer,
-            num_layers=num_layers,
+            layer=kv.layer,
+            num_layers=kv.num_layers,
         )
         return AttentionState(out, lse)
-    if num_layers > 1:
+    if kv.num_layers > 1:
         page_ids = layered.flat_ids(
-            page_ids,
-            layer,
-            num_layers=num_layers,
-            num_pages=k_pages.shape[0] // num_layers,
+            view.page_ids,
+            kv.layer,
+            num_layers=kv.num_layers,
+            num_pages=kv.k.shape[0] // kv.num_layers,
         )
-    (rows, q_heads, head_dim), kv_heads = q.shape, k_pages.shape[1]
+        view = view._replace(page_ids=page_ids)
+        kv = kv._replace(layer=0, num_layers=1)
+    rows, q_heads, head_dim = q.shape
+    kv_heads = kv.k.shape[1]
     by_head = kv_heads, q_heads // kv_heads
-    attend: Any = reference.attend_per_slot
-    if numerics == "fast" and slots is None:
-        few = max(1, 4 // max(page_ids.shape[0], 1))
-        size = min(reference.MAX_BLOCK, few * reference.BLOCK)
-        few_queries = rows * by_head[1] <= reference.FEW_QUERIES * page_ids.shape[0]
+    num_slots = view.page_ids.shape[0]
+    attend = reference.attend_per_slot
+    if numerics == "fast" and view.slots is None:
+        few = max(1, 4 // max(num_slots, 1))
+        few_queries = rows * by_head[1] <= reference.FEW_QUERIES * num_slots
         attend = functools.partial(
             attend,
-            block_size=size,
+            block_size=min(reference.MAX_BLOCK, few * reference.BLOCK),
             one_by_one=devices.current_target().platform == "cpu"
             and q.dtype == jnp.float32
             and few_queries
-            and page_ids.shape[0] <= reference.FEW_SLOTS,
+            and num_slots <= reference.FEW_SLOTS,
         )
     elif numerics == "fast":
         attend = reference.attend_per_tile
+    slopes, sinks = scoring.slopes, scoring.sinks
     out, lse = reference.differentiable(
         attend,
         q.reshape(rows, *by_head, head_dim),
-        PagedKV(k_pages, v_pages, k_scales, v_scales, value_width, k_rest),
-        reference.View(page_ids, positions, slots, context, ancestors, window),
+        kv,
+        view,
         scoring._replace(
-            slopes=None if alibi is None else alibi.reshape(by_head),
+            slopes=None if slopes is None else slopes.reshape(by_head),
             sinks=None if sinks is None else sinks.reshape(by_head),
         ),
     )
@@ -228,23 +162,24 @@ def paged_attention(
 def make_plan(
     q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct,
     k_pages: Num[Array, "pages kv_heads page_size key_width"] | jax.ShapeDtypeStruct,
-    page_ids: Int[Array, "slots pages_per_slot"],
-    positions: Int[Array, " rows"],
-    slots: Int[Array, " rows"] | None = None,
+    view: RowView,
     *,
     value_width: int | None = None,
-    context: Int[Array, " slots"] | None = None,
-    ancestors: Bool[Array, "rows columns"] | None = None,
-    window: int | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     tiling: dispatch.KernelTilings | None = None,
 ) -> dispatch.StepPlan | None:
     """Makes the plan of a step, which all layers share.
 
-    Arguments are those of `paged_attention`; only shape and type of `q` and `k_pages`
-    matter, and the shape of `page_ids`. A `value_width` of None is that of the keys.
-    The plan keeps `tiling`, the sizes of the kernels.
+    Args:
+      q: queries; only their shape and type matter.
+      k_pages: keys; only their shape and type matter.
+      view: the rows; of the page table only the shape matters.
+      value_width: width of the values; None means that of the keys.
+      numerics: as for `paged_attention`.
+      implementation: as for `paged_attention`.
+      tiling: sizes that change the speed of "mosaic_gpu" and not its results; None
+        means `dispatch.default_tilings`. The plan keeps them.
 
     Returns:
       The plan; None if the reference computes the call, which needs none.
@@ -256,7 +191,7 @@ def make_plan(
         q,
         k_pages,
         value_width=value_width,
-        prefills=_has_prefill_rows(q, k_pages, page_ids, slots),
+        prefills=_has_prefill_rows(q, k_pages, view),
         numerics=numerics,
         implementation=implementation,
     )
@@ -264,15 +199,15 @@ def make_plan(
         return None
     items, group = decode_plan.item_heads(q.shape[1], k_pages.shape[1])
     return dispatch.make_step_plan(
-        positions,
-        slots,
-        num_slots=len(page_ids),
+        view.positions,
+        view.slots,
+        num_slots=len(view.page_ids),
         kv_heads=items,
         group=group,
         head_dim=q.shape[2],
-        context=context,
-        ancestors=ancestors,
-        window=window,
+        context=view.context,
+        ancestors=view.ancestors,
+        window=view.window,
         tiling=tiling,
     )
 
@@ -309,12 +244,16 @@ def choose_attention(
     return devices.choose_implementation(implementation, refusal)
 
 
-def _has_prefill_rows(q: Any, k_pages: Any, page_ids: Array, slots: Any) -> bool:
+def _has_prefill_rows(
+    q: Array | jax.ShapeDtypeStruct,
+    k_pages: Array | jax.ShapeDtypeStruct,
+    view: RowView,
+) -> bool:
     return dispatch.has_prefill_rows(
         q.shape[0],
-        num_slots=len(page_ids),
+        num_slots=len(view.page_ids),
         group=decode_plan.item_heads(q.shape[1], k_pages.shape[1])[1],
-        has_slots=slots is not None,
+        has_slots=view.slots is not None,
     )
 
 
@@ -378,8 +317,8 @@ def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
         return lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)
 
     out, lse = map(exchange, state)
-    how: Any = {"axis": 0, "keepdims": True}
-    most, add_up = (functools.partial(x, **how) for x in (jnp.max, jnp.sum))
+    most = functools.partial(jnp.max, axis=0, keepdims=True)
+    add_up = functools.partial(jnp.sum, axis=0, keepdims=True)
     merged = _merge(out, lse, most, add_up)
     return AttentionState(merged.out[0], merged.lse[0])
 

@@ -4,18 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import quantizing
+from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
 
 
-def check_arrays(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array | None,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    value_width: int | None,
-    k_rest: Array | None = None,
-) -> int:
-    """Checks that the arrays of `api.paged_attention` match.
+def check_arrays(q: Array, kv: PagedKV) -> int:
+    """Checks that queries and pages match.
 
     Returns:
       Width of the values.
@@ -23,7 +16,11 @@ def check_arrays(
     Raises:
       ValueError: shapes or types do not match.
     """
-    q_heads, kv_heads, head_dim = q.shape[1], k_pages.shape[1], q.shape[2]
+    k_pages, v_pages, k_scales, v_scales, value_width, k_rest, _, num_layers = kv
+    if num_layers < 1 or k_pages.shape[0] % num_layers:
+        raise ValueError(f"{num_layers=} must divide {k_pages.shape[0]=}")
+    _, q_heads, head_dim = q.shape
+    kv_heads = k_pages.shape[1]
     if not jnp.issubdtype(q.dtype, jnp.floating) or q.dtype.itemsize < 2:
         raise ValueError(f"{q.dtype=} must be a floating type of 16 bits or more")
     narrow = quantizing.quantization_kind(k_pages.dtype) is not None
@@ -69,6 +66,25 @@ def check_arrays(
                 f"{k_pages.shape[:3]}"
             )
     return value_width
+
+
+def check_view(q: Array, view: RowView) -> None:
+    """Checks the rows of a call.
+
+    Raises:
+      ValueError: the number of rows is no multiple of the slots without `slots`,
+        context and ancestors are not given together, or the window is below 1.
+    """
+    num_slots = view.page_ids.shape[0]
+    if view.slots is None and (not num_slots or q.shape[0] % num_slots):
+        raise ValueError(
+            f"{q.shape[0]=} must be a multiple of page_ids.shape[0]={num_slots} when "
+            "slots is None"
+        )
+    if (view.context is None) != (view.ancestors is None):
+        raise ValueError("context and ancestors must be given together")
+    if view.window is not None and view.window < 1:
+        raise ValueError(f"window={view.window} must be at least 1, or None")
 
 
 def check_heads(q: Array, **values: Array | None) -> None:

@@ -14,22 +14,69 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import quantizing
+from pallas_kernels.layered import Layer
 
 
 class PagedKV(NamedTuple):
-    """Keys and values in pages, with scales of 8-bit pages."""
+    """Keys and values in pages, of one layer or of several."""
 
     k: Num[Array, "pages kv_heads page_size key_width"]
-    v: Num[Array, "pages kv_heads page_size value_width"] | None
-    """None if the values are the first numbers of the keys."""
-    k_scales: Float[Array, "pages kv_heads *places"] | None
-    """Scale of the keys of a page and head, or with one more axis of each key."""
-    v_scales: Float[Array, "pages kv_heads *places"] | None
-    """Scales of the values; None if the values are part of the keys."""
-    value_width: int
-    """Width of the values."""
+    """Keys of one layer, or of `num_layers` layers concatenated; of a floating type, or
+    of 8 bits as `quantizing` makes them."""
+    v: Num[Array, "pages kv_heads page_size value_width"] | None = None
+    """Values of the same type, of any width; None if the values are the first
+    `value_width` numbers of the keys, with the scales of the keys."""
+    k_scales: Float[Array, "pages kv_heads *k_places"] | None = None
+    """Only for 8-bit pages, scale of the keys of a page and head, or with one more axis
+    of page_size, of each key."""
+    v_scales: Float[Array, "pages kv_heads *v_places"] | None = None
+    """Only for 8-bit pages, scales of the values; None if these are part of the
+    keys."""
+    value_width: int | None = None
+    """Width of the values in [1, head_dim] if `v` is None."""
     k_rest: Float[Array, "pages kv_heads page_size rest"] | None = None
-    """Further numbers of the keys, which have no scale; None if there are none."""
+    """Only for 8-bit pages without `v`, further numbers of the keys, which are not
+    quantized: head_dim is the sum of both widths."""
+    layer: Layer = 0
+    """Index of the layer, in [0, num_layers)."""
+    num_layers: int = 1
+    """Number of layers, a divisor of the number of pages."""
+
+    @property
+    def output_width(self) -> int:
+        """Width of the values, which is that of the attention's output."""
+        width = self.value_width if self.v is None else self.v.shape[3]
+        assert width is not None
+        return width
+
+
+class RowView(NamedTuple):
+    """Positions of the rows, and the pages with the keys that each row attends to.
+
+    A row attends to the keys at positions 0 to its own, or to the last `window` of
+    them. With `ancestors` it attends instead to all positions below `context` of its
+    slot, and to position `context + j` if `ancestors[row, j]`: the branches of a token
+    tree are stored one after another there, and a chain is the lower triangle. A slot
+    whose context is -1 has no tree, and its rows no ancestors.
+    """
+
+    page_ids: Int[Array, "slots pages_per_slot"]
+    """Page table, with ids relative to the layer. An id that is no page of the layer is
+    unmapped; no row may attend to a position of it."""
+    positions: Int[Array, " rows"]
+    """Position of each row; -1 for a padding row, which attends to no key."""
+    slots: Int[Array, " rows"] | None = None
+    """Slot of each row; rows of a slot are contiguous and in ascending order. None if
+    all slots have the same number of rows, in order: one each to decode, several to
+    verify drafts."""
+    context: Int[Array, " slots"] | None = None
+    """Positions that every row of the slot attends to, or -1; required with
+    `ancestors`."""
+    ancestors: Bool[Array, "rows columns"] | None = None
+    """Mask of the slot's tree positions."""
+    window: int | None = None
+    """Number of latest keys of a row, at least 1; None means all. On a GPU, positions
+    between two windows of a slot must not hold NaN."""
 
 
 class KVBlock(NamedTuple):

@@ -12,7 +12,7 @@ loops of static length: derivatives are those of loops over all positions of the
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import online_softmax
 from pallas_kernels.online_softmax import ScoreTransform, SoftmaxState
 from pallas_kernels.paged_attention import page_blocks
-from pallas_kernels.paged_attention.page_blocks import PagedKV
+from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
 
 BLOCK = 64
 """Positions that are gathered and summed together."""
@@ -36,17 +36,6 @@ matrix-vector products than with matrix products."""
 TILE, MAX_TILE = 64, 128
 """Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
-
-
-class View(NamedTuple):
-    """Arguments of `paged_attention` that define the keys of each row."""
-
-    page_ids: Int[Array, "slots pages_per_slot"]
-    positions: Int[Array, " rows"]
-    slots: Int[Array, " rows"] | None = None
-    context: Int[Array, " slots"] | None = None
-    ancestors: Bool[Array, "rows columns"] | None = None
-    window: int | None = None
 
 
 def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
@@ -98,7 +87,7 @@ def _loop(
 def attend_per_slot(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: PagedKV,
-    view: View,
+    view: RowView,
     terms: ScoreTransform,
     *,
     block_size: int = BLOCK,
@@ -160,7 +149,7 @@ def attend_per_slot(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
         jnp.max(last) // block_size + 1,
         block,
-        online_softmax.init_softmax(shape, memory.value_width, q.dtype),
+        online_softmax.init_softmax(shape, memory.output_width, q.dtype),
         at_most=-(-num_places // block_size),
         is_bounded=is_bounded,
     )
@@ -172,7 +161,7 @@ def attend_per_slot(
 def attend_per_tile(
     q: Float[Array, "rows kv_heads group head_dim"],
     memory: PagedKV,
-    view: View,
+    view: RowView,
     terms: ScoreTransform,
     *,
     is_bounded: bool = False,
@@ -211,7 +200,7 @@ def attend_per_tile(
         cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], size)  # noqa: E731
         slot = slots[starts[index]]
         mine = cut(slots) == slot
-        here = View(
+        here = RowView(
             page_ids=lax.dynamic_slice_in_dim(view.page_ids, slot, 1),
             positions=jnp.where(mine, cut(positions), -1),
             context=None if view.context is None else view.context[slot][None],
@@ -265,7 +254,7 @@ def attend_per_tile(
             return state._replace(out=state.out + out)
 
         shape = kv_heads, group * size
-        state = online_softmax.init_softmax(shape, memory.value_width, q.dtype)
+        state = online_softmax.init_softmax(shape, memory.output_width, q.dtype)
         begin, end = first // BLOCK, last // BLOCK + 1
         if is_wide:
             # Number of leading positions that each row attends to.
@@ -301,7 +290,7 @@ def attend_per_tile(
 
     wide = np.promote_types(q.dtype, np.float32)
     empty = (
-        jnp.zeros((*q.shape[:3], memory.value_width), q.dtype),
+        jnp.zeros((*q.shape[:3], memory.output_width), q.dtype),
         jnp.full((rows + size, kv_heads, group), -jnp.inf, wide),
     )
     # A slot's last tile may be partial.
@@ -338,7 +327,7 @@ def _tiles(
     return order, jnp.sum(starts, dtype=jnp.int32)
 
 
-def _last_seen(view: View) -> Int[Array, " rows"]:
+def _last_seen(view: RowView) -> Int[Array, " rows"]:
     """Returns the last position each row may attend to; -1 for padding rows."""
     if view.ancestors is None or view.context is None:
         return view.positions
@@ -348,13 +337,15 @@ def _last_seen(view: View) -> Int[Array, " rows"]:
     return jnp.where(is_kin, view.context - 1 + kin, view.positions)
 
 
-def _first_seen(view: View) -> Int[Array, " rows"]:
+def _first_seen(view: RowView) -> Int[Array, " rows"]:
     if view.window is None:
         return jnp.zeros_like(view.positions)
     return jnp.maximum(view.positions - view.window + 1, 0)
 
 
-def _visible(places: Int[Array, " places"], view: View) -> Bool[Array, "rows places"]:
+def _visible(
+    places: Int[Array, " places"], view: RowView
+) -> Bool[Array, "rows places"]:
     """Returns the mask of each row's positions; `context` may have one entry."""
     place, position = places[None, :], view.positions[:, None]
     seen = place <= position

@@ -15,15 +15,21 @@ from jaxkv.memory import Pages, Rows, copy
 from jaxkv.models import make_model_pages
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write_rows
-from pallas_kernels.paged_attention import paged_attention
 from tests.support import engines
-from tests.support.attention_cases import Case, check, make_case, oracle, plain
+from tests.support.attention_cases import (
+    Case,
+    attend_arrays,
+    check,
+    make_case,
+    oracle,
+    plain,
+)
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(
-    paged_attention, static_argnames=("window", "numerics", "implementation")
+    attend_arrays, static_argnames=("window", "numerics", "implementation")
 )
 quantize = jax.jit(quantizing.quantize, static_argnames=("kind", "per"))
 
@@ -170,10 +176,10 @@ def test_scales_must_fit_the_pages() -> None:
     mixed = {"k_scales": scales["k_scales"], "v_scales": scales["v_scales"][..., 0]}
     attend(*narrow, **mixed)
     wrong: Any = dict(scales, v_scales=scales["v_scales"][..., :3])
-    wrong = {name: jnp.asarray(x) for name, x in wrong.items()}
+    arrays: Any = {name: jnp.asarray(x) for name, x in wrong.items()}
     with pytest.raises(ValueError, match=r"v_scales.shape=\(\d+, 2, 3\) must be"):
         # Without the type checks of the tests, like a user's call.
-        inspect.unwrap(paged_attention)(*map(jnp.asarray, narrow[:5]), **wrong)
+        attend_arrays(*map(jnp.asarray, narrow[:5]), **arrays)
     with pytest.raises(ValueError, match="implementation='mosaic_gpu': "):
         attend(*narrow, **scales, implementation="mosaic_gpu")
 

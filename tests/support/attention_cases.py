@@ -1,16 +1,72 @@
 """Attention over scattered pages, and reference loops in float64."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import AttentionState, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionImplementation,
+    AttentionState,
+    KernelTilings,
+    PagedKV,
+    RowView,
+    ScoreTransform,
+    make_plan,
+    paged_attention,
+)
+
+
+def attend_arrays(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    page_ids: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    window: int | None = None,
+    context: jax.Array | None = None,
+    ancestors: jax.Array | None = None,
+    numerics: Literal["fast", "reproducible"] = "fast",
+    implementation: AttentionImplementation | None = None,
+    tiling: KernelTilings | None = None,
+    **pages: Any,
+) -> AttentionState:
+    """Calls `paged_attention` with the arrays of a `Case`, in their order."""
+    kv = PagedKV(k_pages, v_pages, **pages)
+    rows = RowView(page_ids, positions, slots, context, ancestors, window)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scoring = ScoreTransform(scale, softcap, alibi, sinks)
+    plan = None
+    if tiling is not None:
+        plan = make_plan(
+            q,
+            k_pages,
+            rows,
+            value_width=kv.output_width,
+            implementation=implementation,
+            tiling=tiling,
+        )
+    return paged_attention(
+        q,
+        kv,
+        rows,
+        scoring,
+        plan=plan,
+        numerics=numerics,
+        implementation=implementation,
+    )
+
 
 attend = jax.jit(
-    paged_attention,
+    attend_arrays,
     static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
 )
 

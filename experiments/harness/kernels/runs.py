@@ -33,6 +33,8 @@ from pallas_kernels.paged_attention import (
     DecodePlan,
     KernelTilings,
     PartialStates,
+    RowView,
+    StepPlan,
     item_heads,
     merge_and_unpack,
     paged_attention,
@@ -86,28 +88,30 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
     )
-    rows = (problem.positions, problem.slots)
-    trees = {"context": problem.context, "ancestors": problem.ancestors}
     window = problem.options.get("window")
 
     @jax.jit
-    def make_plan(page_ids, positions, slots, trees):
-        options: dict[str, Any] = trees | {"window": window, "implementation": name}
-        options |= {"value_width": problem.options.get("value_width")}
-        return attention_plan(q, k_pages, page_ids, positions, slots, **options)
+    def make_plan(*rows):
+        view = RowView(*rows, window=window)
+        width = problem.kv.value_width
+        return attention_plan(q, k_pages, view, value_width=width, implementation=name)
 
-    def attend(trees, plan, *arrays):
-        options = trees | problem.options
-        return paged_attention(*arrays, **options, implementation=name, plan=plan).out
+    def attend(plan, q, k_pages, v_pages, *rows):
+        kv = problem.kv._replace(k=k_pages, v=v_pages)
+        view = RowView(*rows, window=window)
+        return paged_attention(
+            q, kv, view, problem.scoring, plan=plan, implementation=name
+        ).out
 
-    def plan_anew(index: int) -> Any:
+    def plan_anew(index: int) -> StepPlan | None:
         # A plan depends on lengths and not on page ids: equal for all turns.
-        return make_plan(problem.page_ids[0], *rows, trees)
+        return make_plan(*problem.view(problem.page_ids[0])[:-1])
 
-    plan, pages = plan_anew(0), (problem.k_pages, problem.v_pages)
+    plan = plan_anew(0)
     turns = [
-        (trees, plan, problem.q, *pages, page_ids, *rows)
+        (plan, *arrays, *problem.view(page_ids)[:-1])
         for page_ids in problem.page_ids
+        for arrays in [(problem.q, problem.k_pages, problem.v_pages)]
     ]
     run = calls.make_run(problem, attend, turns)
     if plan is None:

@@ -21,29 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    claims_file,
-    column,
-    measured,
-    to_rows,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import median_seconds
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
-)
 from jaxkv import validation
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column, to_rows
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import TILE, flash_attention
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import PagedKV, RowView, paged_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +198,7 @@ def _one_query(context: int, config: Config) -> list[float]:
 
     @jax.jit
     def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
-        return paged_attention(q, k_pages, v_pages, ids, last).out
+        return paged_attention(q, PagedKV(k_pages, v_pages), RowView(ids, last)).out
 
     last = np.array([context - 1], np.int32)
     plain, tiled = (

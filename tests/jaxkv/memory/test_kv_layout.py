@@ -34,10 +34,10 @@ from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
 from pallas_kernels import quantizing
 from pallas_kernels.page_ops import write_rotated_kv
-from pallas_kernels.paged_attention import decode_plan, paged_attention
+from pallas_kernels.paged_attention import decode_plan
 from tests.support import engines, row_layout
 from tests.support.asks import groups
-from tests.support.attention_cases import check, make_case, oracle
+from tests.support.attention_cases import attend_arrays, check, make_case, oracle
 from tests.support.folders import ROOT
 from tests.support.row_layout import VALUE_WIDTH, WIDTH
 from tests.support.trees import assert_same, ints
@@ -181,7 +181,7 @@ def test_attention_with_narrow_values(runs: Any) -> None:
     case = make_case(np.random.default_rng(0), runs, decode=decode)
     out, lse = oracle(case)
     apart = narrow_values(case)
-    found = paged_attention(*map(_array, apart))
+    found = attend_arrays(*map(_array, apart))
     assert found.out.shape == (*case.q.shape[:2], 5)
     check(found, (out[..., :5], lse))
     # Of values that are a part of the keys; keys of no row are NaN.
@@ -190,7 +190,7 @@ def test_attention_with_narrow_values(runs: Any) -> None:
     arrays = list(map(_array, part))
     arrays[2] = None
     for numerics in ("fast", "reproducible") if decode else ("fast",):
-        found = paged_attention(*arrays, value_width=3, numerics=numerics)
+        found = attend_arrays(*arrays, value_width=3, numerics=numerics)
         check(found, (out[..., :3], lse))
 
 
@@ -203,14 +203,14 @@ def test_attention_with_shared_scale() -> None:
     case = case._replace(k_pages=np.nan_to_num(case.k_pages))
     numbers, scales = quantizing.quantize(jnp.asarray(case.k_pages), "int8")
     q, _, _, *where = map(_array, case)
-    both = paged_attention(
+    both = attend_arrays(
         q, numbers, None, *where, k_scales=scales, value_width=VALUE_WIDTH - 2
     )
     worth = np.asarray(quantizing.dequantize(numbers, scales))
     out, lse = oracle(case._replace(k_pages=worth, v_pages=worth))
     check(both, (out[..., : VALUE_WIDTH - 2], lse))
     with pytest.raises(ValueError, match="v_scales must be given for 8-bit pages"):
-        paged_attention(
+        attend_arrays(
             q, numbers, None, *where, k_scales=scales, v_scales=scales, value_width=2
         )
 
@@ -218,7 +218,7 @@ def test_attention_with_shared_scale() -> None:
 def test_invalid_value_widths_are_refused() -> None:
     case = make_case(np.random.default_rng(0), [(3, 1)], decode=True)
     q, k, v, *where = map(_array, case)
-    attend = inspect.unwrap(paged_attention)
+    attend = attend_arrays
     for width in (None, 0, 9):
         allowed = rf"value_width={width} must be in \[1, 8\]"
         with pytest.raises(ValueError, match=allowed):

@@ -98,17 +98,8 @@ def test_the_reference_solves_the_problem(spec: Spec) -> None:
 
     @jax.jit
     def attend(page_ids: jax.Array) -> jax.Array:
-        return paged_attention(
-            problem.q,
-            problem.k_pages,
-            problem.v_pages,
-            page_ids,
-            problem.positions,
-            problem.slots,
-            context=problem.context,
-            ancestors=problem.ancestors,
-            **problem.options,
-        ).out
+        view = problem.view(page_ids)
+        return paged_attention(problem.q, problem.kv, view, problem.scoring).out
 
     for turn in range(2):
         out = attend(problem.page_ids[turn])

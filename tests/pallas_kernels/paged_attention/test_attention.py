@@ -15,6 +15,7 @@ from tests.support.attention_cases import (
     Case,
     assert_same,
     attend,
+    attend_arrays,
     check,
     make_case,
     oracle,
@@ -64,7 +65,7 @@ def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     products = []
     for most in (reference.FEW_SLOTS, 0):
         monkeypatch.setattr(reference, "FEW_SLOTS", most)
-        traced = jax.jit(lambda *case: api.paged_attention(*case)).trace(*case)
+        traced = jax.jit(lambda *case: attend_arrays(*case)).trace(*case)
         products.append(str(traced.jaxpr).count("dot_general["))
         check(traced.lower().compile()(*case), oracle(case))
     assert products == [2 * group, 2]
@@ -78,7 +79,7 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for size in (large, small):
         monkeypatch.setattr(reference, "MAX_TILE", size)
-        found.append(jax.jit(lambda *case: api.paged_attention(*case))(*case))
+        found.append(jax.jit(lambda *case: attend_arrays(*case))(*case))
     check(found[0], oracle(case))
     assert_same(*found)
 

@@ -16,6 +16,7 @@ from pallas_kernels import devices
 from pallas_kernels.paged_attention import api, decode_plan, dispatch, prefill_plan
 from pallas_kernels.paged_attention.hopper import decode, prefill
 from tests.support import emulating
+from tests.support.attention_cases import attend_arrays
 from tests.support.kernel_cases import assert_within_rule, make_case
 from tests.support.mutation import replace
 
@@ -87,7 +88,7 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
 
     @jax.jit
     def attend(arrays: dict[str, Any]) -> api.AttentionState:
-        return api.paged_attention(
+        return attend_arrays(
             *(arrays[name] for name in names),
             window=case.window,
             softcap=case.softcap,
@@ -121,23 +122,19 @@ def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("hopper")
-def test_a_tiling_that_is_not_the_plan_s_is_refused() -> None:
+def test_a_plan_keeps_its_tiling() -> None:
     case = make_case([(7, 2)], page_size=16, kv_heads=1, group=2)
     arrays = case.arrays()
-    q, k, v, ids, *rows = (
-        arrays[name]
-        for name in ("q", "k_pages", "v_pages", "page_ids", "positions", "slots")
+    q, k, ids, *rows = (
+        arrays[name] for name in ("q", "k_pages", "page_ids", "positions", "slots")
     )
-    plan = api.make_plan(q, k, ids, *rows, tiling=emulating.TILINGS)
-    own = api.make_plan(q, k, ids, *rows)
+    view = api.RowView(ids, *rows)
+    plan = api.make_plan(q, k, view, tiling=emulating.TILINGS)
+    own = api.make_plan(q, k, view)
     assert plan is not None
     assert own is not None
     assert plan.tiling == emulating.TILINGS
     assert own.tiling == dispatch.default_tilings(64)
-    with pytest.raises(ValueError, match="must be that of the plan"):
-        api.paged_attention(
-            q, k, v, ids, *rows, plan=plan, tiling=dispatch.default_tilings(64)
-        )
 
 
 def test_one_kernel_runs_if_shapes_decide() -> None:

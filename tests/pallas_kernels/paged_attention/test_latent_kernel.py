@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention import api, decode_plan, dispatch, stream_k
 from pallas_kernels.paged_attention.hopper import decode, decode_body
 from pallas_kernels.paged_attention.stream_k import Tiling
 from tests.support import emulating
+from tests.support.attention_cases import attend_arrays
 from tests.support.kernel_cases import assert_within_rule, make_case
 from tests.support.mutation import replace
 
@@ -296,7 +297,7 @@ def test_the_public_function_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
         )
         arrays = case.arrays()
         found = jax.jit(
-            lambda q, k, ids, positions: api.paged_attention(
+            lambda q, k, ids, positions: attend_arrays(
                 q,
                 k,
                 None,
