@@ -38,136 +38,53 @@ Terms:
     workload   requests with their arrival times; a trace records a run
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxkv.files.shadowing import watch_packages
+from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxkv.engine import (
-        Answer,
-        EngineConfig,
-        EngineState,
-        Requests,
-        StepInfo,
-        cancel,
-        drain,
-        init,
-        run_steps,
-        submit,
-    )
+    from jaxkv import cli as cli
+    from jaxkv import decoding as decoding
+    from jaxkv import disaggregation as disaggregation
+    from jaxkv import engine as engine
+    from jaxkv import files as files
+    from jaxkv import ledger as ledger
+    from jaxkv import memory as memory
+    from jaxkv import models as models
+    from jaxkv import parallel as parallel
+    from jaxkv import plotting as plotting
+    from jaxkv import report as report
+    from jaxkv import sampling as sampling
+    from jaxkv import scheduling as scheduling
+    from jaxkv import server as server
+    from jaxkv import serving as serving
+    from jaxkv import simulation as simulation
+    from jaxkv import speculation as speculation
+    from jaxkv import text as text
+    from jaxkv import workloads as workloads
     from jaxkv.engine.drafting import Speculation
+    from jaxkv.engine.emitting import Answer
+    from jaxkv.engine.requests import Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
-    from jaxkv.engine.steps import step
-    from jaxkv.files import bundled_model
-    from jaxkv.memory import InvariantError
-    from jaxkv.models import Forward, ForwardResult, attend
-    from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import (
-        Counts,
-        Plan,
-        Policy,
-        RequestAttributes,
-        StallError,
-        plan_in_order,
-        schedule,
-        static,
-    )
+    from jaxkv.engine.state import EngineConfig, EngineState, init
+    from jaxkv.engine.steps import StepInfo, run_steps, step
+    from jaxkv.files.bundled import bundled_model
+    from jaxkv.memory.invariants import InvariantError
+    from jaxkv.models.interface import Forward, ForwardResult, attend
+    from jaxkv.sampling.params import Sampling
+    from jaxkv.scheduling.attributes import RequestAttributes
     from jaxkv.scheduling.first_come import fcfs
-    from jaxkv.serving import Completion, Engine, Event, make_requests
+    from jaxkv.scheduling.interface import Counts, Plan, Policy, plan_in_order, schedule
+    from jaxkv.scheduling.stalls import StallError
+    from jaxkv.scheduling.static_batching import static
+    from jaxkv.serving.engine import Engine
+    from jaxkv.serving.outputs import Completion, Event
+    from jaxkv.serving.request_batch import make_requests
     from jaxkv.speculation.methods import SpeculationConfig
 
 __version__ = "0.1.0"
 
-# Names load on first use, so that importing the package costs little more than
-# importing JAX.
-_HOMES = {
-    "Answer": "engine.emitting",
-    "Completion": "serving.outputs",
-    "Counts": "scheduling.interface",
-    "Engine": "serving.engine",
-    "EngineConfig": "engine.state",
-    "EngineState": "engine.state",
-    "Event": "serving.outputs",
-    "Forward": "models.interface",
-    "ForwardResult": "models.interface",
-    "InvariantError": "memory.invariants",
-    "Plan": "scheduling.interface",
-    "Policy": "scheduling.interface",
-    "RequestAttributes": "scheduling.attributes",
-    "Requests": "engine.requests",
-    "Sampling": "sampling.params",
-    "Speculation": "engine.drafting",
-    "SpeculationConfig": "speculation.methods",
-    "StallError": "scheduling.stalls",
-    "StepInfo": "engine.steps",
-    "attend": "models.interface",
-    "bundled_model": "files",
-    "cancel": "engine.requests",
-    "drain": "engine.requests",
-    "fcfs": "scheduling.first_come",
-    "init": "engine.state",
-    "load_state": "engine.snapshots",
-    "make_requests": "serving.request_batch",
-    "plan_in_order": "scheduling.interface",
-    "run_steps": "engine.steps",
-    "save_state": "engine.snapshots",
-    "schedule": "scheduling.interface",
-    "static": "scheduling.static_batching",
-    "step": "engine.steps",
-    "submit": "engine.requests",
-}
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
 
-# Packages are attributes as well: `jaxkv.simulation` works after `import jaxkv`.
-_PACKAGES = (
-    *("decoding", "disaggregation", "engine", "files", "ledger", "memory", "models"),
-    *("parallel", "sampling", "scheduling", "server", "serving", "simulation"),
-    *("speculation", "text", "workloads"),
-)
-
-__all__ = [
-    "Answer",
-    "Completion",
-    "Counts",
-    "Engine",
-    "EngineConfig",
-    "EngineState",
-    "Event",
-    "Forward",
-    "ForwardResult",
-    "InvariantError",
-    "Plan",
-    "Policy",
-    "RequestAttributes",
-    "Requests",
-    "Sampling",
-    "Speculation",
-    "SpeculationConfig",
-    "StallError",
-    "StepInfo",
-    "attend",
-    "bundled_model",
-    "cancel",
-    "drain",
-    "fcfs",
-    "init",
-    "load_state",
-    "make_requests",
-    "plan_in_order",
-    "run_steps",
-    "save_state",
-    "schedule",
-    "static",
-    "step",
-    "submit",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES, "__version__"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+watch_packages()

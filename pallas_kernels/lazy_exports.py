@@ -8,7 +8,9 @@ A package lists its public objects once, as imports for type checkers:
     __all__, __getattr__, __dir__ = lazy_exports(__name__)
 
 So importing the package costs little, and a type checker, a reader and Python see the
-same list. `scientific-python.org/specs/spec-0001` describes the method.
+same list. Sub-packages that are listed as `from scaling import fits as fits` are
+attributes and not in `__all__`. `scientific-python.org/specs/spec-0001` describes the
+method.
 """
 
 import ast
@@ -16,7 +18,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def read_exports(path: Path) -> dict[str, str]:
@@ -42,7 +43,7 @@ def read_exports(path: Path) -> dict[str, str]:
 
 def lazy_exports(
     package: str,
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """Returns `__all__`, `__getattr__` and `__dir__` of a package.
 
     Args:
@@ -52,12 +53,14 @@ def lazy_exports(
     assert module.__file__ is not None
     homes = read_exports(Path(module.__file__))
 
-    def get_export(name: str) -> Any:
+    def get_export(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if homes[name] == package:
+            return importlib.import_module(f"{package}.{name}")
         value = getattr(importlib.import_module(homes[name]), name)
         setattr(module, name, value)
         return value
 
-    names = sorted(homes)
-    return names, get_export, lambda: names
+    names = sorted(name for name, home in homes.items() if home != package)
+    return names, get_export, lambda: sorted(homes)

@@ -29,9 +29,10 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from experiments.framework import Claim, config_loads, registry, study
+from experiments.framework import registry
 from experiments.framework.claims import judge
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Claim, config_loads, study
 from tests.support import commands, folders
 from tests.support.mutation import replace
 
@@ -275,7 +276,7 @@ def experiment() -> study.Experiment:
         PANELS=(1, 1),
     )
     question = "Does a made-up experiment leave a whole folder?"
-    return study.Experiment("made_up", question, study.studies_of(module))
+    return study.Experiment("made_up", question, registry.studies_of(module))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Frequencies of watched and vague words in the prose of the packages.
+"""Frequencies of watched and vague words in prose, and of indefinite identifiers.
 
 Prose is docstrings, comments, string literals, TOML and Markdown. Generated reports
 (records and `RESULTS.md`) and `LOG.md` are not counted.
@@ -89,3 +89,83 @@ def test_named_attributes_exist() -> None:
         if name not in FOREIGN and not words.get(name, set()) & {"*", attribute}
     ]
     assert not unknown
+
+
+# Identifiers.
+
+INDEFINITE = frozenset(
+    "found known given kept asked made own here there gone some many each whole seen "
+    "way rest most least mine theirs drawn".split()
+)
+"""Participles and determiners: names that do not say what a value is."""
+MAX_INDEFINITE = 0.5
+"""Percentage of all bindings."""
+MAX_TUPLES, MAX_ANY = 3.0, 5.0
+"""Tuple assignments of separate values, and `Any` in annotations, per 1,000 lines."""
+
+
+def _bindings(tree: ast.Module) -> Iterator[str]:
+    """Yields every name that a module binds, parameters included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
+def _annotations(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
+            yield node.returns
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            yield node.annotation
+
+
+def _count_any(annotation: ast.expr) -> int:
+    """Counts `Any`, and `PyTree` without the type of its leaves."""
+    nodes = [*ast.walk(annotation)]
+    typed = {id(node.value) for node in nodes if isinstance(node, ast.Subscript)}
+    return sum(
+        isinstance(node, ast.Name)
+        and node.id in ("Any", "PyTree")
+        and id(node) not in typed
+        for node in nodes
+    )
+
+
+def _is_tuple_assignment(node: ast.AST) -> bool:
+    """Returns True for `a, b = x, y`; swaps and unpacked calls have another form."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    [target, *others] = node.targets
+    if others or not isinstance(target, ast.Tuple):
+        return False
+    return not {ast.unparse(x) for x in target.elts} & {
+        ast.unparse(x) for x in node.value.elts
+    }
+
+
+@pytest.mark.parametrize(
+    "package", ["jaxkv", "pallas_kernels", "scaling", "experiments", "tests"]
+)
+def test_identifiers_are_nouns(package: str) -> None:
+    num_lines = 0
+    num_tuples = 0
+    num_any = 0
+    names: list[str] = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        num_lines += source.count("\n")
+        names += _bindings(tree)
+        num_tuples += sum(map(_is_tuple_assignment, ast.walk(tree)))
+        num_any += sum(map(_count_any, _annotations(tree)))
+    indefinite = [name for name in names if name.strip("_") in INDEFINITE]
+    assert 100 * len(indefinite) / len(names) <= MAX_INDEFINITE, package
+    assert 1000 * num_tuples / num_lines <= MAX_TUPLES, package
+    if package != "tests":
+        assert 1000 * num_any / num_lines <= MAX_ANY, package

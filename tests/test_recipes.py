@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.cli import main
-from experiments.framework import read_run, registry
+from experiments.framework import registry
 from jaxkv import arrays, models
+from jaxkv.cli import main
 from jaxkv.engine import Drafter, Drafts
 from jaxkv.models import (
     FAMILIES,
@@ -31,12 +31,13 @@ from jaxkv.models import (
     save_model,
 )
 from jaxkv.models.huggingface import configs
+from jaxkv.report import read_run
 from jaxkv.speculation import SharedNoiseVerifier
 from pallas_kernels import devices
 from pallas_kernels.paged_attention import (
+    RowView,
     dispatch,
     make_plan,
-    paged_attention,
     prefill_plan,
     stream_k,
 )
@@ -53,6 +54,7 @@ from scaling.training import (
     init_train_state,
 )
 from tests.support import attention_cases, emulating, engines, kernel_cases, plans
+from tests.support.attention_cases import attend_arrays
 from tests.support.folders import ROOT
 from tests.support.mutation import replace
 
@@ -415,7 +417,7 @@ def test_tiling_argument_reaches_the_plan(
     arrays = [jnp.asarray(x) for x in case]
     # The reference implementation ignores the tiling: the traced programs are equal.
     programs = [
-        str(jax.make_jaxpr(functools.partial(paged_attention, **fields))(*arrays))
+        str(jax.make_jaxpr(functools.partial(attend_arrays, **fields))(*arrays))
         for fields in ({}, {"tiling": CUSTOM})
     ]
     assert programs[0] == programs[1]
@@ -425,14 +427,16 @@ def test_tiling_argument_reaches_the_plan(
     q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays[:2])
 
     def planned(tiling: dispatch.KernelTilings | None) -> dispatch.StepPlan:
-        plan = functools.partial(make_plan, q, k, tiling=tiling)
+        def plan(
+            page_ids: jax.Array, positions: jax.Array, slots: jax.Array
+        ) -> dispatch.StepPlan | None:
+            view = RowView(page_ids, positions, slots)
+            return make_plan(q, k, view, tiling=tiling)
+
         return jax.eval_shape(plan, *arrays[3:6])
 
     assert planned(CUSTOM).tiling == CUSTOM
     assert planned(None).tiling == dispatch.default_tilings(64)
-    narrow = [jnp.asarray(x, jnp.bfloat16) for x in arrays[:3]]
-    with pytest.raises(ValueError, match="must be that of the plan"):
-        paged_attention(*narrow, *arrays[3:], plan=planned(None), tiling=CUSTOM)
     with pytest.raises(ValueError, match="must be a multiple of 64"):
         stream_k.Tiling(tile=96)
     assert prefill_plan.default_prefill_tiling(head_dim=64).block_rows == 128
@@ -499,15 +503,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import (
-    MeasuredValue,
-    ResultRecord,
-    claims_file,
-    column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

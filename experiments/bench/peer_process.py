@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from experiments.framework import num_cpus
+from jaxkv.report import num_cpus
 
 MAIN = Path(__file__).with_name("peer_main.py")
 

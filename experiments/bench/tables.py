@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from experiments.plotting import SYSTEMS, system_style
+from jaxkv.plotting import SYSTEMS, system_style
 
 
 def split_details(

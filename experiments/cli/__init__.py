@@ -1,8 +1,1 @@
-"""Command line."""
-
-__all__ = [
-    "cost",
-    "plan",
-    "run",
-    "train",
-]
+"""Commands of the laboratory: experiments, benchmarks and claims."""

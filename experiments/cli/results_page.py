@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-from experiments import framework
-from experiments.cli import parsing
-from experiments.cli.run import CommandOutput
-from experiments.framework import (
+from experiments.framework import load_experiment
+from jaxkv import files, report
+from jaxkv.cli import CommandOutput, describe_default, parse_options
+from jaxkv.report import (
     NOT_JUDGED,
     Claim,
     ReportPart,
@@ -20,9 +20,7 @@ from experiments.framework import (
     claim_numbers,
     count_verdicts,
     from_plain,
-    load_experiment,
 )
-from jaxkv import files
 
 RECORDS = Path(__file__).parents[1] / "records"
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
@@ -35,10 +33,10 @@ class ClaimsOptions:
     """Options of `jaxkv claims`."""
 
     folder: Annotated[
-        Path | None, parsing.describe_default("the records that ship with the project")
+        Path | None, describe_default("the records that ship with the project")
     ] = None
     """Folder that contains run folders."""
-    write: Annotated[Path | None, parsing.describe_default("none")] = None
+    write: Annotated[Path | None, describe_default("none")] = None
     """File for a page of all claims."""
 
 
@@ -170,6 +168,13 @@ def _plain_counts(counts: dict[str, int]) -> str:
     )
 
 
+def main(args: list[str]) -> CommandOutput:
+    """Runs `claims [OPTIONS]`."""
+    description = "Claims of run folders: published and measured numbers, verdicts."
+    options = parse_options(ClaimsOptions, args, "jaxkv claims", description)
+    return list_claims(options.folder, options.write)
+
+
 def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     """Runs `jaxkv claims`.
 
@@ -192,7 +197,7 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     keys = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in keys} for x in records]
     counts = count_verdicts(claim for record in records for claim in record.claims)
-    sheets: list[ReportPart] = [framework.paragraph("", _first_line(records))]
+    sheets: list[ReportPart] = [report.paragraph("", _first_line(records))]
     sheets += [
         Sheet(
             f"{x.experiment} {x.config}",

@@ -34,74 +34,18 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from experiments.framework import config_json
 from jaxkv import files
-
-Verdict = Literal["holds", "fails", "differs", "not judged"]
-Relation = Literal["equal", "at_least", "at_most", "within"]
-Kind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
-"""Kinds of claims. `reproduces`: measured under the conditions of the publication.
-`calibrated`: the published number was used in a fit. `cannot compare`: measured under
-different conditions. `checks`: an oracle, an identity, or a bar of this project."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
-Direction = Literal["", "holds", "fails", "not decided"]
-
-
-class Claim(NamedTuple):
-    """A statement of a source compared with a measured number.
-
-    Attributes:
-      claim: statement, one sentence.
-      source: publication with section, figure or table.
-      published: published number, in `unit`.
-      ours: measured number, in `unit`.
-      unit: unit of both numbers; "1" for a ratio.
-      tolerance: largest deviation in the wrong direction that still holds, in `unit`.
-      verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs` (the
-        conditions cannot be compared; `note` gives the reason) or `not judged` (a smoke
-        run is too small for the statement).
-      relation: relation that the measured number must have to the published one: equal
-        to it, at least it, at most it, or within the range that starts with it.
-      note: conditions and remarks.
-      kind: kind of the statement, one of `KINDS`.
-      published_high: end of a published range, in `unit`; None for a single number.
-      direction: verdict on the direction that a source states, for numbers that cannot
-        be compared; empty if the source states no direction.
-      needs_size: True if a smoke run is too small to judge the statement. Not written
-        to files.
-    """
-
-    claim: str
-    source: str
-    published: float
-    ours: float
-    unit: str
-    tolerance: float
-    verdict: Verdict
-    relation: Relation
-    note: str
-    kind: Kind
-    published_high: float | None = None
-    direction: Direction = ""
-    needs_size: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the fields by name, without optional fields at their default."""
-        unset = self._field_defaults
-        fields = self._replace(needs_size=False)._asdict()
-        return {x: y for x, y in fields.items() if x not in unset or y != unset[x]}
-
-    def at_smoke_size(self) -> "Claim":
-        """Returns the claim for a smoke run: not judged if it needs a larger run."""
-        if not self.needs_size:
-            return self
-        note = f"A smoke run is too small for it. {self.note}".strip()
-        return self._replace(verdict=NOT_JUDGED, direction="", note=note)
-
-
-NOT_JUDGED: Verdict = "not judged"
+from jaxkv.report import (
+    KINDS,
+    Claim,
+    ClaimKind,
+    Direction,
+    Relation,
+    Verdict,
+    from_plain,
+)
 
 
 def judge(
@@ -113,7 +57,7 @@ def judge(
     unit: str,
     tolerance: float = 0.0,
     relation: Relation = "equal",
-    kind: Kind = "reproduces",
+    kind: ClaimKind = "reproduces",
     note: str = "",
     published_high: float | None = None,
     needs_size: bool = False,
@@ -218,7 +162,7 @@ class ClaimSpec:
     """Statement, one sentence."""
     source: str
     """Publication with section, figure or table."""
-    kind: Kind
+    kind: ClaimKind
     published: PublishedNumbers | None = None
     """Published number, or numbers by word; None if it follows from the run."""
     by: tuple[str, ...] = ()
@@ -281,7 +225,7 @@ class ClaimSpec:
         if (self.kind == "calibrated" or bool(self.fitted_rows)) != bool(self.fitted):
             raise ValueError("`fitted` must be set if and only if a row is calibrated")
 
-    def kind_of(self, words: Mapping[str, Any]) -> Kind:
+    def kind_of(self, words: Mapping[str, Any]) -> ClaimKind:
         """Returns the kind of a row: calibrated if the fit used its number."""
         rows = self.fitted_rows.items()
         is_fitted = bool(rows) and all(str(words[x]) == value for x, value in rows)
@@ -373,7 +317,7 @@ class ClaimsFile:
                 known = ", ".join(KINDS)
                 raise ValueError(f"{self.path}: {id}: kind is missing; one of: {known}")
         claims = {
-            id: config_json.from_plain(ClaimSpec, x, f"{self.path}: {id}")
+            id: from_plain(ClaimSpec, x, f"{self.path}: {id}")
             for id, x in found.items()
             if id not in words
         }

@@ -1,22 +1,25 @@
 """Registry of all experiments, readable without importing them.
 
-The entries are in `registry.toml`, one line each; `study` describes the modules.
+The entries are in `registry.toml`, one line each. The module of an experiment is its
+only study, or lists its studies: `STUDIES = (measured, simulated)`. A study is a module
+with the names that `Study` lists: `CONFIGS`, `run(config, progress)` with an annotated
+return type, `plot(axes, result)`, and optionally `claims`, `metrics`, `summary`,
+`files`, `prepare`, `PANELS`, `PANEL_SIZE_INCHES` and `SWITCH`.
 """
 
 import functools
 import importlib
 import tomllib
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from experiments.framework import config_json
+from jaxkv.validation import format_unknown_name
 
 if TYPE_CHECKING:
-    from experiments.framework.study import Experiment
+    from types import ModuleType, SimpleNamespace
 
-
-SMOKE = "smoke"
-"""Name of the config whose runs are too small for claims about published sizes."""
+    from jaxkv.report import Experiment, Study
 
 
 class RegistryEntry(NamedTuple):
@@ -58,14 +61,34 @@ def find_entry(name: str) -> RegistryEntry:
     known = {entry.name: entry for entry in entries()}
     entry = known.get(name.replace("-", "_"))
     if entry is None:
-        raise ValueError(config_json.format_unknown_name("experiment", name, known))
+        raise ValueError(format_unknown_name("experiment", name, known))
     return entry
 
 
 def load_experiment(name: str) -> "Experiment":
     """Imports an experiment by name, as `find_entry` accepts it."""
-    from experiments.framework import study
+    from jaxkv.report import Experiment
 
     entry = find_entry(name)
-    studies = study.studies_of(importlib.import_module(entry.module))
-    return study.Experiment(entry.name, entry.question, studies)
+    studies = studies_of(importlib.import_module(entry.module))
+    return Experiment(entry.name, entry.question, studies)
+
+
+def studies_of(module: "ModuleType | SimpleNamespace") -> "tuple[Study, ...]":
+    """Returns the studies that a module lists, or the module as the only study."""
+    from jaxkv.report import Study
+
+    listed = getattr(module, "STUDIES", [module])
+    return tuple(x if isinstance(x, Study) else _of_functions(x) for x in listed)
+
+
+def _of_functions(module: "ModuleType | SimpleNamespace") -> "Study":
+    from jaxkv.report import Study
+
+    functions = ("plot", "claims", "metrics", "summary", "files", "prepare")
+    values = ("CONFIGS", "PANELS", "PANEL_SIZE_INCHES", "SWITCH")
+    # An imported module may share its name with a function, such as `files`.
+    found = {x: f for x in functions if callable(f := getattr(module, x, None))}
+    found |= {x.lower(): getattr(module, x) for x in values if hasattr(module, x)}
+    result = typing.get_type_hints(module.run)["return"]
+    return Study(result=result, run=module.run, **found)

@@ -5,23 +5,6 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from experiments.harness.bundled import (
-        bundled_names,
-        find_bundled_folder,
-        find_heads_folder,
-    )
-    from experiments.harness.cost_models import (
-        DISTSERVE,
-        PAGE_SIZE,
-        LinearCost,
-        RooflineCost,
-        distserve,
-        figure_12,
-        linear,
-        make_calibrated_cost,
-        make_roofline_cost,
-        max_kv_pages,
-    )
     from experiments.harness.kernels.calls import MAX_ERROR, Implementation, KernelRun
     from experiments.harness.kernels.runs import (
         attention_implementations,
@@ -56,13 +39,10 @@ if TYPE_CHECKING:
     from experiments.harness.sweep_tables import (
         RATE_HEADS,
         direction_verdict,
-        format_best_loss,
         format_interval,
         format_rates,
         judge_direction,
-        run_sweep_with_progress,
     )
-    from experiments.harness.terminal_text import make_printable
     from experiments.harness.timing import (
         CallTimes,
         host_share,

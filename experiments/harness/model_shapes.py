@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 
-from experiments.harness import bundled
+from jaxkv import files
 from jaxkv.engine import EngineConfig
 from jaxkv.models import (
     LoadedModel,
@@ -72,10 +72,10 @@ def load_benchmark_model(
         params = init_params(shape, jax.random.key(0), dtype=dtype)
         return LoadedModel(shape, params, None, ())
     try:
-        folder = bundled.find_bundled_folder(model)
+        folder = files.model_folder(model)
     except ValueError:
         line = format_unknown_name(
-            "model", model, [*bundled.bundled_names(), *RANDOM_SHAPES]
+            "model", model, [*files.bundled_models(), *RANDOM_SHAPES]
         )
         raise ValueError(f"{line} (or the path of a folder)") from None
     return load_model(folder, dtype=dtype)
@@ -88,7 +88,7 @@ def load_text_model(model: str, *, max_length: int) -> LoadedModel:
       ValueError: the model does not exist, cannot be read, has no tokenizer, or has too
         few positions.
     """
-    loaded = load_model(bundled.find_bundled_folder(model))
+    loaded = load_model(files.model_folder(model))
     if loaded.tokenizer is None:
         raise ValueError(f"{model}: has no tokenizer, so no text")
     if max_length > loaded.config.max_positions:

@@ -13,32 +13,40 @@ import numpy as np
 from jaxtyping import Float
 from scipy import optimize
 
-from experiments.framework import load_experiment, read_run
-from experiments.harness import cost_models
+from experiments.framework import load_experiment
+from jaxkv.report import read_run
 from jaxkv.validation import format_unknown_name
 from scaling import shapes
-from scaling.costs import find_device
+from scaling.calibration import make_calibrated_cost
+from scaling.costs import (
+    DISTSERVE,
+    FIGURE_12,
+    CostModel,
+    distserve_cost,
+    figure_12_cost,
+    find_device,
+    linear_cost,
+    make_roofline_cost,
+)
 
 
-def find_cost_model(name: str) -> cost_models.CostModel:
+def find_cost_model(name: str) -> CostModel:
     """Returns the cost model of a name, as listed in the module docstring.
 
     Raises:
       ValueError: the name is unknown, or its folder cannot be read.
     """
     kind, *rest = name.split(":")
-    fits = cost_models.DISTSERVE
-    if name == cost_models.FIGURE_12:
-        return cost_models.figure_12()
+    fits = DISTSERVE
+    if name == FIGURE_12:
+        return figure_12_cost()
     if kind == "distserve" and len(rest) == 2:
-        if name not in cost_models.DISTSERVE:
-            raise ValueError(
-                format_unknown_name("cost model", name, cost_models.DISTSERVE)
-            )
-        return cost_models.distserve(name)
+        if name not in DISTSERVE:
+            raise ValueError(format_unknown_name("cost model", name, DISTSERVE))
+        return distserve_cost(name)
     shaped = {
-        "roofline": cost_models.make_roofline_cost,
-        "calibrated": cost_models.make_calibrated_cost,
+        "roofline": make_roofline_cost,
+        "calibrated": make_calibrated_cost,
     }
     if kind in shaped and len(rest) in (2, 3):
         num = rest[2] if len(rest) == 3 else "1"
@@ -50,14 +58,12 @@ def find_cost_model(name: str) -> cost_models.CostModel:
         return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(
         f"unknown cost model {name!r}; one of: "
-        f"{', '.join((cost_models.FIGURE_12, *fits))}, "
+        f"{', '.join((FIGURE_12, *fits))}, "
         "roofline:MODEL:DEVICE[:NUM], calibrated:MODEL:DEVICE[:NUM], measured:FOLDER"
     )
 
 
-def fit_measured_steps(
-    folder: Path, *, implementation: str = "jaxkv"
-) -> cost_models.CostModel:
+def fit_measured_steps(folder: Path, *, implementation: str = "jaxkv") -> CostModel:
     """Fits a linear cost model to the rows of a run folder of `bench decode`.
 
     Prefill is linear in steps and tokens, decode in steps, context and batch. If
@@ -96,9 +102,9 @@ def fit_measured_steps(
     )
     batches = ", ".join(f"{x:.0f}" for x in np.unique(batch))
     prompts = ", ".join(f"{x:.0f}" for x in np.unique(prompt))
-    return cost_models.CostModel(
+    return CostModel(
         name=f"measured:{folder}",
-        cost=cost_models.linear((*prefill, squares), tuple(decode), scale=1.0),
+        cost=linear_cost((*prefill, squares), tuple(decode), scale=1.0),
         source=f"{implementation}, {ran.config.model}, on {ran.env['cpu']}, "
         f"{', '.join(ran.env['devices'])}",
         validity=f"batches of {batches}, prompts of {prompts} and "

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.harness import terminal_text
 from experiments.harness.prompts import PromptRequest
 from experiments.harness.timing import CallTimes, record_call_times
+from jaxkv.cli import last_lines, make_printable
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, Engine
@@ -57,7 +57,7 @@ class Server:
         Returns:
           The completed answers.
         """
-        texts = [terminal_text.make_printable(request.text) for request in requests]
+        texts = [make_printable(request.text) for request in requests]
         running: dict[int, None] = {}
         done: dict[int, Completion] = {}
         self.engine.trace.clear()
@@ -76,9 +76,7 @@ class Server:
                 shown_s = self.engine.now()
                 blocks = []
                 for i in [*running][:NUM_SHOWN]:
-                    end = terminal_text.last_lines(
-                        texts[i], num_lines=NUM_LINES, width=WIDTH
-                    )
+                    end = last_lines(texts[i], num_lines=NUM_LINES, width=WIDTH)
                     # All blocks have the same height, so that lines stay in place.
                     missing = "\n" * (NUM_LINES - 1 - end.count("\n"))
                     blocks.append(f"--- request {i + 1} ---\n{end}{missing}")

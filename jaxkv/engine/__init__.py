@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from jaxkv.engine.plan_application import apply_plan
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
-    from jaxkv.engine.state import CANCELLED, REASONS, EngineConfig, EngineState, init
+    from jaxkv.engine.state import (
+        CANCELLED,
+        REASONS,
+        EngineConfig,
+        EngineFields,
+        EngineState,
+        init,
+    )
     from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
     from jaxkv.engine.swapping import clear_swapped
 

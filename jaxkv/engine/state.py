@@ -6,7 +6,7 @@ a snapshot, branched, replayed, and mapped with `vmap`.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,33 @@ TILE = 64
 REASONS = (None, "stop", "length", "cancelled", "nan")
 """Finish reasons, indexed by `Sequences.reason`."""
 NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
+
+
+class EngineFields(TypedDict, total=False):
+    """Fields of `EngineConfig` as keywords, for type checkers."""
+
+    num_pages: int
+    page_size: int
+    max_slots: int
+    max_length: int
+    max_sequences: int
+    queue_capacity: int
+    token_budget: int
+    max_logit_rows: int
+    max_stop_tokens: int
+    max_logprobs: int
+    max_beams: int
+    max_swap_pages: int
+    max_drafts: int
+    num_draft_buckets: int
+    queue_head: int
+    submit_width: int
+    steps_per_call: int
+    prefix_cache: bool
+    kv_dtype: Literal["model", "int8", "fp8"]
+    numerics: Literal["fast", "reproducible"]
+    seed: int
+    debug: bool
 
 
 @validation.suggests_keywords

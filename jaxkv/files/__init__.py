@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         read_head,
     )
     from jaxkv.files.bundled import (
+        BUNDLED,
         bundled_model,
         bundled_models,
         cache_folder,
+        find_heads_folder,
         model_folder,
     )
     from jaxkv.files.checksums import (
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         write_checksums,
     )
     from jaxkv.files.delimited import RaggedError
+    from jaxkv.files.locking import LOCK_FILE, WriterLock
     from jaxkv.files.raw_table import Cell, RawRow, RawTable
     from jaxkv.files.reading import (
         MAX_CHARACTERS,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
         read_text,
         reporting_errors,
     )
+    from jaxkv.files.shadowing import InstalledPackages, watch_packages
     from jaxkv.files.tables import read_decompressed_text, read_table
     from jaxkv.files.writing import (
         ARRAY_OVERHEAD_BYTES,

@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+BUNDLED = Path(__file__).parents[1] / "bundled_models"
+"""Folder of the models and draft heads that ship with the project."""
+
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the user's folder for compiled programs, which may be deleted any time.
@@ -22,8 +25,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def bundled_models() -> dict[str, Path]:
     """Returns the folders of the models that ship with the project, by name.
 
-    Draft heads, which have no architecture of their own, are left out. The folders are
-    data of the package `experiments`: without that package the result is empty.
+    Draft heads, which have no architecture of their own, are left out.
     """
     return {
         name: folder
@@ -54,15 +56,22 @@ def bundled_model(name: str = "stdlib-bytes") -> Path:
 
 
 def _bundled_folders() -> dict[str, Path]:
-    """Returns all folders below `experiments/models`, by name.
-
-    They are found by their place next to the package, not by an import of
-    `experiments`: a user's own package of that name may precede it.
-    """
-    models = Path(__file__).parents[2] / "experiments" / "models"
+    """Returns all folders of models and of draft heads, by name."""
     return {
-        path.parent.name: path.parent for path in sorted(models.glob("*/config.json"))
+        path.parent.name: path.parent for path in sorted(BUNDLED.glob("*/config.json"))
     }
+
+
+def find_heads_folder(model: str, kind: str) -> Path:
+    """Returns the folder of the bundled draft heads of a kind for a bundled model.
+
+    Raises:
+      ValueError: the project ships no such heads.
+    """
+    folder = BUNDLED / f"{model}-{kind}"
+    if model not in bundled_models() or not folder.is_dir():
+        raise ValueError(f"{model}: no {kind} heads ship with it; name their folder")
+    return folder
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:

@@ -8,12 +8,12 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import Mesh
 
 from jaxkv import scheduling, validation
-from jaxkv.engine import EngineConfig, LogitsFn, Speculation
+from jaxkv.engine import EngineConfig, EngineFields, LogitsFn, Speculation
 from jaxkv.memory import Eviction, Pages, PageTableView
 from jaxkv.models import Forward
 from jaxkv.parallel import check_mesh
@@ -142,7 +142,7 @@ class Engine:
         logits_fn: LogitsFn | None = None,
         keep_trace: bool = False,
         host_pages: int | None = None,
-        **bounds: Any,
+        **bounds: Unpack[EngineFields],
     ) -> "Engine":
         """Serves a Hugging Face folder, or a bundled model.
 

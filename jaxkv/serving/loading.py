@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxkv import files, parallel, validation
-from jaxkv.engine import EngineConfig, init
+from jaxkv.engine import EngineConfig, EngineFields, init
 from jaxkv.memory import Pages
 from jaxkv.models import LoadedModel, load_model, read_config
 from jaxkv.parallel import (
@@ -37,8 +37,8 @@ from jaxkv.speculation import (
 
 
 def make_engine_config(
-    fields: dict[str, Any], speculation: SpeculationConfig | None
-) -> Any:
+    fields: EngineFields, speculation: SpeculationConfig | None
+) -> EngineConfig:
     """Makes an `EngineConfig`, with a default draft length for a speculation method.
 
     Raises:
@@ -49,9 +49,10 @@ def make_engine_config(
         fields = {
             "max_drafts": most,
             "num_draft_buckets": NUM_DRAFT_BUCKETS,
-        } | fields
+            **fields,
+        }
     elif speculation is not None:
-        fields = {"max_drafts": MAX_DRAFTS} | fields
+        fields = {"max_drafts": MAX_DRAFTS, **fields}
     return EngineConfig(**fields)
 
 

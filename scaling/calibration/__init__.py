@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from scaling.calibration.calibrated_cost import make_calibrated_cost
     from scaling.calibration.measurements import (
         LatencySummary,
         MeasuredStage,

@@ -47,6 +47,20 @@ if TYPE_CHECKING:
         roofline,
         sequence_kv_bytes,
     )
+    from scaling.costs.step_models import (
+        DISTSERVE,
+        FIGURE_12,
+        PAGE_SIZE,
+        CostModel,
+        LinearCost,
+        RooflineCost,
+        counts_as_floats,
+        distserve_cost,
+        figure_12_cost,
+        linear_cost,
+        make_roofline_cost,
+        max_kv_pages,
+    )
     from scaling.costs.steps import StepCost, step_cost
     from scaling.costs.traffic import decode_traffic, prefill_traffic, training_traffic
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         next_rate,
         optimal_rates,
     )
+    from scaling.sweeps.progress import format_best_loss, run_logged_sweep
     from scaling.sweeps.sweep import SweepOutcome, run_model_folder, run_sweep
     from scaling.sweeps.workers import Workers
 

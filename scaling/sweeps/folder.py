@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv import files
-from scaling import locking
+from jaxkv.files import WriterLock
 from scaling.logs import CURVES, RUNS
 
 HEADER = "sweep.json"
@@ -93,7 +93,7 @@ class SweepFolder:
         self.known: dict[str, dict[str, Any]] = {}
         self._runs = self.path / RUNS
         self._curves = self.path / CURVES
-        self._lock = locking.WriterLock(out)
+        self._lock = WriterLock(out)
         try:
             with files.reporting_write_errors(out):
                 for row in self._read(self._runs):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxkv import files
-from scaling import locking
+from jaxkv.files import WriterLock
 from scaling.costs import Layout
 
 CURVE, RUN = "curve.jsonl", "run.json"
@@ -54,7 +54,7 @@ class RunFolder:
         self._config = self._checkpoints.with_name("config.json")
         self._lines: list[str] = []
         self._divided: list[dict[str, Any]] = []
-        self._lock = locking.WriterLock(out)
+        self._lock = WriterLock(out)
         try:
             self.first_step = self._open(out, described, first_step)
         except BaseException:

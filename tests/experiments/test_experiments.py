@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from experiments import framework
-from experiments.framework import load_experiment, run_folder
+from experiments.framework import load_experiment
+from jaxkv.report import dumps, run_folder
 from pallas_kernels.bench import unavailable_reason
 from scaling.corpora import LanguageConfig
 from tests.support import figures, smoke
@@ -46,7 +47,7 @@ def test_a_smoke_run_writes_a_complete_folder(
     assert kept.env["experiment"] == name
     assert kept.env["status"] == "done"
     # All files except the config and the result are derived from these two.
-    assert files["claims.json"].decode() == framework.dumps(kept.claims)
+    assert files["claims.json"].decode() == dumps(kept.claims)
     for file, text in further.items():
         assert files[file].decode() == text
     run_folder.draw_figure(kept)
@@ -58,7 +59,7 @@ def test_a_smoke_run_writes_a_complete_folder(
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
         # A smoke run run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
-    assert framework.dumps(kept.metrics)
+    assert dumps(kept.metrics)
     assert len(kept.parts) > bool(kept.claims)
     if name in smoke.QUICK or name in WITHOUT_RECORD:
         sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
@@ -89,7 +90,7 @@ def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
 def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
     experiment, shipped = record_of(name)
     kept = run_folder.read_run(RECORDS / name, load_experiment(experiment))
-    again = json.loads(framework.dumps(kept.claims))
+    again = json.loads(dumps(kept.claims))
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
     for actual, expected in zip(again, shipped, strict=True):
         for key in ("ours", "published"):
@@ -101,7 +102,7 @@ def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
             )
             del expected[key]
         assert actual == expected
-    framework.dumps(kept.metrics)
+    dumps(kept.metrics)
     assert kept.parts
 
 

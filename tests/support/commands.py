@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.cli import main
+from jaxkv.cli import main
 from tests.support.folders import ROOT
 
 type Command = Callable[..., tuple[int, str, str]]
@@ -53,7 +53,7 @@ def assert_refused(called: Command, args: str, line: str) -> None:
 def assert_nothing_heavy_is_imported(*commands: str) -> None:
     """Runs commands in a new process; they must not import slow libraries."""
     code = (
-        "import sys; from experiments.cli import main as cli\n"
+        "import sys; from jaxkv.cli import main as cli\n"
         f"for words in {[each.split() for each in commands]}:\n"
         "    assert cli.main(words) == 0\n"
         "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"

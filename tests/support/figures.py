@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments.plotting import SYSTEMS
+from jaxkv.plotting import SYSTEMS
 
 LEAST_POINTS = 9.0
 WIDTH_INCHES = 6.8

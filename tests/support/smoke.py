@@ -8,16 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import run as cli_run
-from experiments.framework import (
-    SMOKE,
-    Claim,
-    SavedRun,
-    Study,
-    load_experiment,
-    read_run,
-)
-from experiments.plotting import render_figure
+from experiments.framework import load_experiment
+from jaxkv.cli import run as cli_run
+from jaxkv.plotting import render_figure
+from jaxkv.report import SMOKE, Claim, SavedRun, Study, read_run
 from tests.support import engines, texts
 
 QUICK = {"bench_fit", "cost_check"}
@@ -148,5 +142,5 @@ def run(name: str) -> SavedRun:
     config = experiment.configs["smoke"]
     config = dataclasses.replace(config, **CHANGES.get(name, lambda _: {})(config))
     out = folder() / "runs" / name
-    cli_run.run(experiment, config, out, config_name=SMOKE)
+    cli_run.run_study(experiment, config, out, config_name=SMOKE)
     return read_run(out, experiment)

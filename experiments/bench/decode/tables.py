@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
+from jaxkv import plotting
+from jaxkv.plotting import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    SKY,
+    draw_curve,
+    draw_reference_line,
+    system_style,
+)
+from jaxkv.report import (
     Floats,
     Ints,
     ReportPart,
@@ -18,15 +27,6 @@ from experiments.framework import (
     column,
     format_percent,
     format_rate,
-)
-from experiments.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    system_style,
 )
 
 NAMES = ("implementation", "batch", "prompt_tokens")

@@ -16,15 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments import plotting
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from experiments.framework import OUT, ReportPart, Sheet
-from experiments.plotting import BLUE, set_labels
-from jaxkv import files, validation
+from jaxkv import files, plotting, validation
+from jaxkv.plotting import BLUE, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import OUT, ReportPart, Sheet
 from pallas_kernels.bench import SETS
 
 FILE = "pieces.jsonl"

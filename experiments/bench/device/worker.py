@@ -8,8 +8,9 @@ from typing import Any
 
 from experiments.bench.decode import timeline
 from experiments.bench.kernels import checks
-from experiments.cli import run
-from experiments.framework import load_experiment, to_plain
+from experiments.framework import load_experiment
+from jaxkv.cli import run_study
+from jaxkv.report import to_plain
 
 MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
 """Parts whose pieces are function calls; pieces of other parts are runs of
@@ -53,7 +54,7 @@ class PieceWorker:
         config = experiment.configs[real if is_real else "smoke"]
         config = dataclasses.replace(config, **changes)
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
-        done = run.run(experiment, config, out, max_s)
+        done = run_study(experiment, config, out, max_s)
         is_cut = done.status != 0
         found = to_plain(done.document["metrics"])
         if part == "isoflop":

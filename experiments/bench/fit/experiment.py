@@ -20,7 +20,11 @@ from jaxtyping import Float, Int
 from scipy import optimize
 
 from experiments.bench.tables import draw_bars, split_details
-from experiments.framework import (
+from experiments.harness import time_call, without_compilation_cache
+from jaxkv import validation
+from jaxkv.plotting import set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
     ReportPart,
@@ -29,10 +33,6 @@ from experiments.framework import (
     column,
     format_seconds,
 )
-from experiments.harness import time_call, without_compilation_cache
-from experiments.plotting import set_labels
-from jaxkv import validation
-from jaxkv.progress import QUIET, Progress
 from scaling import fits, laws
 from scaling.fits import (
     FitProblem,

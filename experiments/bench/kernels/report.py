@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
+from experiments.framework import load_experiment
+from jaxkv import plotting
+from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
+from jaxkv.report import (
     Bools,
     Floats,
     Ints,
@@ -24,15 +26,8 @@ from experiments.framework import (
     format_flops,
     format_percent,
     format_seconds,
-    load_experiment,
     part_to_markdown,
     read_run,
-)
-from experiments.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
 )
 from pallas_kernels.bench import Ceilings
 

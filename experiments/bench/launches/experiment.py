@@ -20,25 +20,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from jaxkv import scheduling, validation
+from jaxkv.engine import EngineConfig, init, run_steps
+from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
+from jaxkv.plotting import set_labels, system_style
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ResultRecord,
     ResultTable,
     Sheet,
     Texts,
-    claims_file,
     column,
-    measured,
     metric_sheets,
     to_plain,
 )
-from experiments.plotting import set_labels, system_style
-from jaxkv import scheduling, validation
-from jaxkv.engine import EngineConfig, init, run_steps
-from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
-from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import (
     LOOPS,

@@ -19,14 +19,15 @@ import numpy as np
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
-from experiments.framework import ReportPart, Sheet, format_seconds
-from experiments.harness import LinearCost, draw_lengths, figure_12
-from experiments.plotting import set_labels
+from experiments.harness import draw_lengths
 from jaxkv import clock, scheduling, simulation, validation
+from jaxkv.plotting import set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, Sheet, format_seconds
 from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
+from scaling.costs import LinearCost, figure_12_cost
 
 KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 SYSTEMS = {
@@ -134,7 +135,7 @@ def make_members(config: Config) -> list[SimulationMember]:
     # A step takes less than 0.1 s, so no machine runs out of requests.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
-    policy, cost = scheduling.fcfs(), figure_12().cost
+    policy, cost = scheduling.fcfs(), figure_12_cost().cost
     loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [SimulationMember(x, capacity, policy, cost) for x in loads]
 

@@ -20,7 +20,11 @@ import numpy as np
 
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.bench.tables import draw_bars
-from experiments.framework import (
+from experiments.harness import without_compilation_cache
+from jaxkv import clock, validation
+from jaxkv.plotting import set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     ReportPart,
     ResultRecord,
@@ -32,11 +36,6 @@ from experiments.framework import (
     format_percent,
     format_seconds,
 )
-from experiments.harness import without_compilation_cache
-from experiments.plotting import set_labels
-from experiments.servers import find_measured_runs
-from jaxkv import clock, validation
-from jaxkv.progress import QUIET, Progress
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
@@ -51,6 +50,7 @@ from scaling.calibration import (
     simulate_stage,
     take_draws,
 )
+from scaling.cli import find_measured_runs
 
 SCRIPT = Path(__file__).with_name("peer_script.py")
 PUBLISHED_ERRORS = (

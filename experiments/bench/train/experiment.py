@@ -20,7 +20,11 @@ from experiments.bench import peer_process
 from experiments.bench.tables import split_details
 from experiments.bench.train import peers
 from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
-from experiments.framework import (
+from experiments.harness import measure_in_turns, median_and_spread
+from jaxkv import validation
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
     ReportPart,
@@ -31,15 +35,6 @@ from experiments.framework import (
     format_flops,
     format_percent,
 )
-from experiments.harness import measure_in_turns, median_and_spread
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
-)
-from jaxkv import validation
-from jaxkv.progress import QUIET, Progress
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
 

@@ -16,14 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    Sheet,
-    claims_file,
-    measured,
-)
-from experiments.plotting import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from jaxkv import models, validation
+from jaxkv.models import ModelConfig, param_shapes
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,
@@ -34,9 +30,8 @@ from experiments.plotting import (
     draw_reference_line,
     set_labels,
 )
-from jaxkv import models, validation
-from jaxkv.models import ModelConfig, param_shapes
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, Sheet
 from scaling.costs import (
     count_parameters,
     list_residuals,

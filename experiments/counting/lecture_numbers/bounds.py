@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
 from jaxkv.workloads import SHAREGPT
 from scaling import costs
 from scaling.costs import (

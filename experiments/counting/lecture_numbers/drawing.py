@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from experiments import plotting
 from experiments.counting.lecture_numbers.bounds import (
     BATCHES,
     CONTEXTS,
@@ -11,7 +10,8 @@ from experiments.counting.lecture_numbers.bounds import (
     LatencyBounds,
     Result,
 )
-from experiments.plotting import (
+from jaxkv import plotting
+from jaxkv.plotting import (
     draw_curve,
     draw_ridge,
     label_log_axis,

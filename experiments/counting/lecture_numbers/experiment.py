@@ -11,19 +11,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from experiments import framework
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
-from experiments.framework import (
-    MeasuredValue,
+from experiments.framework import MeasuredValue, claims_file, measured
+from jaxkv import report
+from jaxkv.report import (
     ReportPart,
     Sheet,
-    claims_file,
     field_values,
     format_bytes,
     format_percent,
     format_seconds,
-    measured,
     to_rows,
 )
 
@@ -127,7 +125,7 @@ def summary(result: Result) -> list[ReportPart]:
         f"({result.device}). Implied: share of that bandwidth which the lecture's "
         "time implies."
     )
-    spoken = [framework.paragraph(*pair) for pair in spoken_answers(result).items()]
+    spoken = [report.paragraph(*pair) for pair in spoken_answers(result).items()]
     return [Sheet("one request", heads, rows, note), *spoken]
 
 

@@ -10,22 +10,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    claims_file,
-    column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import count_compiled, predicted_traffic
-from experiments.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv import validation
 from jaxkv.models import ModelConfig
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from scaling.costs import parse_layout
 from scaling.training import check_trainable
 

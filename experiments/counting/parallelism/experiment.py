@@ -13,25 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import count_compiled, predicted_traffic
+from jaxkv import plotting, validation
+from jaxkv.models import ModelConfig
+from jaxkv.plotting import draw_curve, set_labels, system_style
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Texts,
-    claims_file,
     column,
     computed_column,
-    measured,
 )
-from experiments.harness import count_compiled, predicted_traffic
-from experiments.plotting import draw_curve, set_labels, system_style
-from jaxkv import validation
-from jaxkv.models import ModelConfig
-from jaxkv.progress import QUIET, Progress
 from scaling import shapes
 from scaling.costs import max_device_params, parse_layout, training_step_flops
 from scaling.shapes import describe_config

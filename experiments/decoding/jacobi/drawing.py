@@ -5,14 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.plotting import (
-    BLUE,
-    SYSTEMS,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
+from jaxkv import plotting
+from jaxkv.plotting import BLUE, SYSTEMS, draw_curve, draw_reference_line, set_labels
 
 MOST_SHOWN = 40
 """Largest number of drawn tokens of a block."""

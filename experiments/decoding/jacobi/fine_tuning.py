@@ -17,27 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import plotting
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import load_text_model
+from jaxkv import plotting, validation
+from jaxkv.models import LoadedModel, Params, save_model
+from jaxkv.plotting import draw_curve, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Texts,
-    claims_file,
     column,
     computed_column,
-    measured,
 )
-from experiments.harness import load_text_model
-from experiments.plotting import draw_curve, set_labels
-from jaxkv import validation
-from jaxkv.models import LoadedModel, Params, save_model
-from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from scaling.corpora import STANDARD_LIBRARY, Corpus, CorpusConfig, open_corpus
 from scaling.training import (

@@ -16,23 +16,21 @@ from jaxtyping import Int
 
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    claims_file,
-    column,
-    computed_column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
 from jaxkv import validation
 from jaxkv.models import LoadedModel
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
+    Sheet,
+    column,
+    computed_column,
+)
 from jaxkv.sampling import Sampling
 
 CLAIMS = claims_file(__file__)

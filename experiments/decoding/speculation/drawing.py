@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.speculation import theory
-from experiments.plotting import (
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,

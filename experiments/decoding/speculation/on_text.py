@@ -22,24 +22,22 @@ from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import IndependentDrafts
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import load_text_model
+from jaxkv import validation
+from jaxkv.engine import Speculation
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Sheet,
     Texts,
-    claims_file,
     column,
     computed_column,
-    measured,
 )
-from experiments.harness import load_text_model
-from jaxkv import validation
-from jaxkv.engine import Speculation
-from jaxkv.progress import QUIET, Progress
 from jaxkv.speculation import Synthetic
 
 CLAIMS = claims_file(__file__)

@@ -19,19 +19,12 @@ from jaxtyping import Float
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN
 from experiments.decoding.speculation.theory import IndependentDrafts
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    claims_file,
-    column,
-    computed_column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import Server, load_benchmark_model, measure_in_turns
 from jaxkv import validation
 from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Synthetic
 

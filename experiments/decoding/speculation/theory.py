@@ -8,7 +8,7 @@ Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Floats, Ints, ResultTable, column, computed_column
+from jaxkv.report import Floats, Ints, ResultTable, column, computed_column
 
 
 def tokens_per_step(acceptance: float, num_drafts: int) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.decoding.speculation.drawing import bars
-from experiments.plotting import (
+from jaxkv.plotting import (
     draw_curve,
     draw_reference_line,
     set_labels,

@@ -21,19 +21,13 @@ import numpy as np
 
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    claims_file,
-    column,
-    measured,
-)
-from experiments.harness import Server, find_heads_folder, load_text_model
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import Server, load_text_model
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
+from jaxkv.files import find_heads_folder
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, Sheet, column
 from jaxkv.speculation import KINDS, load_heads
 
 CLAIMS = claims_file(__file__)

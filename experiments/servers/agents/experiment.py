@@ -12,21 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    claims_file,
-    column,
-    measured,
-)
-from experiments.plotting import draw_curve, draw_reference_line, set_labels
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.servers.agents.load import AgentLoad, AgentTraffic, draw_agents
 from jaxkv import scheduling, simulation, validation
+from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import (
     Workload,

@@ -19,27 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    claims_file,
-    column,
-    measured,
-    metric_sheets,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from experiments.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-    shade_band,
-    system_style,
-    use_powers_of_two,
-)
 from experiments.serving.batching import lectures, serving, sweeps
 from experiments.serving.batching.lectures import IterationSpans
 from experiments.serving.batching.sweeps import (
@@ -48,7 +29,18 @@ from experiments.serving.batching.sweeps import (
     Config,
     ThroughputSweep,
 )
+from jaxkv import plotting
+from jaxkv.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+    shade_band,
+    system_style,
+    use_powers_of_two,
+)
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, Sheet, column, metric_sheets
 
 _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""

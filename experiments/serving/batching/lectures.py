@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments import plotting
-from experiments.framework import Ints, ResultTable, column
-from experiments.plotting import INK, Box, draw_rectangle, set_labels
+from jaxkv import plotting
+from jaxkv.plotting import INK, Box, draw_rectangle, set_labels
+from jaxkv.report import Ints, ResultTable, column
 from jaxkv.workloads import Workload, make_workload
 
 NUM_SLOTS, LIMIT, PLACES = 4, 3, 8

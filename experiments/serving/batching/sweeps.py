@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.framework import (
+from experiments.harness import find_cost_model
+from experiments.serving.batching import lectures
+from jaxkv import scheduling, simulation, validation
+from jaxkv.progress import Progress
+from jaxkv.report import (
     Floats,
     Ints,
     ResultRecord,
@@ -17,10 +21,6 @@ from experiments.framework import (
     format_seconds,
     to_rows,
 )
-from experiments.harness import find_cost_model
-from experiments.serving.batching import lectures
-from jaxkv import scheduling, simulation, validation
-from jaxkv.progress import Progress
 from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
 from jaxkv.workloads import Fixed, Gamma, Pair, Workload, closed_loop, make_workload
 

@@ -12,18 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    claims_file,
-    measured,
-    row_sheet,
-)
-from experiments.plotting import draw_curve, draw_reference_line, set_labels
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation, workloads
+from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, row_sheet
 from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
 
 HISTORY = 1024

@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    claims_file,
-    column,
-    computed_column,
-    measured,
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.serving.chunked_prefill import runs, settings
+from experiments.serving.chunked_prefill.runs import (
+    NUM_DECODING,
+    Capacities,
+    PrefillRuns,
+    Timeline,
 )
-from experiments.plotting import (
+from experiments.serving.chunked_prefill.settings import MODELS, Config
+from jaxkv import plotting
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,
@@ -35,15 +34,8 @@ from experiments.plotting import (
     system_style,
     use_powers_of_two,
 )
-from experiments.serving.chunked_prefill import runs, settings
-from experiments.serving.chunked_prefill.runs import (
-    NUM_DECODING,
-    Capacities,
-    PrefillRuns,
-    Timeline,
-)
-from experiments.serving.chunked_prefill.settings import MODELS, Config
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, Sheet, column, computed_column
 
 PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 3.1)
 CONFIGS = {

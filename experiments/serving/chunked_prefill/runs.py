@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
 from jaxkv import clock, simulation, workloads
+from jaxkv.report import Floats, Ints, ResultTable, Texts, column
 from jaxkv.simulation import SimulationResult
 from jaxkv.workloads import (
     Pair,

@@ -13,19 +13,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.harness import (
-    PAGE_SIZE,
-    RooflineCost,
-    make_calibrated_cost,
-    make_roofline_cost,
-    max_kv_pages,
-)
 from jaxkv import validation
 from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, make_work
 from jaxkv.workloads import LogNormal, Pair, Workload
-from scaling.calibration import ServerCost
-from scaling.costs import find_device
+from scaling.calibration import ServerCost, make_calibrated_cost
+from scaling.costs import (
+    PAGE_SIZE,
+    RooflineCost,
+    find_device,
+    make_roofline_cost,
+    max_kv_pages,
+)
 from scaling.shapes import CONFIGS, ModelShape, describe_huggingface
 
 MAX_SLOTS = 128

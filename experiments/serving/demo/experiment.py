@@ -17,28 +17,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import RaggedConfig, Server, load_text_model, make_engine
+from jaxkv import scheduling
+from jaxkv.cli import make_printable
+from jaxkv.engine import StepInfo
+from jaxkv.plotting import draw_slots, set_labels, system_style
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Excerpts,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     Texts,
-    claims_file,
     column,
-    measured,
     metric_sheets,
 )
-from experiments.harness import (
-    RaggedConfig,
-    Server,
-    load_text_model,
-    make_engine,
-    make_printable,
-)
-from experiments.plotting import draw_slots, set_labels, system_style
-from jaxkv import scheduling
-from jaxkv.engine import StepInfo
-from jaxkv.progress import QUIET, Progress
 from jaxkv.serving import Completion
 
 NUM_REPORTED, NUM_CHARS = 6, 240

@@ -23,27 +23,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import harness
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts
+from jaxkv import validation, workloads
+from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
+from jaxkv.files import model_folder
+from jaxkv.models import init_params, load_model, save_model
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Sheet,
     Texts,
-    claims_file,
     column,
     format_seconds,
-    measured,
 )
-from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts, find_bundled_folder
-from experiments.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv import validation, workloads
-from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
-from jaxkv.models import init_params, load_model, save_model
-from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import (
     Capacity,
@@ -59,7 +57,7 @@ from jaxkv.simulation import (
 from jaxkv.text import ByteTokenizer
 from jaxkv.workloads import Lengths
 from scaling.corpora import VOCAB_SIZE
-from scaling.costs import kv_bytes_per_token
+from scaling.costs import kv_bytes_per_token, linear_cost
 from scaling.shapes import describe_config
 
 CLAIMS = claims_file(__file__)
@@ -208,7 +206,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             folder = Path(scratch) / config.model
             save_model(folder, shape, params, tokenizer=words)
         else:
-            folder = find_bundled_folder(config.model)
+            folder = model_folder(config.model)
         loaded = load_model(folder)
         with _service(config, folder, ["decode"], [config.token_budget]) as service:
             progress.show("calibrating")
@@ -332,7 +330,7 @@ def _replica(
         return np.maximum([start, each], 0)
 
     reads, decodes = line("a prompt"), line("decoding")
-    cost = harness.linear((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
+    cost = linear_cost((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
     # The simulated replicas prefill whole prompts.
     whole = config.prompt_tokens + config.max_slots
     bounds = config.engine | {"token_budget": whole}

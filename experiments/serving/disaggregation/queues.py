@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments import harness
-from experiments.framework import ResultRecord, column, field_values, to_rows
 from experiments.serving.disaggregation.settings import Config
 from jaxkv import scheduling, simulation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column, field_values, to_rows
 from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import make_workload, md1_waiting_s, poisson
+from scaling.costs import linear_cost
 
 PROMPT = 512
 SERVICE_S = 0.1
@@ -116,7 +116,7 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
                 num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT
             ),
             policy=scheduling.fcfs(),
-            cost=harness.linear((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
+            cost=linear_cost((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),
         )
         for arrival_s in came
     ]

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, ResultTable, Texts, column
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv import workloads
 from jaxkv.progress import Progress
+from jaxkv.report import Floats, Ints, ResultTable, Texts, column
 from jaxkv.simulation import (
     Job,
     PhasePlacement,

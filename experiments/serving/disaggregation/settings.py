@@ -6,13 +6,18 @@ Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, f
 import dataclasses
 from typing import NamedTuple
 
-from experiments import harness
-from experiments.harness import PAGE_SIZE, LinearCost, max_kv_pages
 from jaxkv import validation
 from jaxkv.simulation import Capacity, Replica
 from jaxkv.workloads import Fixed, Gamma, Objectives, Pair
 from scaling import shapes
-from scaling.costs import find_device, kv_bytes_per_token
+from scaling.costs import (
+    PAGE_SIZE,
+    LinearCost,
+    distserve_cost,
+    find_device,
+    kv_bytes_per_token,
+    max_kv_pages,
+)
 
 DEVICE = "a100-80gb"
 MAX_SLOTS = 256
@@ -41,7 +46,7 @@ class Instance(NamedTuple):
     @property
     def cost(self) -> LinearCost:
         """Cost model of a step."""
-        return harness.distserve(f"distserve:{self.model}:{self.ways}").cost
+        return distserve_cost(f"distserve:{self.model}:{self.ways}").cost
 
     @property
     def num_pages(self) -> int:

@@ -11,18 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments import framework
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    claims_file,
-    column,
-    computed_column,
-    measured,
-    row_sheet,
-)
-from experiments.plotting import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.serving.disaggregation import queues, runs, settings
+from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
+from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
+from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
+from jaxkv import report
+from jaxkv.plotting import (
     BLACK,
     GREEN,
     ORANGE,
@@ -32,11 +27,8 @@ from experiments.plotting import (
     set_labels,
     system_style,
 )
-from experiments.serving.disaggregation import queues, runs, settings
-from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
-from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
-from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, column, computed_column, row_sheet
 from jaxkv.simulation import PhasePlacement, ReplicaRole
 
 PANELS = (3, 2)
@@ -162,7 +154,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns every load, the goodputs and the queues."""
-    return framework.metrics(result) | {"queues": result.queues.rows()}
+    return report.metrics(result) | {"queues": result.queues.rows()}
 
 
 def summary(result: Result) -> list[ReportPart]:

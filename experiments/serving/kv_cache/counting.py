@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import ResultRecord, column, to_rows
+from jaxkv.report import ResultRecord, column, to_rows
 from scaling import costs
 from scaling.costs import FlopTerm, decode_terms, forward_terms
 from scaling.shapes import ModelShape

@@ -21,24 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    claims_file,
-    column,
-    format_flops,
-    format_number,
-    measured,
-    metric_sheets,
-    to_rows,
-)
-from experiments.harness import find_bundled_folder, make_benchmark_config, time_call
-from experiments.plotting import draw_curve, label_log_axis, set_labels
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import make_benchmark_config, time_call
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOPS, FlopCounts
 from jaxkv import decoding, validation
+from jaxkv.files import model_folder
 from jaxkv.models import (
     LoadedModel,
     PagedForward,
@@ -46,7 +34,18 @@ from jaxkv.models import (
     make_model_pages,
 )
 from jaxkv.models import logits as model_logits
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    ReportPart,
+    ResultRecord,
+    Sheet,
+    column,
+    format_flops,
+    format_number,
+    metric_sheets,
+    to_rows,
+)
 from scaling import shapes
 from scaling.shapes import load_shape
 
@@ -140,7 +139,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Counts, then measures; if stopped, keeps the finished lengths."""
-    folder = find_bundled_folder(config.model)
+    folder = model_folder(config.model)
     shape = dataclasses.replace(load_shape(folder), name=config.model)
     counted, other = (
         counting.count_flops(model, config.counted_lengths)

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import ReportPart, row_sheet
-from experiments.harness import PAGE_SIZE, find_cost_model, max_kv_pages
-from experiments.plotting import (
+from experiments.harness import find_cost_model
+from experiments.serving.latency_vs_rate.runs import Row
+from jaxkv import scheduling, simulation, validation, workloads
+from jaxkv.plotting import (
     BLUE,
     ORANGE,
     draw_curve,
@@ -24,9 +25,8 @@ from experiments.plotting import (
     set_labels,
     use_powers_of_two,
 )
-from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import scheduling, simulation, validation, workloads
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, row_sheet
 from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
 from jaxkv.workloads import (
     Recording,
@@ -36,7 +36,7 @@ from jaxkv.workloads import (
     time_to_first_token_s,
 )
 from scaling import shapes
-from scaling.costs import find_device
+from scaling.costs import PAGE_SIZE, find_device, max_kv_pages
 
 TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import ReportPart, Sheet, metric_sheets, row_sheet
-from experiments.plotting import set_labels, system_style
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import axis_end_rows
 from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
+from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, Sheet, metric_sheets, row_sheet
 from jaxkv.workloads import load_ratio
 
 BEYOND = 2.0

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from experiments.harness import find_cost_model
-from experiments.plotting import BLUE, draw_reference_line, set_labels
 from experiments.serving.latency_vs_rate import azure
-from jaxkv import scheduling, simulation, validation
+from jaxkv import plotting, scheduling, simulation, validation
+from jaxkv.plotting import BLUE, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from jaxkv.scheduling import NO_DEADLINE, Policy, RequestAttributes
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import (

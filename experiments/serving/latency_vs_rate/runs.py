@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.plotting import draw_curve, set_labels
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv import scheduling, simulation
+from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import Capacity, Cost, Rule, SimulationMember, SimulationResult

@@ -6,13 +6,20 @@ Source: Kwon et al. 2023, arXiv:2309.06180, table 1 and section 6.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-from experiments import harness
-from experiments.harness import DISTSERVE, LinearCost, figure_12, make_calibrated_cost
-from experiments.harness import PAGE_SIZE as PAGE_SIZE
 from jaxkv.simulation import Cost
 from jaxkv.workloads import ALPACA, SHAREGPT, Pair
 from scaling import shapes
-from scaling.costs import count_parameters, find_device, kv_bytes_per_token
+from scaling.calibration import make_calibrated_cost
+from scaling.costs import (
+    DISTSERVE,
+    LinearCost,
+    count_parameters,
+    figure_12_cost,
+    find_device,
+    kv_bytes_per_token,
+    linear_cost,
+)
+from scaling.costs import PAGE_SIZE as PAGE_SIZE
 from scaling.shapes import ModelShape
 
 type System = Literal[
@@ -102,7 +109,7 @@ def step_time(server: Machine) -> LinearCost:
     by the ratio of weight bytes per GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
-        return figure_12().cost
+        return figure_12_cost().cost
     prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
     fit_device, device = (
         find_device("a100-80gb"),
@@ -113,7 +120,7 @@ def step_time(server: Machine) -> LinearCost:
     heavier = [
         (step * ratio, token, own * ratio) for step, token, own in (small, large)
     ]
-    return harness.linear(
+    return linear_cost(
         # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
 from experiments.framework import claims_file
-from experiments.plotting import (
+from experiments.serving.latency_vs_rate import published, settings
+from jaxkv import plotting
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,
@@ -16,7 +17,6 @@ from experiments.plotting import (
     draw_reference_line,
     set_labels,
 )
-from experiments.serving.latency_vs_rate import published, settings
 
 CLAIMS = claims_file(__file__)
 BATCHES = published.BATCHES["12a"]

@@ -15,19 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import (
-    Floats,
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_seconds,
-    measured,
-    to_rows,
-)
+from experiments.framework import MeasuredValue, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import (
     STEP,
@@ -38,6 +26,17 @@ from experiments.serving.memory_waste.drawing import BATCHES, CLAIMS, SYSTEMS, U
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import simulation, validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Floats,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    format_seconds,
+    to_rows,
+)
 from jaxkv.simulation import Cost, Work
 from scaling.costs import find_device, kv_bytes_per_token
 

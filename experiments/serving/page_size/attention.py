@@ -15,25 +15,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from experiments import framework
-from experiments.framework import (
-    Ints,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    claims_file,
-    column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import MAX_ERROR, KernelRun, attention_implementations
-from experiments.plotting import (
+from jaxkv import report, validation
+from jaxkv.plotting import (
     draw_curve,
     draw_reference_line,
     set_labels,
     use_powers_of_two,
 )
-from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Ints, ResultRecord, ResultTable, column
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     AttentionProblem,
@@ -245,7 +237,7 @@ def metrics(result: Result) -> dict[str, Any]:
         | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
         for row in found.rows()
     ]
-    return framework.metrics(result) | {"latency": rows}
+    return report.metrics(result) | {"latency": rows}
 
 
 @claims_file(__file__).judge

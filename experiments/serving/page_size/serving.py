@@ -11,25 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    claims_file,
-    column,
-    measured,
-)
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import scheduling, simulation, validation
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, ResultRecord, ResultTable, Texts, column
 from jaxkv.simulation import SimulationMember
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}

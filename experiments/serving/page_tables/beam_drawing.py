@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import plotting
-from experiments.plotting import (
+from experiments.serving.page_tables.frames import Frames
+from jaxkv import plotting
+from jaxkv.memory import NO_PAGE
+from jaxkv.plotting import (
     COPY,
     GHOST,
     GREY,
@@ -19,8 +21,6 @@ from experiments.plotting import (
     fill_stripes,
     slot_color,
 )
-from experiments.serving.page_tables.frames import Frames
-from jaxkv.memory import NO_PAGE
 
 _LABEL, _THIN = 0.55, 0.06
 """Widths: of the labels before the pages, and of a page that is never used."""

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.plotting import (
+from experiments.serving.page_tables import beam_drawing
+from experiments.serving.page_tables.frames import Frames
+from jaxkv import plotting
+from jaxkv.plotting import (
     GHOST,
     GREY,
     INK,
@@ -22,8 +24,6 @@ from experiments.plotting import (
     fill_stripes,
     slot_color,
 )
-from experiments.serving.page_tables import beam_drawing
-from experiments.serving.page_tables.frames import Frames
 
 SIZE_INCHES = (7.4, 15.35)
 

@@ -11,14 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import (
-    MeasuredValue,
-    ResultRecord,
-    claims_file,
-    column,
-    field_values,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import SentenceLanguage
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import (
@@ -28,6 +21,7 @@ from experiments.serving.page_tables.frames import (
     Frames,
 )
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column, field_values
 from jaxkv.sampling import Sampling
 
 NUM_PAGES, PAGE_SIZE = 9, 4

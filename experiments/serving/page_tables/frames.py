@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import ResultRecord, Texts, column
 from experiments.harness import (
     SentenceLanguage,
     SentenceModel,
@@ -19,6 +18,7 @@ from experiments.harness import (
 from jaxkv.engine import EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import DEFAULT_LAYOUT, NO_PAGE, Pages, make_pool, raise_if_violated
+from jaxkv.report import ResultRecord, Texts, column
 from jaxkv.sampling import Sampling
 
 MAX_LENGTH = 24

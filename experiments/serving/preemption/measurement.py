@@ -11,28 +11,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    claims_file,
-    column,
-    field_values,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import (
     PromptRequest,
     RaggedConfig,
     cut_held_out_prompts,
     load_text_model,
-)
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    system_style,
-    use_powers_of_two,
 )
 from experiments.serving.preemption import restore_times, serving
 from experiments.serving.preemption.restore_times import RestoreTimes
@@ -41,10 +25,18 @@ from experiments.serving.preemption.serving import (
     PreemptionSettings,
     Servings,
 )
-from jaxkv import validation
+from jaxkv import plotting, validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
+from jaxkv.plotting import (
+    draw_curve,
+    label_log_axis,
+    set_labels,
+    system_style,
+    use_powers_of_two,
+)
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, ResultRecord, column, field_values
 from jaxkv.scheduling import Victim
 
 WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Ints, ResultTable, column, computed_column
 from experiments.harness import PromptRequest, make_benchmark_config, time_call
 from jaxkv import engine, memory, scheduling
 from jaxkv.clock import from_seconds
@@ -36,6 +35,7 @@ from jaxkv.memory import (
 )
 from jaxkv.models import LoadedModel, PagedForward, make_model_pages
 from jaxkv.progress import Progress
+from jaxkv.report import Ints, ResultTable, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL, HostSpace, make_requests
 

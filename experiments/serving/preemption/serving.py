@@ -11,19 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
 from experiments.harness import PromptRequest, Server, make_engine
 from jaxkv import scheduling
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
+from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import FCFS, Counts, Plan, Victim
 

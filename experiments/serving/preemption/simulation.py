@@ -12,28 +12,21 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.serving.latency_vs_rate import runs, settings
+from jaxkv import scheduling, simulation, validation
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Texts,
-    claims_file,
     column,
     computed_column,
-    measured,
 )
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
-)
-from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import scheduling, simulation, validation
-from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import Victim
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import Workload, open_loop

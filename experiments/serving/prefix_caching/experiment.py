@@ -17,28 +17,26 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.serving.prefix_caching import serving, workloads
+from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
+from jaxkv import validation
+from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Bools,
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Sheet,
     Texts,
-    claims_file,
     column,
     computed_column,
     field_values,
     format_percent,
-    measured,
 )
-from experiments.plotting import draw_curve, draw_reference_line, set_labels
-from experiments.serving.prefix_caching import serving, workloads
-from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
-from jaxkv import validation
-from jaxkv.progress import QUIET, Progress
 
 CLAIMS = claims_file(__file__)
 ORDERS = {

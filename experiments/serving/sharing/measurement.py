@@ -15,14 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments import framework, plotting
-from experiments.framework import (
-    MeasuredValue,
-    ResultRecord,
-    claims_file,
-    column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import (
     draw_lengths,
     draw_ragged_lengths,
@@ -30,7 +23,6 @@ from experiments.harness import (
     make_benchmark_config,
     make_stepper,
 )
-from experiments.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PageTableScenes
 from experiments.serving.sharing.requests import (
@@ -39,9 +31,11 @@ from experiments.serving.sharing.requests import (
     PrefixSavings,
     Savings,
 )
-from jaxkv import validation
+from jaxkv import plotting, report, validation
 from jaxkv.engine import EngineConfig
+from jaxkv.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column
 from jaxkv.sampling import Sampling
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
@@ -213,14 +207,14 @@ def ample_engine_config(config: Config) -> EngineConfig:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
-    found = framework.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    found = report.metrics(result) | {"prefixes": result.prefixes.metrics()}
     for row in found["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
     # Every run of the experiment has the keys of both studies.
     return found | {"simulated": [], "translations": []}
 
 
-summary = framework.sheets
+summary = report.sheets
 
 
 def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from experiments.framework import ResultTable, Texts, column, computed_column
 from experiments.harness import Stepper, slot_tokens
-from experiments.plotting import Box, draw_rectangle, draw_text
 from experiments.serving.sharing.requests import Client
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
+from jaxkv.plotting import Box, draw_rectangle, draw_text
+from jaxkv.report import ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 
 PROMPT = '''def read_lines(path):

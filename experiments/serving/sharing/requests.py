@@ -13,15 +13,6 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-    format_percent,
-)
 from experiments.harness import (
     PromptRequest,
     Stepper,
@@ -33,6 +24,15 @@ from jaxkv.engine import EngineState, StepInfo, plan_step
 from jaxkv.memory import Table as PageTable
 from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
+from jaxkv.report import (
+    Floats,
+    Ints,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+    format_percent,
+)
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
 from jaxkv.workloads import Lengths

@@ -20,25 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments import framework
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-    measured,
-)
+from experiments.framework import MeasuredValue, measured
 from experiments.harness import draw_lengths, measured_page_saving
-from experiments.plotting import (
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-    system_style,
-)
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.measurement import (
     CLAIMS,
@@ -47,8 +30,18 @@ from experiments.serving.sharing.measurement import (
     lengths_claims,
 )
 from experiments.serving.sharing.requests import published_share
-from jaxkv import scheduling, simulation, validation, workloads
+from jaxkv import report, scheduling, simulation, validation, workloads
+from jaxkv.plotting import draw_curve, draw_reference_line, set_labels, system_style
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Floats,
+    Ints,
+    ResultRecord,
+    ResultTable,
+    Texts,
+    column,
+    computed_column,
+)
 from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
 from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
 
@@ -309,10 +302,10 @@ def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
     # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")
-    return {**{name: [] for name in served}, **framework.metrics(result)}
+    return {**{name: [] for name in served}, **report.metrics(result)}
 
 
-summary = framework.sheets
+summary = report.sheets
 
 
 @CLAIMS.judge

@@ -13,20 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-)
-from experiments.harness import find_bundled_folder, make_benchmark_config, make_engine
-from experiments.plotting import draw_curve, set_labels
+from experiments.harness import make_benchmark_config, make_engine
 from experiments.training.bundled_model import experiment as bundled_model
 from jaxkv import validation
+from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, Params, load_model
+from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import EagleConfig, HeadsConfig, MedusaConfig, save_heads
 from scaling.corpora import (
@@ -122,7 +116,7 @@ CONFIGS = {
     "shipped": Config(
         medusa=HeadRecipe(run=_RUN),
         eagle=HeadRecipe(run=_SHORTER),
-        export="experiments/models/stdlib-bytes",
+        export="jaxkv/bundled_models/stdlib-bytes",
     ),
 }
 
@@ -162,7 +156,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains heads, scores held-out text and exports."""
-    target = load_model(find_bundled_folder(config.model))
+    target = load_model(model_folder(config.model))
     heads, acceptance = [], []
     for kind in config.kinds:
         recipe, shape = config.recipe(kind), config.shape(kind, target.config)
@@ -285,7 +279,7 @@ def heads_card(
             for depth, found in enumerate(shares, 1)
         ),
     ]
-    name = find_bundled_folder(config.model).name
+    name = model_folder(config.model).name
     parts = [
         "---\nlicense: psf-2.0\ntags: [speculative-decoding, byte-level, code]\n---",
         f"# {name}-{kind}",

@@ -17,21 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import (
-    ResultRecord,
-    column,
-    computed_column,
-    describe_machine,
-)
-from experiments.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-)
 from jaxkv import files, validation
 from jaxkv.models import Experts, LatentConfig, ModelConfig, save_model
+from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column, computed_column, describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.corpora import (
@@ -136,7 +126,7 @@ _SHIPPED = Config(
     cooldown_batch_size=8,
     cooldown_seq_len=512,
     folder="runs/stdlib-bytes",
-    export="experiments/models/stdlib-bytes",
+    export="jaxkv/bundled_models/stdlib-bytes",
 )
 _DEEPSEEK_MODEL = ModelConfig(
     vocab_size=VOCAB_SIZE,
@@ -213,7 +203,7 @@ CONFIGS = {
         ),
         cooldown_steps=100,
         folder="runs/stdlib-bytes-deepseek",
-        export="experiments/models/stdlib-bytes-deepseek",
+        export="jaxkv/bundled_models/stdlib-bytes-deepseek",
     ),
 }
 

@@ -16,30 +16,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments import framework, plotting
-from experiments.framework import (
-    Floats,
-    Ints,
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    claims_file,
-    column,
-    format_flops,
-    format_seconds,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import direction_verdict, format_interval, judge_direction
-from experiments.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-    system_style,
-)
 from experiments.training.deepseek import runs, serving
 from experiments.training.deepseek.runs import (
     ATTENTIONS,
@@ -52,8 +30,27 @@ from experiments.training.deepseek.runs import (
     TrainedModel,
 )
 from experiments.training.deepseek.serving import DraftDepths, ServedModels
-from jaxkv import files
+from jaxkv import files, plotting, report
+from jaxkv.plotting import (
+    draw_curve,
+    draw_reference_line,
+    label_log_axis,
+    set_labels,
+    system_style,
+)
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    format_flops,
+    format_seconds,
+)
 from scaling.corpora import CorpusConfig, open_corpus
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
@@ -328,7 +325,7 @@ def summary(result: Result) -> list[ReportPart]:
         if (values := result.late_balance(kind)).size
     ]
     sheets = [
-        *framework.sheets(result),
+        *report.sheets(result),
         Sheet(
             "load of the busiest expert over the mean load, last quarter of the steps",
             ("balance", "mean", "by seed"),

@@ -8,19 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import (
-    Floats,
-    Ints,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
 from experiments.harness import Server, make_benchmark_config, measure_in_turns
 from experiments.training.deepseek.runs import DENSE, WHOLE, TrainedModel
 from jaxkv.engine import EngineConfig
 from jaxkv.models import ModelConfig, make_model_pages
 from jaxkv.progress import Progress
+from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import ModelWeights, build_speculative, parse_speculation

@@ -23,27 +23,24 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from experiments import framework
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from experiments.harness import collective_bytes, median_seconds, predicted_traffic
+from jaxkv import models, report, validation
+from jaxkv.models import Experts, ModelConfig, Params, Routing, run_sequences
+from jaxkv.parallel import dropped_fraction
+from jaxkv.plotting import draw_curve, label_log_axis, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
     Ints,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Texts,
-    claims_file,
     column,
     format_percent,
     format_seconds,
-    measured,
 )
-from experiments.harness import collective_bytes, median_seconds, predicted_traffic
-from experiments.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv import models, validation
-from jaxkv.models import Experts, ModelConfig, Params, Routing, run_sequences
-from jaxkv.parallel import dropped_fraction
-from jaxkv.progress import QUIET, Progress
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig, open_corpus
 from scaling.costs import parse_layout
 from scaling.training import (
@@ -339,7 +336,7 @@ def _divide(
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns rows of all layouts, capacities and loads, and the losses."""
-    return framework.metrics(result) | {"losses": result.losses.tolist()}
+    return report.metrics(result) | {"losses": result.losses.tolist()}
 
 
 def summary(result: Result) -> list[ReportPart]:

@@ -18,25 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments import framework
-from experiments.framework import (
-    Bools,
-    Floats,
-    Ints,
-    MeasuredValue,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    claims_file,
-    column,
-    computed_column,
-    format_flops,
-    format_percent,
-    format_seconds,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import (
     RATE_HEADS,
     direction_verdict,
@@ -44,7 +26,11 @@ from experiments.harness import (
     format_rates,
     judge_direction,
 )
-from experiments.plotting import (
+from experiments.training.experts import runs
+from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
+from jaxkv import models, report
+from jaxkv.models import Experts
+from jaxkv.plotting import (
     draw_curve,
     draw_reference_line,
     label_log_axis,
@@ -53,11 +39,22 @@ from experiments.plotting import (
     shade_band,
     system_style,
 )
-from experiments.training.experts import runs
-from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
-from jaxkv import models
-from jaxkv.models import Experts
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Bools,
+    Floats,
+    Ints,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    computed_column,
+    format_flops,
+    format_percent,
+    format_seconds,
+)
 from scaling.fits import compare, predict
 from scaling.fits import fit as fit_law
 from scaling.laws import find_law
@@ -284,7 +281,7 @@ def metrics(result: Result) -> dict[str, Any]:
     """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))
-    return framework.metrics(result) | ratios
+    return report.metrics(result) | ratios
 
 
 def summary(result: Result) -> list[ReportPart]:

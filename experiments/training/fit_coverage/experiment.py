@@ -13,16 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    Sheet,
-    claims_file,
-    format_percent,
-    measured,
-)
-from experiments.plotting import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from jaxkv import plotting
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,
@@ -32,6 +25,7 @@ from experiments.plotting import (
     set_labels,
 )
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ReportPart, Sheet, format_percent
 from scaling import fits
 from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting import drawing
-from experiments.plotting import (
+from experiments.training.isoflop.outcomes import ComputePowers, Result
+from jaxkv.plotting import (
     BLUE,
     GREEN,
     ORANGE,
@@ -18,7 +18,7 @@ from experiments.plotting import (
     sequential_colors,
     set_labels,
 )
-from experiments.training.isoflop.outcomes import ComputePowers, Result
+from scaling.cli import draw_isoflop_groups
 
 _GREY = "0.6"
 METHODS = {
@@ -35,7 +35,7 @@ def plot(axes: Any, result: Result) -> None:
 
     _draw_curves(axes[0, 0], result)
     ax, fit = axes[0, 1], result.fit
-    drawing.draw_isoflop_groups(ax, fit)
+    draw_isoflop_groups(ax, fit)
     ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(fit.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"

@@ -17,11 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments import framework
-from experiments.fitting import Config as FitConfig
-from experiments.fitting import fitting, grids
-from experiments.fitting import report as fit_report
-from experiments.harness import run_sweep_with_progress
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import (
     BestRates,
@@ -33,12 +28,21 @@ from experiments.training.isoflop.outcomes import (
 from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import dumps
 from scaling import sweeps
+from scaling.cli import FitConfig, fit_log, frontier_json, optimum_at
 from scaling.corpora import CorpusConfig
 from scaling.fits import from_json
 from scaling.frontiers import ENVELOPE, find_frontiers
 from scaling.logs import Log, read_log
-from scaling.sweeps import BASE_WIDTH, ISOFLOP, FamilySweep, SweepConfig, optimal_rates
+from scaling.sweeps import (
+    BASE_WIDTH,
+    ISOFLOP,
+    FamilySweep,
+    SweepConfig,
+    optimal_rates,
+    run_logged_sweep,
+)
 
 COSINE = "cosine"
 """Subfolder of the sweep with the runs under a cosine schedule."""
@@ -117,7 +121,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     log, cosine = read_log(folder), read_log(folder / COSINE)
     assert cosine.curves is not None
     errors = prediction.choose_law(log, config.budgets)
-    fit = fitting.run(
+    fit = fit_log(
         FitConfig(
             log=str(folder),
             law=",".join(errors),
@@ -144,18 +148,18 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     least = log.columns["flops"].min() / 2
     budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
     law = from_json(fit.document)
-    surface = grids.optimum_at(law, log.columns, budgets)
+    surface = optimum_at(law, log.columns, budgets)
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
-        prediction=framework.dumps(predicted),
-        held_out="" if truth.record is None else framework.dumps(truth.record),
+        prediction=dumps(predicted),
+        held_out="" if truth.record is None else dumps(truth.record),
         held_out_flops=np.array([x for x, _ in truth.curve]),
         held_out_loss=np.array([y for _, y in truth.curve]),
         fit=fit,
-        cosine=framework.dumps(
+        cosine=dumps(
             {
-                "frontiers": [fit_report.frontier_json(each) for each in by_cosine],
+                "frontiers": [frontier_json(each) for each in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
             }
         ),
@@ -176,7 +180,7 @@ def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
     """Runs or resumes a sweep; returns the records of finished runs."""
-    outcome = run_sweep_with_progress(sweep, folder, progress)
+    outcome = run_logged_sweep(sweep, folder, progress)
     if outcome.is_stopped:
         raise KeyboardInterrupt(
             f"stopped; {len(outcome.records)} runs are in {outcome.log}, and the "
@@ -248,7 +252,7 @@ def _predict(
     )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(framework.dumps({**prediction_document, "made_at": ""}))
+        undated = json.loads(dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.FILE).exists():
@@ -256,7 +260,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"
             )
-    write_atomically(path, framework.dumps(prediction_document))
+    write_atomically(path, dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 

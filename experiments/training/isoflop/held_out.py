@@ -9,11 +9,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import framework
-from experiments.framework import describe_machine
-from jaxkv import files
+from jaxkv import files, report
 from jaxkv.models import save_model
 from jaxkv.progress import Progress
+from jaxkv.report import describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.sweeps import (
@@ -84,7 +83,7 @@ def train_held_out(
             records.append(make_record(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        files.write_atomically(path, framework.dumps(best | {"tried": losses}))
+        files.write_atomically(path, report.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":

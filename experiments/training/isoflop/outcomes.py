@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.fitting import Result as Fit
-from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
+from scaling.cli import LogFits
 from scaling.frontiers import Frontier, PowerLaw
 
 _UNKNOWN = PowerLaw(np.nan, np.nan)
@@ -70,7 +70,7 @@ class Result(ResultRecord):
     held_out: str = column("record of the held-out run; empty if it did not end")
     held_out_flops: np.ndarray = column("FLOPs of its training curve")
     held_out_loss: np.ndarray = column("training loss at each")
-    fit: Fit = column("result of `jaxkv fit` for the folder")
+    fit: LogFits = column("result of `jaxkv fit` for the folder")
     cosine: str = column("`cosine.json`, results of the runs under a cosine schedule")
     curves: CurvePoints = column("training curves of these runs")
     optima: BudgetOptima = column("approach 2, constant rates that then decay")

@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    MeasuredValue,
-    ReportPart,
-    Sheet,
-    claims_file,
-    format_number,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.training.isoflop.outcomes import Result
+from jaxkv.report import ReportPart, Sheet, format_number
 
 CLAIMS = claims_file(__file__)
 PUBLISHED: float = CLAIMS.published("exponent")

@@ -13,17 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments import framework
-from experiments.framework import (
-    MeasuredValue,
-    ResultRecord,
-    claims_file,
-    column,
-    measured,
-)
-from experiments.plotting import draw_curve, sequential_colors, set_labels
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.training.known_entropy.runs import Config, LanguageRuns, train_language
+from jaxkv import report
+from jaxkv.plotting import draw_curve, sequential_colors, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column
 from scaling import corpora
 from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
 from scaling.fits import fit as fit_law
@@ -266,8 +261,8 @@ def metrics(result: Result) -> dict[str, Any]:
         "floor": float(result.optima[-1]),
         "optima": {f"who sees {seen}": loss for seen, loss in enumerate(result.optima)},
         **best,
-        "fit": framework.metrics(result.fit),
-        "fit_all": framework.metrics(result.fit_all),
+        "fit": report.metrics(result.fit),
+        "fit_all": report.metrics(result.fit_all),
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }

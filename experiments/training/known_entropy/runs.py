@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.framework import Floats, Ints, ResultTable, column
 from jaxkv import validation
 from jaxkv.models import Params
 from jaxkv.progress import Progress
+from jaxkv.report import Floats, Ints, ResultTable, column
 from scaling import training
 from scaling.corpora import LanguageConfig, code_lengths
 from scaling.sweeps import FinishedRun, Workers, open_on_device

@@ -14,28 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
+from experiments.framework import MeasuredValue, claims_file, measured
+from jaxkv import files, validation
+from jaxkv.plotting import draw_curve, label_log_axis, sequential_colors, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
     Floats,
-    MeasuredValue,
     ReportPart,
     ResultRecord,
     ResultTable,
     Sheet,
-    claims_file,
     column,
     computed_column,
     format_named,
-    measured,
 )
-from experiments.harness import run_sweep_with_progress
-from experiments.plotting import (
-    draw_curve,
-    label_log_axis,
-    sequential_colors,
-    set_labels,
-)
-from jaxkv import files, validation
-from jaxkv.progress import QUIET, Progress
 from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
 from scaling.sweeps import (
     BASE_WIDTH,
@@ -44,6 +36,7 @@ from scaling.sweeps import (
     fit_powers,
     make_sweep,
     optimal_rates,
+    run_logged_sweep,
 )
 
 
@@ -155,7 +148,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains or resumes the sweep, then fits; if stopped, uses the finished runs."""
     with files.folder_or_temporary(config.folder) as folder:
-        records = run_sweep_with_progress(config.sweep, folder, progress).records
+        records = run_logged_sweep(config.sweep, folder, progress).records
     rows = [row for row in records if row["status"] == "done"]
     names = ("hidden_size", "num_tokens", "learning_rate", "loss")
     best = OptimalRates.of(optimal_rates(rows) if rows else [])

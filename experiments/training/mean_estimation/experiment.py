@@ -11,16 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import (
-    MeasuredValue,
-    ResultRecord,
-    claims_file,
-    column,
-    measured,
-)
-from experiments.plotting import draw_curve, set_labels
+from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import validation
+from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import ResultRecord, column
 from scaling import fits
 from scaling.laws import find_law
 

@@ -12,19 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plotting
-from experiments.framework import (
-    Floats,
-    MeasuredValue,
-    ReportPart,
-    ResultTable,
-    Sheet,
-    Texts,
-    claims_file,
-    column,
-    computed_column,
-    measured,
-)
+from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import (
     RATE_HEADS,
     direction_verdict,
@@ -32,7 +20,11 @@ from experiments.harness import (
     format_rates,
     judge_direction,
 )
-from experiments.plotting import (
+from experiments.training.rivals import runs, settings
+from experiments.training.rivals.runs import COMPUTE, Differences, Result
+from experiments.training.rivals.settings import PAIRS, RECURRENT, REFERENCE, Published
+from jaxkv import plotting
+from jaxkv.plotting import (
     draw_curve,
     draw_reference_line,
     label_log_axis,
@@ -40,9 +32,15 @@ from experiments.plotting import (
     set_labels,
     system_style,
 )
-from experiments.training.rivals import runs, settings
-from experiments.training.rivals.runs import COMPUTE, Differences, Result
-from experiments.training.rivals.settings import PAIRS, RECURRENT, REFERENCE, Published
+from jaxkv.report import (
+    Floats,
+    ReportPart,
+    ResultTable,
+    Sheet,
+    Texts,
+    column,
+    computed_column,
+)
 from scaling.frontiers import find_best_runs
 
 CONFIGS = settings.CONFIGS

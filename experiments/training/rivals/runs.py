@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import Floats, Ints, ResultRecord, ResultTable, column
 from experiments.training.rivals.settings import REFERENCE, Config, Side, side
 from jaxkv.models import Params
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
 from scaling.corpora import Corpus
 from scaling.frontiers import (
     ComputeRatio,

@@ -12,8 +12,9 @@ import pytest
 
 from experiments.bench.launches import experiment
 from experiments.bench.launches.experiment import CONFIGS, Launches
-from experiments.cli import run
-from experiments.framework import Experiment, load_experiment, run_folder
+from experiments.framework import load_experiment
+from jaxkv.cli import run
+from jaxkv.report import Experiment, run_folder
 from pallas_kernels.bench import Route, Thunk, deviceless
 from tests.support import folders, smoke
 from tests.support.mutation import replace
@@ -177,7 +178,7 @@ def test_prepare_runs_before_devices_are_initialized(
         lambda *given: (calls.append(2), begin(*given)),
     )
     whole = experiment_with_all._replace(studies=(made_up,))
-    run.run(whole, made_up.configs["smoke"], tmp_path / "out")
+    run.run_study(whole, made_up.configs["smoke"], tmp_path / "out")
     assert calls == [1, 2]
 
 

@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness
 from experiments.bench.simulate import plain_scheduler, scheduler_steps
 from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
 from jaxkv.simulation import Capacity, Simulation
 from jaxkv.simulation.step import init_simulation, simulate_steps
 from jaxkv.workloads import Workload
+from scaling.costs import linear_cost
 from tests.support import smoke
 
 NUM = 40
-COST = harness.linear((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
+COST = linear_cost((8.0, 0.25, 0.0), (8.0, 0.0, 0.5))
 
 
 def test_python_scheduler_equals_the_simulator() -> None:

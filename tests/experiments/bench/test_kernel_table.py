@@ -7,8 +7,9 @@ import pytest
 
 from experiments.bench.kernels import report
 from experiments.bench.kernels.experiment import Config, _row
-from experiments.framework import begin_run, finish_run, load_experiment
-from experiments.plotting import style
+from experiments.framework import load_experiment
+from jaxkv.plotting import style
+from jaxkv.report import begin_run, finish_run
 from pallas_kernels.bench import SETS, Ceilings
 from tests.support.mutation import replace
 

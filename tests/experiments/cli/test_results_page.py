@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import Claim
+from jaxkv.report import Claim
 from tests.support.commands import Command, assert_refused, document
 
 

@@ -13,7 +13,7 @@ from experiments.decoding.jacobi.from_text import (
     Result,
 )
 from experiments.decoding.speculation.on_text import DecodingRuns
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from tests.support import engines, smoke

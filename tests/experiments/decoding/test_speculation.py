@@ -7,7 +7,7 @@ import pytest
 
 from experiments.decoding.speculation import on_text, serving, theory
 from experiments.decoding.speculation.on_text import CONFIGS, Config, Result
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from experiments.harness import CallTimes
 from jaxkv.engine import StepInfo
 from tests.support import smoke

@@ -10,7 +10,7 @@ from experiments.decoding.speculation import held_out, serving
 from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from jaxkv.progress import QUIET
 from jaxkv.text import ByteTokenizer
 from tests.support import smoke

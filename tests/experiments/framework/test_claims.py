@@ -6,15 +6,9 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import (
-    Claim,
-    MeasuredValue,
-    claim_numbers,
-    claims_file,
-    count_verdicts,
-    group_heads,
-)
+from experiments.framework import MeasuredValue, claims_file
 from experiments.framework.claims import ClaimsFile, judge, measured
+from jaxkv.report import Claim, claim_numbers, count_verdicts, group_heads
 
 TEXT = """
 paper = "They 2020, of {data}"

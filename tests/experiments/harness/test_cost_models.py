@@ -5,11 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import RooflineCost, figure_12, make_roofline_cost, named_costs
+from experiments.harness import named_costs
 from jaxkv.simulation import Work
 from scaling import shapes
 from scaling.calibration import ServerCost, draw_coefficients, load_posterior
-from scaling.costs import find_device, steps
+from scaling.costs import (
+    RooflineCost,
+    figure_12_cost,
+    find_device,
+    make_roofline_cost,
+    steps,
+)
 from tests.support.folders import RECORDS
 
 
@@ -122,7 +128,7 @@ def test_a_fit_to_a_run_reproduces_its_times() -> None:
 
 
 def test_cost_models_can_be_vmapped() -> None:
-    scales = [figure_12(scale=x).cost for x in (1.0, 2.0)]
+    scales = [figure_12_cost(scale=x).cost for x in (1.0, 2.0)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *scales)
     prices = jax.vmap(lambda cost: cost(work(num_decodes=3)))(stacked)
     np.testing.assert_allclose(prices[1], 2 * prices[0])

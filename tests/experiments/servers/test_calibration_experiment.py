@@ -8,15 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import load_experiment, read_run
-from experiments.servers.calibration import experiment
-from experiments.servers.calibration.experiment import Config, run
-from experiments.servers.calibration.result import (
-    END_TO_END,
-    FIRST_TOKEN,
-    LATENCIES,
-    Result,
-)
+from experiments.framework import load_experiment
+from jaxkv.report import read_run
 from scaling.calibration import (
     PRIOR,
     PUBLISHED_SERVERS,
@@ -26,6 +19,14 @@ from scaling.calibration import (
     StageLatencies,
     load_posterior,
 )
+from scaling.cli.calibrate import study
+from scaling.cli.calibrate.result import (
+    END_TO_END,
+    FIRST_TOKEN,
+    LATENCIES,
+    CalibrationResult,
+)
+from scaling.cli.calibrate.study import CalibrationConfig, predict_stages
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import GOLDEN, RECORDS
 from tests.support.impatience import Stopping
@@ -79,13 +80,15 @@ class Fakes:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes()
-    monkeypatch.setattr(experiment, "fit_posterior", found.fit)
-    monkeypatch.setattr(experiment, "predict_stage", found.predict)
+    monkeypatch.setattr(study, "fit_posterior", found.fit)
+    monkeypatch.setattr(study, "predict_stage", found.predict)
     return found
 
 
 def test_no_fit_sees_the_stages_that_it_predicts(fakes: Fakes, table: Path) -> None:
-    result = run(Config(runs=str(table), leave_out=("model", "load")))
+    result = predict_stages(
+        CalibrationConfig(runs=str(table), leave_out=("model", "load"))
+    )
     assert fakes.fitted[:2] == [("b/0", "b/1"), ("made-up-7b/0", "made-up-7b/1")]
     assert len(fakes.fitted) == 6
     assert all(stage not in fitted for stage, fitted in fakes.predicted)
@@ -101,7 +104,7 @@ def test_no_fit_sees_the_stages_that_it_predicts(fakes: Fakes, table: Path) -> N
     ]
 
 
-def assert_disjoint(result: Result) -> None:
+def assert_disjoint(result: CalibrationResult) -> None:
     """Asserts that each left-out prediction follows from a fit without its stage."""
     stages = {*result.predictions.stage.tolist()}
     for kind in ("model", "load"):
@@ -125,9 +128,9 @@ def assert_disjoint(result: Result) -> None:
 
 
 def test_a_fit_of_all_stages_keeps_its_coefficients(fakes: Fakes, table: Path) -> None:
-    result = run(Config(runs=str(table)))
+    result = predict_stages(CalibrationConfig(runs=str(table)))
     assert fakes.fitted == [("made-up-7b/0", "made-up-7b/1", "b/0", "b/1")]
-    assert list(experiment.files(result)) == ["server.json"]
+    assert list(study.files(result)) == ["server.json"]
     assert result.coefficients.name.tolist() == list(PRIOR)
     row = result.coefficients.where(name="weight_share")
     assert row.prior_low < row.prior < row.prior_high
@@ -135,7 +138,7 @@ def test_a_fit_of_all_stages_keeps_its_coefficients(fakes: Fakes, table: Path) -
 
 
 def test_errors_and_intervals_of_predictions(fakes: Fakes, table: Path) -> None:
-    found = run(Config(runs=str(table))).errors("none")
+    found = predict_stages(CalibrationConfig(runs=str(table))).errors("none")
     whole = found.where(latency=END_TO_END)
     # Measured 0.5 s and 0.7 s, predicted 1 s with a 90 % interval of 0.36.
     assert whole.median == pytest.approx(np.mean([1.0, 3 / 7]))
@@ -146,11 +149,11 @@ def test_errors_and_intervals_of_predictions(fakes: Fakes, table: Path) -> None:
 
 
 def test_a_stopped_run_keeps_finished_fits(fakes: Fakes, table: Path) -> None:
-    config = Config(runs=str(table), leave_out=("model",))
-    result = run(config, Stopping(after=4))
+    config = CalibrationConfig(runs=str(table), leave_out=("model",))
+    result = predict_stages(config, Stopping(after=4))
     assert len(result.fits) == 1
     with pytest.raises(KeyboardInterrupt, match="before the first fit"):
-        run(config, Stopping(after=1))
+        predict_stages(config, Stopping(after=1))
 
 
 def test_tables_that_cannot_be_fitted(table: Path, jaxkv: Command) -> None:
@@ -181,7 +184,7 @@ def test_coefficients_are_written_to_a_named_file(
     assert len(found["overloaded"]) == 1
 
 
-def record() -> Result:
+def record() -> CalibrationResult:
     return read_run(RECORDS / "calibration", load_experiment("calibration")).result
 
 

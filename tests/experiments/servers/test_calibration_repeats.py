@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.framework import load_experiment, read_run
-from experiments.servers.calibration.experiment import PUBLISHED
-from experiments.servers.calibration.result import END_TO_END, FIRST_TOKEN, LATENCIES
+from experiments.framework import load_experiment
+from jaxkv.report import read_run
 from scaling.calibration import fit_posterior, predict_stage, read_measured_stages
+from scaling.cli.calibrate.result import END_TO_END, FIRST_TOKEN, LATENCIES
+from scaling.cli.calibrate.study import PUBLISHED
 from tests.support import traces
 from tests.support.folders import RECORDS
 

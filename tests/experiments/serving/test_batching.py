@@ -6,7 +6,7 @@ import heapq
 import numpy as np
 import pytest
 
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from experiments.serving.batching import experiment, lectures, sweeps
 from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke

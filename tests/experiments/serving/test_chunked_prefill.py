@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness
-from experiments.harness import PAGE_SIZE
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.experiment import Result
 from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import SerializedPhases, make_work
+from scaling.costs import PAGE_SIZE, linear_cost
 from tests.support import smoke
 from tests.support.plans import counts, plan_of
 
@@ -50,7 +49,7 @@ def test_max_running_limits_admission() -> None:
 
 
 def test_a_serialized_step_costs_the_sum_of_both() -> None:
-    cost = harness.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    cost = linear_cost((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
     both = make_work(
         num_decodes=2,
         num_prompt_rows=8,

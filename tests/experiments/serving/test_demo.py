@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import Sheet
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from experiments.harness import cut_held_out_prompts, draw_ragged_lengths
-from experiments.plotting import timelines
 from experiments.serving.demo import experiment
 from jaxkv.engine import StepInfo
+from jaxkv.plotting import timelines
+from jaxkv.report import Sheet
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, FinishedAnswer
 from jaxkv.text import ByteTokenizer

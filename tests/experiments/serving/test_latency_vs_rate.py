@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import load_experiment, read_run
-from experiments.framework.study import studies_of
-from experiments.plotting import render_figure
+from experiments.framework import load_experiment
+from experiments.framework.registry import studies_of
 from experiments.serving.latency_vs_rate import (
     azure,
     figures,
@@ -20,6 +19,8 @@ from experiments.serving.latency_vs_rate import (
 )
 from experiments.serving.latency_vs_rate.published import PANELS, beam_pool_factor
 from jaxkv import clock
+from jaxkv.plotting import render_figure
+from jaxkv.report import read_run
 from jaxkv.simulation import make_work
 from jaxkv.workloads import (
     ALPACA,

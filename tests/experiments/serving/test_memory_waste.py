@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from experiments.cli import results_page
-from experiments.framework import load_experiment, read_run
+from experiments.framework import load_experiment
 from experiments.serving.latency_vs_rate import published as latency_vs_rate_published
 from experiments.serving.latency_vs_rate.settings import SERVERS
 from experiments.serving.memory_waste import experiment
+from jaxkv.report import read_run
 from tests.support import smoke
 
 PLACES = 15_728

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import Experiment, config_dumps
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from experiments.harness import Implementation, KernelRun
 from experiments.harness.kernels import runs
 from experiments.serving.page_size import attention, experiment, serving
 from experiments.serving.page_size.attention import CONFIGS, Config
 from experiments.serving.page_size.serving import Result, Serving
+from jaxkv.report import Experiment, config_dumps
 from pallas_kernels.bench import Timing, timing
 from tests.support import smoke
 from tests.support.mutation import replace

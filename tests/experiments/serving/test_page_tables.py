@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import table
 from experiments.harness import SentenceLanguage, SentenceModel
 from experiments.serving.page_tables import experiment
 from experiments.serving.page_tables.frames import Frames
 from jaxkv.memory import NO_PAGE, Rows, make_pages
+from jaxkv.report import tables
 from tests.support import smoke
 
 
@@ -104,7 +104,7 @@ def test_beams_share_and_free_pages(result: experiment.Result) -> None:
 
 @pytest.mark.slow
 def test_pages_contain_the_tokens_of_the_tables(result: experiment.Result) -> None:
-    for frames in table.field_values(result).values():
+    for frames in tables.field_values(result).values():
         num, slots = frames.length.shape
         for i, slot in np.ndindex(num, slots):
             length, pages = int(frames.length[i, slot]), frames.pages(i, slot)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import jaxkv
-from experiments.harness import bundled
 from experiments.training.bundled_heads import experiment
+from jaxkv import files
 from jaxkv.models import load_model, read_config
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, load_heads
@@ -18,7 +18,7 @@ from tests.support import smoke
 from tests.support.impatience import Stopping
 
 KINDS = ("medusa", "eagle")
-TARGET = bundled.FOLDER / "stdlib-bytes"
+TARGET = files.BUNDLED / "stdlib-bytes"
 PROMPTS = ["import os\n\ndef ", "class A:\n    def __init__(self"]
 
 
@@ -66,20 +66,20 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_heads_fit_their_limits(kind: Any) -> None:
     config = experiment.CONFIGS["shipped"]
-    folder = bundled.find_heads_folder("stdlib-bytes", kind)
-    assert folder == Path(f"{bundled.FOLDER / Path(config.export).name}-{kind}")
+    folder = files.find_heads_folder("stdlib-bytes", kind)
+    assert folder == Path(f"{files.BUNDLED / Path(config.export).name}-{kind}")
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 1e6
     target = read_config(TARGET)
     loaded = load_heads(folder, target)
     assert loaded.config == config.shape(kind, target)
     assert loaded.acceptance[0][0] > 0.5
-    assert folder.name not in bundled.bundled_names()
+    assert folder.name not in files.bundled_models()
 
 
 def test_missing_heads_are_refused() -> None:
     for model, kind in (("stdlib-bytes", "hydra"), ("other", "eagle")):
         with pytest.raises(ValueError, match=f"{model}: no {kind} heads ship with it"):
-            bundled.find_heads_folder(model, kind)
+            files.find_heads_folder(model, kind)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_missing_heads_are_refused() -> None:
 def test_shipped_heads_draft_the_models_tokens(kind: Any) -> None:
     """The same tokens in half the steps or fewer, with a margin for only 2 answers."""
     bar = {"medusa": 1.7, "eagle": 2.4}[kind]
-    heads = bundled.find_heads_folder("stdlib-bytes", kind)
+    heads = files.find_heads_folder("stdlib-bytes", kind)
     plain, one = answers()
     assert one == 1
     for how in ({"max_drafts": 4}, {"max_drafts": 8}):
@@ -107,7 +107,7 @@ def test_shipped_heads_draft_the_models_tokens(kind: Any) -> None:
 
 def test_stored_acceptance_equals_the_measured_one() -> None:
     for kind in KINDS:
-        folder = bundled.find_heads_folder("stdlib-bytes", kind)
+        folder = files.find_heads_folder("stdlib-bytes", kind)
         raw = json.loads((folder / "config.json").read_text())
         card = (folder / "README.md").read_text()
         for depth, shares in enumerate(raw["acceptance"], 1):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.framework import load_experiment
-from experiments.harness import bundled
 from experiments.training.bundled_model import experiment
+from jaxkv import files
 from jaxkv.models import load_model, read_config
 from scaling.corpora import END, load_documents
 from scaling.training import NEXT_TOKEN, MultiTokenPrediction, score_documents
@@ -63,7 +63,7 @@ def test_a_stopped_run_exports_nothing(tmp_path: Path) -> None:
 def test_the_shipped_models_fit_their_limits(name: str) -> None:
     config = experiment.CONFIGS[name]
     assert config.cooldown.seq_len == 512
-    folder = bundled.FOLDER / Path(config.export).name
+    folder = files.BUNDLED / Path(config.export).name
     assert sum(p.stat().st_size for p in folder.iterdir()) <= 4e6
     assert read_config(folder) == config.trunk.model
 

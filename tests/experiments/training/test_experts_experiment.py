@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from experiments.framework import Sheet, load_experiment
+from experiments.framework import load_experiment
 from experiments.training.experts import experiment, runs
+from jaxkv.report import Sheet
 from scaling.training import count_model_parameters
 from tests.support import smoke
 from tests.support.impatience import Stopping

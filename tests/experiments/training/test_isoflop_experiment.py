@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.cli import generate
 from experiments.training.isoflop import experiment as isoflop_experiment
 from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
+from jaxkv.cli import generate
 from scaling.sweeps import (
     count_cost,
     extrapolate,

@@ -291,7 +291,7 @@ def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
         "num_pages": 20,
         "token_budget": 80,
     }
-    folder = ROOT / "experiments/models" / f"stdlib-bytes-{method}"
+    folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
     heads: Any = {"speculate": SpeculationConfig(method, heads_folder=folder)}
     found = []
     for mesh in (None, make_mesh(context=4)):

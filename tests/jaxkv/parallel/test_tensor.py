@@ -256,7 +256,7 @@ def test_trained_heads_keep_the_answers(method: Any) -> None:
     asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
     found = []
     for mesh in (None, make_mesh(tensor=2), make_mesh(tensor=4)):
-        folder = ROOT / "experiments/models" / f"stdlib-bytes-{method}"
+        folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
         heads = SpeculationConfig(method, heads_folder=folder)
         how: Any = {} if mesh is None else {"speculate": heads}
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **fields, **how)

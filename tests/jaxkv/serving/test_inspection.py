@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.framework import Ints, ResultTable, column
 from jaxkv import files
 from jaxkv.engine import EngineState
 from jaxkv.memory import PageTableView, SlotPages
+from jaxkv.report import Ints, ResultTable, column
 from jaxkv.sampling import Sampling
 from jaxkv.serving import compilation_cache, outputs
 from jaxkv.simulation import results
@@ -226,7 +226,7 @@ def test_a_restored_engine_replays(engine: jaxkv.Engine, tmp_path: Path) -> None
 def test_models_are_found_by_path_or_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundled = ROOT / "experiments" / "models" / "stdlib-bytes"
+    bundled = ROOT / "jaxkv" / "bundled_models" / "stdlib-bytes"
     monkeypatch.chdir(tmp_path)
     assert files.model_folder("stdlib-bytes") == bundled
     assert files.model_folder(bundled) == bundled

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.harness import cost_models
 from jaxkv import scheduling, simulation
 from jaxkv.engine import AcceptResult, Drafter, Drafts, Speculation
 from jaxkv.ledger import Slots
@@ -32,7 +31,7 @@ from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.step import SimulatedStep
 from jaxkv.workloads import Workload, gaps_between_tokens, make_workload
 from scaling import shapes
-from scaling.costs import find_device, steps
+from scaling.costs import find_device, step_models, steps
 from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.simulations import (
@@ -433,19 +432,21 @@ SPECULATES = costs.make_work(
 
 
 def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
-    found = cost_models.make_roofline_cost(
+    found = step_models.make_roofline_cost(
         shapes.describe("opt-13b"),
         find_device("a100-80gb"),
         compute_share=0.01,
     )
     new, past = jnp.array([70, 4, 2]), jnp.array([50, 400, 9])
-    assert isinstance(found.cost, cost_models.RooflineCost)
+    assert isinstance(found.cost, step_models.RooflineCost)
     apart = steps.step_work(found.cost.step, new, past, jnp.int32(3 + 4))
     np.testing.assert_allclose(found.cost(SPECULATES), apart.time_s, rtol=1e-6)
 
 
 def test_a_draft_costs_what_a_sequence_more_does() -> None:
-    cost = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2), (20.0, 0.01, 0.1))
+    cost = step_models.linear_cost(
+        (10.0, 0.5, 0.0), (10.0, 0.01, 0.2), (20.0, 0.01, 0.1)
+    )
     feeds = 0.010 + 1e-5 * (411 + 120) + 2e-4 * (2 + 4) + 5e-4 * 70
     assert float(cost(SPECULATES)) == pytest.approx(feeds)
     many = SPECULATES._replace(num_drafts=jnp.int32(93), num_decodes=jnp.int32(2))
@@ -454,7 +455,7 @@ def test_a_draft_costs_what_a_sequence_more_does() -> None:
 
 
 def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
-    plain = cost_models.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+    plain = step_models.linear_cost((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
     both = costs.with_drafter(plain, step_s=0.002, row_s=1e-5)
     added = float(both(SPECULATES)) - float(plain(SPECULATES))
     assert added == pytest.approx(3 * 0.002 + 4 * 1e-5)
@@ -470,7 +471,7 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
     """Drafts belong to the decode phase; a decode worker verifies them as well."""
 
     def count(work: Any) -> jax.Array:
-        w = cost_models.as_floats(work)
+        w = step_models.counts_as_floats(work)
         tokens = 1e6 * w.num_drawn + 1e3 * w.num_logits + w.num_decode_rows
         return tokens + 1e-3 * w.decode_pairs
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness
 from jaxkv import clock, scheduling, simulation
 from jaxkv.progress import Quiet
 from jaxkv.scheduling import NO_LIMIT, Counts, Plan
@@ -21,10 +20,11 @@ from jaxkv.simulation import (
 )
 from jaxkv.simulation.state import Capacity, Simulation
 from jaxkv.workloads import Workload, gaps_between_tokens, make_workload, md1_waiting_s
+from scaling.costs import linear_cost
 from tests.support import simulations
 
 BOUNDS = Capacity(*(jnp.int32(x) for x in (22, 4, 60, 24, 0)))
-COST = harness.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+COST = linear_cost((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
 TOTAL = (40, 30, 25)
 """Requests of each member; the last member is a closed loop."""
 
@@ -168,7 +168,7 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     arrival = np.round(arrival, 6)
     ones = jnp.ones(num, jnp.int32)
     bounds = Capacity(*(jnp.int32(x) for x in (10, 4, 20, 24, 0)))
-    cost = harness.linear((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
+    cost = linear_cost((service_s, 0.0, 0.0), (1.0, 0.0, 0.0), scale=1.0)
     members = [
         (
             Workload(

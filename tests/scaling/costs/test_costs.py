@@ -303,10 +303,10 @@ def test_another_name_of_a_key_is_read() -> None:
 
 
 def test_the_bundled_model_reads_as_both() -> None:
-    from experiments.harness import find_bundled_folder
+    from jaxkv.files import model_folder
     from jaxkv.models.huggingface import configs
 
-    path = find_bundled_folder("stdlib-bytes")
+    path = model_folder("stdlib-bytes")
     raw = json.loads((path / "config.json").read_text())
     actual = describe_config(configs.from_hf(raw), name="stdlib-bytes")
     assert load_shape(path) == actual

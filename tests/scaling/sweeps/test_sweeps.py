@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.framework import config_dumps
 from jaxkv.disaggregation import CLUSTER_ENVIRONMENT
+from jaxkv.report import config_dumps
 from scaling import training
 from scaling.logs import best_rates
 from scaling.sweeps import (
@@ -334,7 +334,7 @@ def test_a_cluster_opens_no_port_for_metrics(config, monkeypatch) -> None:
 _CHILD = """
 import sys, time
 from pathlib import Path
-from experiments.framework import config_json
+from jaxkv.report import plain_json as config_json
 from jaxkv import progress
 from scaling.sweeps import sweep
 from scaling.sweeps.grid import SweepConfig

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness
 from experiments.serving.disaggregation import measurement, runs, settings
 from experiments.serving.disaggregation.queues import MACHINES, formula_s
 from experiments.serving.disaggregation.settings import Instance
@@ -19,6 +18,7 @@ from jaxkv.simulation import (
     make_work,
 )
 from jaxkv.workloads import Lengths, Objectives, fifo_finish_s
+from scaling.costs import linear_cost
 from tests.support import smoke
 
 ONE = Instance("opt-13b", 1)
@@ -32,7 +32,7 @@ def requests(
 
 
 def test_received_sequences_cost_a_decode_step() -> None:
-    cost = harness.linear((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
+    cost = linear_cost((10.0, 1.0, 0.0), (5.0, 0.1, 1.0), scale=1.0)
     work = make_work(
         num_decodes=2,
         num_prompt_rows=51,

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework import field_values, load_experiment, read_run
-from experiments.framework.study import studies_of
+from experiments.framework import load_experiment
+from experiments.framework.registry import studies_of
 from experiments.serving.preemption import measurement, serving
 from experiments.serving.preemption.measurement import Config, Result
 from experiments.serving.preemption.serving import PreemptionSetting, Servings
 from jaxkv.models import load_model
 from jaxkv.progress import QUIET
+from jaxkv.report import field_values, read_run
 from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping

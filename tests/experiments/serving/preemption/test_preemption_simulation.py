@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from experiments.framework import Sheet
-from experiments.framework.study import studies_of
+from experiments.framework.registry import studies_of
 from experiments.serving.preemption import simulation
 from experiments.serving.preemption.simulation import Config, Result, SimulatedServings
+from jaxkv.report import Sheet
 from tests.support import smoke
 
 (STUDY,) = studies_of(simulation)

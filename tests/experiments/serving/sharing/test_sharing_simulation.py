@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness
 from experiments.serving.sharing import simulation
 from experiments.serving.sharing.simulation import (
     Result,
@@ -13,11 +12,12 @@ from experiments.serving.sharing.simulation import (
     TranslationRates,
 )
 from jaxkv.simulation import SimulationMember, Work
+from scaling.costs import linear_cost
 from tests.support.commands import Command, document
 
 
 def test_decoding_sequences_attend_to_the_shared_prefix() -> None:
-    plain = harness.linear((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
+    plain = linear_cost((10.0, 0.5, 0.0), (10.0, 0.01, 0.2))
     work = Work(*(jnp.int32(0) for _ in Work._fields))._replace(
         num_decodes=jnp.int32(7), decode_context=jnp.int32(100)
     )

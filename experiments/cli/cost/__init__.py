@@ -1,5 +1,0 @@
-"""The command `jaxkv cost`."""
-
-__all__ = [
-    "command",
-]

@@ -1,6 +1,0 @@
-"""The command `jaxkv plan`."""
-
-__all__ = [
-    "command",
-    "options",
-]

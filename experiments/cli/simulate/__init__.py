@@ -1,6 +1,0 @@
-"""The command `jaxkv simulate`."""
-
-__all__ = [
-    "command",
-    "options",
-]

@@ -1,5 +1,0 @@
-"""The commands `jaxkv train` and `jaxkv sweep`."""
-
-__all__ = [
-    "command",
-]

@@ -1,0 +1,387 @@
+"""Serves a model over HTTP with OpenAI's API: `jaxkv serve`.
+
+The module imports only the standard library at the top, so that `--help` is fast.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+from jaxkv import files, validation
+from jaxkv.cli import generate, parsing
+from jaxkv.cli.arguments import parse_model_options, value_of
+from jaxkv.cli.console import exit_now, handle_signals, status_of
+from jaxkv.cli.output import CommandOutput
+from jaxkv.files import model_folder
+from jaxkv.report import from_plain
+
+API_KEY = "JAXKV_API_KEY"
+"""Environment variable with the key, used without `--api-key`."""
+_DEFAULT_LENGTH = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Address, and bounds of the engine."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; beyond loopback, use a proxy with TLS."""
+    port: int = 8000
+    """Port; 0 takes a free one, which is printed."""
+    api_key: Annotated[
+        str | None, parsing.describe_default(f"${API_KEY}, or generated")
+    ] = None
+    """Key that clients send; at least 8 visible ASCII characters. Other users of the
+    machine can see the command line, so the environment variable is safer."""
+    name: Annotated[str | None, parsing.describe_default("that of MODEL")] = None
+    """Model name for clients."""
+    max_requests: int = 256
+    """Largest number of prompts in progress, including queued ones; further requests
+    get status 503."""
+    deadline_s: float = 600.0
+    """Time limit of a request without its own deadline, in s."""
+    grace_s: float = 10.0
+    """Seconds for requests in progress to end when the server is stopped."""
+    max_length: Annotated[
+        int | None, parsing.describe_default("1024, or the model's")
+    ] = None
+    """Largest number of tokens of a prompt and its answer."""
+    max_slots: int = 8
+    """Sequences that run concurrently."""
+    num_pages: Annotated[
+        int | None, parsing.describe_default("enough for all slots")
+    ] = None
+    """Pages of K and V, of 16 tokens each."""
+    token_budget: int = 64
+    """Largest number of tokens in a step, at least --max-slots."""
+    steps_per_call: int = generate.STEPS_PER_CALL
+    """Tokens per event of a stream; larger values increase throughput."""
+    max_logprobs: int = 5
+    """Largest number of alternatives per token with log-probabilities; 0 disables them,
+    and the log-probabilities of prompts."""
+    max_beams: int = 0
+    """Widest beam search; 0 disables beam search."""
+    max_stop_tokens: int = 16
+    """Token ids that can end an answer, including those of the model."""
+    prefix_cache: bool = True
+    """Share the K and V of common prefixes between requests."""
+    seed: int = 0
+    """Seed for requests without one."""
+    decode: Annotated[
+        int | None, parsing.describe_default("one engine, without Ray")
+    ] = None
+    """Number of Ray decode workers; needs the extra `ray`, like the next three
+    options."""
+    prefill: Annotated[int | None, parsing.describe_default("decode workers read")] = (
+        None
+    )
+    """Number of Ray prefill workers."""
+    address: Annotated[str | None, parsing.describe_default("a new cluster")] = None
+    """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
+    service: Annotated[str | None, parsing.describe_default("drawn")] = None
+    """Name under which routers of one cluster share workers."""
+    config: Annotated[Path | None, parsing.describe_default("none")] = None
+    """JSON object of these options to start from, such as {"decode": 2}."""
+    loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
+        default_factory=generate.ModelOptions
+    )
+
+
+def read_options(path: Path | str) -> ServeOptions:
+    """Reads the options of a `--config` file; missing ones keep their defaults.
+
+    Raises:
+      ValueError: the file cannot be read, or an option or its value is invalid.
+    """
+    given = files.parse_object(files.read_text(path), path)
+    names = {field.name for field in dataclasses.fields(generate.ModelOptions)}
+    loading = {name: value for name, value in given.items() if name in names}
+    own = {name: value for name, value in given.items() if name not in names}
+    if "loading" in own or "config" in own:
+        name = "loading" if "loading" in own else "config"
+        raise ValueError(f"{path}: {name!r} is not an option of a config file")
+    document = own | {"loading": loading}
+    return from_plain(ServeOptions, document, str(path))
+
+
+def main(args: list[str], documents: TextIO | None = None) -> CommandOutput:
+    """Runs `serve MODEL [OPTIONS]`.
+
+    Args:
+      args: arguments after the command.
+      documents: stream for the JSON document, which is written before the command
+        ends; None prints lines.
+    """
+    file = value_of(args, "--config")
+    base = None if file is None else read_options(file)
+    request = parse_model_options(args, ServeOptions, "jaxkv serve MODEL", base)
+    return serve_model(*request, documents)
+
+
+def serve_model(
+    model: str, options: ServeOptions, documents: TextIO | None = None
+) -> CommandOutput:
+    """Serves a model until Ctrl-C or SIGTERM.
+
+    Args:
+      model: folder, or name of a bundled model.
+      options: address, and bounds of the engine.
+      documents: stream for a line of JSON as soon as requests are accepted; None prints
+        text to standard output.
+
+    Returns:
+      An output without a document; the status is 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+      ValueError: the model, an option, or the address cannot be used.
+    """
+    names = ("decode", "prefill", "address", "service")
+    is_disaggregated = any(getattr(options, name) is not None for name in names)
+    if is_disaggregated:
+        validation.check_installed("disaggregated serving", "ray", "ray")
+    validation.check_installed("jaxkv serve", "serve", "fastapi", "uvicorn")
+    from jaxkv import server
+    from jaxkv.sampling import Sampling
+    from jaxkv.server import SWITCH_S, AsyncEngine
+
+    given = options.api_key
+    given = os.environ.get(API_KEY) if given is None else given
+    if given is not None and (
+        len(given) < 8 or not all("!" <= x <= "~" for x in given)
+    ):
+        raise ValueError("--api-key must have at least 8 characters, all visible ASCII")
+    key = secrets.token_urlsafe(24) if given is None else given
+    shown_key = key if given is None else None
+    generate.check_drafting(options.loading)
+    if is_disaggregated:
+        return _serve_workers(model, options, key, shown_key, documents)
+    read = generate.read_model(model, options.loading)
+    longest = read.loaded.config.max_positions
+    _check(options, longest)
+    with contextlib.closing(server.listen(options.host, options.port)) as listener:
+        bounds = _bounds(options, longest, read.page_size)
+        engine = generate.load_engine(read, options.loading, **bounds)
+        # Compiles all programs before the first request.
+        engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
+        # From here on the event loop and the engine share the interpreter.
+        sys.setswitchinterval(SWITCH_S)
+        name = options.name or Path(model).name
+        with AsyncEngine(engine, model_name=name) as backend:
+            return serve_backend(backend, listener, options, shown_key, key, documents)
+
+
+def _serve_workers(
+    model: str,
+    options: ServeOptions,
+    key: str,
+    shown_key: str | None,
+    documents: TextIO | None,
+) -> CommandOutput:
+    """Serves a model by workers of a Ray cluster, see `serve_model`."""
+    from jaxkv import server
+    from jaxkv.disaggregation import HttpFront, Service, WorkerSpec
+    from jaxkv.models import read_config
+    from jaxkv.server import url_of
+
+    folder = model_folder(model).resolve()
+    longest = read_config(folder).max_positions
+    _check(options, longest)
+    # Without --decode and --prefill, a router is added to the workers of --service.
+    is_second = options.decode is None and options.prefill is None
+    counts = {"prefill": options.prefill or 0, "decode": options.decode or 0}
+    if not is_second and counts["decode"] < 1:
+        raise ValueError(f"--decode {options.decode}: must be at least 1")
+    if counts["prefill"] < 0:
+        raise ValueError(f"--prefill {options.prefill}: must be at least 0")
+    if is_second and (options.address is None or options.service is None):
+        raise ValueError(
+            "without --decode, --address and --service must name the workers of "
+            "another process"
+        )
+    degrees = generate.mesh_degrees(options.loading.parallel)
+    page_size = generate.PAGE_SIZE * degrees["context"]
+    engine = generate.speculation_fields(model, options.loading)
+    engine |= _bounds(options, longest, page_size) | {"page_size": page_size}
+    engine = {
+        name: str(x) if isinstance(x, Path) else x
+        for name, x in engine.items()
+        if x is not None
+    }
+    mesh = degrees if math.prod(degrees.values()) > 1 else {}
+    specs = [
+        WorkerSpec(role=role, folder=str(folder), engine=engine, mesh=mesh)
+        for role, num in counts.items()
+        for _ in range(num)
+    ]
+    name = options.name or Path(model).name
+    with contextlib.closing(server.listen(options.host, options.port)) as listener:
+        front = HttpFront(
+            descriptor=listener.fileno(),
+            api_key=key,
+            max_requests=options.max_requests,
+            deadline_s=options.deadline_s,
+            grace_s=options.grace_s,
+        )
+        listener.set_inheritable(True)
+        with _signals() as signals:
+            with Service(
+                folder,
+                specs,
+                prefill=0,
+                decode=0,
+                address=options.address,
+                name=options.service,
+                http=front,
+                model_name=name,
+            ) as service:
+                fields: dict[str, Any] = {"model": name, **service.info}
+                lines = [f"cluster: {fields['head']}, service: {fields['service']}"]
+                if documents is not None:
+                    workers = service.status()["workers"]
+                    fields |= {"router_pid": service.pid, "workers": workers}
+                url = url_of(listener)
+                _announce(url, fields, lines, shown_key, documents)
+                while not signals and not service.wait(0.2):
+                    pass
+                if not signals:
+                    raise ConnectionError(service.end_reason())
+    return CommandOutput({}, [], [], status_of(signals[0]))
+
+
+def _announce(
+    url: str,
+    fields: dict[str, Any],
+    lines: list[str],
+    shown_key: str | None,
+    documents: TextIO | None,
+) -> None:
+    """Prints the address of the server, as JSON or as text."""
+    if documents is not None:
+        fields = {"url": url, "model": fields["model"], "pid": os.getpid()} | fields
+        shown = {} if shown_key is None else {"api_key": shown_key}
+        print(json.dumps(fields | shown), file=documents, flush=True)
+        return
+    lines = [f"serving {fields['model']} at {url}/v1", *lines]
+    lines += [] if shown_key is None else [f"api key: {shown_key}"]
+    print("\n".join(lines), flush=True)
+
+
+@contextlib.contextmanager
+def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
+    """Collects signal numbers; a second signal ends the process at once.
+
+    Args:
+      call: called after the first signal, in another thread.
+    """
+    heard: list[int] = []
+
+    def hear(number: int) -> None:
+        if heard:
+            exit_now(status=status_of(number))
+        heard.append(number)
+        call()
+
+    with handle_signals(lambda number, frame: None, hear):
+        yield heard
+
+
+def serve_backend(
+    backend: Any,
+    listener: Any,
+    options: Any,
+    shown_key: str | None,
+    key: str,
+    documents: TextIO | None,
+) -> CommandOutput:
+    """Serves a backend on a socket until a signal; closes both afterwards.
+
+    Args:
+      backend: `jaxkv.server.Backend` with a `close`.
+      listener: listening socket.
+      options: options with `max_requests`, `deadline_s` and `grace_s`.
+      shown_key: key to print, if any.
+      key: key that clients send.
+      documents: as in `serve_model`.
+
+    Returns:
+      An output without a document, with the status of the signal.
+    """
+    from jaxkv import server
+    from jaxkv.server import HttpService, make_app, url_of
+
+    service = HttpService(
+        backend,
+        api_key=key,
+        max_requests=options.max_requests,
+        deadline_s=options.deadline_s,
+    )
+    url = url_of(listener)
+
+    async def serve_app() -> list[int]:
+        loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
+
+        async def stop() -> None:
+            await stop_requested.wait()
+            await service.stop(options.grace_s)
+            # Remaining requests end with an error.
+            await asyncio.to_thread(backend.close)
+
+        def on_ready() -> None:
+            fields = {"model": backend.model_name}
+            _announce(url, fields, [], shown_key, documents)
+
+        with _signals(lambda: loop.call_soon_threadsafe(stop_requested.set)) as signals:
+            await server.serve(make_app(service), listener, stop, on_ready)
+        return signals
+
+    signals = asyncio.run(serve_app())
+    counts = {name: x for name, x in service.counters.items() if "{" not in name}
+    num = counts.get("requests_total", 0)
+    tokens = counts.get("completion_tokens_total", 0)
+    print(f"[{num:,.0f} requests, {tokens:,.0f} tokens]", file=sys.stderr)
+    status = status_of(signals[0]) if signals else 1
+    return CommandOutput({}, [], [], status)
+
+
+def _check(options: ServeOptions, longest: int) -> None:
+    """Validates ranges of options; the engine validates its own fields."""
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("grace_s", 0, 86400),
+        ("deadline_s", 0.001, 86400),
+        ("max_requests", 1, 1_000_000),
+        ("max_length", 2, longest),
+        ("max_slots", 1, 1_000_000),
+        ("num_pages", 1, 2**31 - 1),
+    ):
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
+
+
+def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, Any]:
+    """Returns the bounds of the engine."""
+    max_length = options.max_length
+    if max_length is None:
+        max_length = min(_DEFAULT_LENGTH, longest)
+    slots, num_pages = options.max_slots, options.num_pages
+    if num_pages is None:
+        num_pages = slots * -(-max_length // page_size)
+    # Rows with logits for the log-probabilities of prompts.
+    rows = slots + options.token_budget if options.max_logprobs else 0
+    names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
+    names += ("max_stop_tokens", "prefix_cache", "seed")
+    return {name: getattr(options, name) for name in names} | {
+        "max_length": max_length,
+        "max_slots": slots,
+        "num_pages": num_pages,
+        "max_logit_rows": rows,
+    }

@@ -1,0 +1,121 @@
+"""Parts of paged-memory figures: boxes, words, reference counts, arrows.
+
+Coordinates are inches on one axis, y downwards. Each slot has a colour; a page has the
+colours of the slots that read it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxkv.plotting import style
+
+LINE, HALF = 0.097, 0.47
+"""Height of a line of text, and width of the first of two words in it."""
+TEXT, SMALL = 5.9, 5.3
+"""Font sizes of words in pages, and of small notes."""
+GHOST, GREY, INK = "0.72", "0.45", "0.1"
+COPY = (0.835, 0.369, 0.0)  # the palette's vermilion
+
+
+class Box(NamedTuple):
+    """A rectangle in inches, from its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def draw_text(
+    ax: Any, x: float, y: float, words: str, size: float, **look: Any
+) -> None:
+    """Writes dark text, vertically centred on a point; `look` overrides the style."""
+    ax.text(
+        x, y, words, fontsize=size, **{"color": INK, "va": "center_baseline"} | look
+    )
+
+
+def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -> None:
+    """Draws the reference count of a page, with the previous one if it decreased."""
+    fell = before > count > 0
+    face = INK if count > 1 else COPY if fell else "0.6"
+    label = f"{before}→{count}" if fell else str(count)
+    pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "linewidth": 0}
+    look = {"fontweight": "bold", "ha": "center", "color": "white"}
+    draw_text(ax, x, y, label, 5.4, bbox=pad | {"facecolor": face}, **look)
+
+
+def draw_tag(ax: Any, box: Box, words: str) -> None:
+    """Draws a small flag on the upper edge of a page."""
+    pad = {"boxstyle": "round,pad=0.15", "facecolor": COPY, "linewidth": 0}
+    look = {"color": "white", "ha": "right", "va": "center", "bbox": pad}
+    draw_text(ax, box.x + box.width - 0.05, box.y, words, 4.6, **look)
+
+
+def slot_color(slot: int) -> tuple[float, float, float]:
+    """Returns the colour of a slot; the colours repeat after four slots."""
+    palette = style.colors()
+    return [palette[5], palette[3], palette[7], palette[1]][slot % 4]
+
+
+def lighten(color: tuple[float, float, float]) -> tuple[float, ...]:
+    """Lightens a colour for the background of text."""
+    return tuple(0.8 + 0.2 * part for part in color)
+
+
+def draw_rectangle(ax: Any, box: Box, **look: Any) -> None:
+    """Draws a box; `look` has keywords of matplotlib patches."""
+    from matplotlib.patches import Rectangle
+
+    look = {"linewidth": 0.6} | look
+    ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **look))
+
+
+def fill_stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
+    """Fills a box with the colours of several slots, in vertical stripes."""
+    width = box.width / max(1, len(slots))
+    for k, slot in enumerate(slots):
+        band = box._replace(x=box.x + k * width, width=width)
+        draw_rectangle(ax, band, facecolor=lighten(slot_color(slot)), linewidth=0)
+
+
+def draw_frame(
+    ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False
+) -> None:
+    """Draws the edge of a page by its reading slots; a fresh copy is highlighted."""
+    edge: Any = INK if len(slots) > 1 else slot_color(slots[0]) if slots else "0.85"
+    strong = copied or len(slots) > 1
+    look = {"linewidth": 1.1 if strong else 0.6 if slots else 0.5}
+    draw_rectangle(
+        ax, box, facecolor="none", edgecolor=COPY if copied else edge, **look
+    )
+
+
+def draw_words(
+    ax: Any,
+    box: Box,
+    words: Sequence[str],
+    *,
+    bold: Sequence[int] = (),
+    color: str = INK,
+) -> None:
+    """Writes four words in two lines."""
+    for k, word in enumerate(words):
+        line, half = divmod(k, 2)
+        x = box.x + 0.04 + half * HALF
+        y = box.y + box.height / 2 + (line - 0.5) * LINE
+        weight = "bold" if k in bold else "normal"
+        draw_text(ax, x, y, word, TEXT, color=color, fontweight=weight)
+
+
+def draw_arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:
+    """Draws a curved arrow with horizontal ends."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    bend = (end[0] - start[0]) * 0.55
+    control = [start, (start[0] + bend, start[1]), (end[0] - bend, end[1]), end]
+    path = Path(control, [Path.MOVETO, *[Path.CURVE4] * 3])
+    look = {"facecolor": "none", "edgecolor": color, "linewidth": 0.8, "alpha": 0.8}
+    ax.add_patch(PathPatch(path, **look))
+    ax.plot(*end, marker=">", markersize=2.2, color=color)

@@ -1,0 +1,234 @@
+"""Matplotlib style of all figures: printed font sizes, Okabe-Ito colours, stable bytes.
+
+A figure is drawn at its printed width, at most `PRINT_WIDTH_INCHES`, so that font sizes
+are those on paper. `render_figure` wraps titles, moves legends between title and data,
+and makes bar axes include zero.
+"""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxkv.plotting import layout, systems
+from jaxkv.plotting.systems import colors as colors
+
+# matplotlib is imported lazily: the command line imports this module for --help.
+
+PRINT_WIDTH_INCHES = 6.8
+"""Text width of a page: two panels, or one wide panel."""
+PANEL_SIZE_INCHES = (3.4, 3.2)
+POINTS = 9
+"""Font size of all text except titles; the smallest size in a figure."""
+LARGE_BYTES = 40_000
+"""PNG size from which the number of colours is reduced."""
+
+STYLE: dict[str, Any] = {
+    "axes.formatter.limits": (
+        -5,
+        7,
+    ),  # an exponent above the axis would overlap the legend
+    "axes.formatter.useoffset": False,
+    "axes.labelsize": POINTS,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.06,
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same on every machine
+    "font.size": POINTS,
+    "hatch.linewidth": 0.6,
+    "legend.columnspacing": 1.2,
+    "legend.fontsize": POINTS,
+    "legend.frameon": False,
+    "legend.handletextpad": 0.5,
+    "legend.labelspacing": 0.3,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "savefig.dpi": 200,
+    "svg.hashsalt": "jaxkv",  # element ids do not change from run to run
+    "xtick.labelsize": POINTS,
+    "xtick.major.width": 0.8,
+    "ytick.labelsize": POINTS,
+    "ytick.major.width": 0.8,
+}
+
+
+def render_figure(
+    plot: Callable[[Any], None],
+    *,
+    panels: tuple[int, int] = (1, 1),
+    size_inches: tuple[float, float] = PANEL_SIZE_INCHES,
+) -> dict[str, bytes]:
+    """Draws a figure and returns its files; equal data give equal SVG bytes.
+
+    Neither pyplot nor the user's matplotlibrc is used, and no file is opened.
+
+    Args:
+      plot: draws on the given axes: one `Axes`, or an array of them with the shape of
+        `panels` without axes of length 1. Rows and columns whose axes are all removed
+        leave no gap.
+      panels: rows and columns of axes, each at least 1.
+      size_inches: width and height of one panel.
+
+    Returns:
+      Contents of `figure.svg` and `figure.png` by name, and of `figure-1.svg`,
+      `figure-1.png` and so on for each of several panels.
+
+    Raises:
+      ValueError: the columns of panels are wider than a page, or the value axis of bars
+        is logarithmic.
+    """
+    import matplotlib.style
+    from cycler import cycler
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, columns = panels
+    width, height = size_inches
+    if columns > 1 and columns * width > PRINT_WIDTH_INCHES + 1e-9:
+        raise ValueError(
+            f"width={columns * width:g} inches must be in (0, {PRINT_WIDTH_INCHES}]"
+        )
+    files = {}
+    cycle = {"axes.prop_cycle": cycler(color=colors())}
+    with matplotlib.style.context(["default", STYLE | cycle]):
+        figure = Figure(figsize=(columns * width, rows * height))
+        FigureCanvasAgg(figure)
+        plot(figure.subplots(rows, columns))
+        _close_ranks(figure, size_inches)
+        layout.arrange_panels(figure)
+        files |= _saved(figure, "figure")
+        for number, panel in enumerate(layout.split_panels(figure, size_inches), 1):
+            files |= _saved(panel, f"figure-{number}")
+    return files
+
+
+def _saved(figure: Any, name: str) -> dict[str, bytes]:
+    """Returns the SVG and the PNG of a figure by file name."""
+    files = {}
+    for kind, metadata in (("svg", {"Date": None}), ("png", {})):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, metadata=metadata)
+        files[f"{name}.{kind}"] = buffer.getvalue()
+    png = files[f"{name}.png"]
+    if len(png) >= LARGE_BYTES:  # 128 colours take a third of the size
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        image = Image.open(io.BytesIO(png)).convert("RGB")
+        image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png")
+        files[f"{name}.png"] = buffer.getvalue()
+    return files
+
+
+def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
+    """Shrinks a figure to the rows and columns that still have axes."""
+    specs = [ax.get_subplotspec() for ax in figure.axes]
+    rows = sorted({spec.rowspan.start for spec in specs})
+    columns = sorted({spec.colspan.start for spec in specs})
+    if not specs or (len(rows), len(columns)) == specs[0].get_gridspec().get_geometry():
+        return
+    width, height = size_inches
+    figure.set_size_inches(len(columns) * width, len(rows) * height)
+    grid = figure.add_gridspec(len(rows), len(columns))
+    for ax, spec in zip(figure.axes, specs, strict=True):
+        place = rows.index(spec.rowspan.start), columns.index(spec.colspan.start)
+        ax.set_subplotspec(grid[place])
+
+
+def draw_curve(
+    ax: Any, x: Any, y: Any, system: int | str, label: str = "", **look: Any
+) -> Any:
+    """Draws points and the line through them.
+
+    Args:
+      ax: axes.
+      x: x coordinates.
+      y: y coordinates.
+      system: name in `systems.SYSTEMS`, or index of a colour in `colors()`.
+      label: label in the legend; no label if empty.
+      look: keywords of `Axes.plot` that override the style.
+    """
+    if isinstance(system, int):
+        base: dict[str, Any] = {"color": colors()[system], "marker": "o"}
+    else:
+        base = systems.system_style(system).line
+    return ax.plot(x, y, **{"label": label or None} | base | look)
+
+
+def shade_band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
+    """Shades the area between two lines."""
+    ax.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
+
+
+def annotate(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+    """Writes a text near a point, at an offset in points (1/72 inch)."""
+    ax.annotate(text, at, offset, textcoords="offset points", **look)
+
+
+def draw_reference_line(
+    ax: Any, value: float, text: str = "", *, along: str = "x"
+) -> None:
+    """Draws a thin grey line at a value, with an optional label in the legend."""
+    look = {"color": "0.45", "linewidth": 1.0, "linestyle": "--", "zorder": 0.5}
+    line = ax.axhline if along == "x" else ax.axvline
+    line(value, label=text or None, **look)
+
+
+def draw_ridge(ax: Any, device: str, intensity: float) -> None:
+    """Draws the ridge of the roofline: steps are compute-bound above this intensity."""
+    draw_reference_line(ax, intensity, f"{device}: memory-bound below {intensity:.0f}")
+
+
+def set_labels(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
+    """Sets the title of a panel, and its axis labels with units."""
+    ax.set(title=title, xlabel=x, ylabel=y, **more)
+
+
+def sequential_colors(values: Any) -> Any:
+    """Returns colours from light to dark for an array of values."""
+    import matplotlib
+    import numpy as np
+
+    spread = np.ptp(values) if len(values) else 0.0
+    share = (values - values.min()) / spread if spread else np.ones(len(values))
+    return matplotlib.colormaps["viridis_r"](0.25 + 0.75 * share)
+
+
+def use_powers_of_two(ax: Any) -> None:
+    """Sets a logarithmic x axis with base 2 and plain numbers."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def label_log_axis(axis: Any) -> None:
+    """Labels a logarithmic axis with plain numbers, fewer per decade in wide ranges."""
+    from matplotlib import ticker
+
+    low, high = axis.get_view_interval()
+    if not 0 < low < high:  # an empty axes has no limits for a logarithm
+        axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
+        return
+    decades = math.log10(high / low)
+    steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
+    subs = next((x for most, x in steps.items() if decades <= most), (1,))
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def label_wide_log_axis(axis: Any) -> None:
+    """Labels a logarithmic axis at 1 and 3 times powers of ten, as 3 x 10^9."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+    everywhere = (float("inf"), float("inf"))
+    axis.set_major_formatter(
+        ticker.LogFormatterSciNotation(minor_thresholds=everywhere)
+    )
+    axis.set_minor_formatter(ticker.NullFormatter())

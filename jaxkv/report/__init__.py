@@ -1,0 +1,78 @@
+"""Results of commands: tables, texts, claims, plain JSON, and the folder of a run."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.report.claims import (
+        KINDS,
+        NOT_JUDGED,
+        Claim,
+        ClaimKind,
+        Direction,
+        Relation,
+        Verdict,
+        claim_numbers,
+        count_verdicts,
+        group_heads,
+    )
+    from jaxkv.report.environment import describe_machine, num_cpus
+    from jaxkv.report.parts import (
+        Excerpts,
+        ReportPart,
+        Sheet,
+        metric_sheets,
+        numbered_list,
+        paragraph,
+        part_to_markdown,
+        row_sheet,
+    )
+    from jaxkv.report.plain_json import (
+        config_dumps,
+        config_loads,
+        dumps,
+        from_plain,
+        to_plain,
+    )
+    from jaxkv.report.run_folder import (
+        EARLIER,
+        OUT,
+        SavedRun,
+        abandon_run,
+        begin_run,
+        discard_earlier,
+        finish_run,
+        has_result,
+        lock_folder,
+        mark_status,
+        read_run,
+        write_files,
+    )
+    from jaxkv.report.study import SMOKE, Experiment, Study
+    from jaxkv.report.tables import (
+        Bools,
+        Floats,
+        Ints,
+        ResultRecord,
+        ResultTable,
+        Texts,
+        column,
+        computed_column,
+        field_values,
+        metrics,
+        sheets,
+        to_rows,
+    )
+    from jaxkv.report.units import (
+        format_bytes,
+        format_count,
+        format_flops,
+        format_named,
+        format_number,
+        format_percent,
+        format_rate,
+        format_seconds,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

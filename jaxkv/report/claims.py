@@ -1,0 +1,158 @@
+"""Claims: published and measured numbers with verdicts, grouped and as text."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+from jaxkv.report import units
+
+Verdict = Literal["holds", "fails", "differs", "not judged"]
+Relation = Literal["equal", "at_least", "at_most", "within"]
+ClaimKind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
+"""Kinds of claims. `reproduces`: measured under the conditions of the publication.
+`calibrated`: the published number was used in a fit. `cannot compare`: measured under
+different conditions. `checks`: an oracle, an identity, or a bar of this project."""
+KINDS: tuple[ClaimKind, ...] = get_args(ClaimKind)
+Direction = Literal["", "holds", "fails", "not decided"]
+
+
+class Claim(NamedTuple):
+    """A statement of a source compared with a measured number.
+
+    Attributes:
+      claim: statement, one sentence.
+      source: publication with section, figure or table.
+      published: published number, in `unit`.
+      ours: measured number, in `unit`.
+      unit: unit of both numbers; "1" for a ratio.
+      tolerance: largest deviation in the wrong direction that still holds, in `unit`.
+      verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs` (the
+        conditions cannot be compared; `note` gives the reason) or `not judged` (a smoke
+        run is too small for the statement).
+      relation: relation that the measured number must have to the published one: equal
+        to it, at least it, at most it, or within the range that starts with it.
+      note: conditions and remarks.
+      kind: kind of the statement, one of `KINDS`.
+      published_high: end of a published range, in `unit`; None for a single number.
+      direction: verdict on the direction that a source states, for numbers that cannot
+        be compared; empty if the source states no direction.
+      needs_size: True if a smoke run is too small to judge the statement. Not written
+        to files.
+    """
+
+    claim: str
+    source: str
+    published: float
+    ours: float
+    unit: str
+    tolerance: float
+    verdict: Verdict
+    relation: Relation
+    note: str
+    kind: ClaimKind
+    published_high: float | None = None
+    direction: Direction = ""
+    needs_size: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the fields by name, without optional fields at their default."""
+        unset = self._field_defaults
+        fields = self._replace(needs_size=False)._asdict()
+        return {x: y for x, y in fields.items() if x not in unset or y != unset[x]}
+
+    def at_smoke_size(self) -> "Claim":
+        """Returns the claim for a smoke run: not judged if it needs a larger run."""
+        if not self.needs_size:
+            return self
+        note = f"A smoke run is too small for it. {self.note}".strip()
+        return self._replace(verdict=NOT_JUDGED, direction="", note=note)
+
+
+NOT_JUDGED: Verdict = "not judged"
+
+
+_BOUND = {"equal": "", "at_least": "at least ", "at_most": "at most ", "within": ""}
+
+
+def claim_numbers(claim: Claim) -> str:
+    """Returns the measured and the published number as one phrase.
+
+    The number of a check is called expected instead of published.
+    """
+    unit = "" if claim.unit == "1" else f" {claim.unit}"
+    word = "expected" if claim.kind == "checks" else "published"
+    numbers = units.format_number(claim.published)
+    if claim.published_high is not None:
+        numbers += f" to {units.format_number(claim.published_high)}"
+    slack = (
+        f", to within {units.format_number(claim.tolerance)}{unit}"
+        if claim.tolerance
+        else ""
+    )
+    direction = f"; its direction: {claim.direction}" if claim.direction else ""
+    return (
+        f"ours {units.format_number(claim.ours)}{unit}, "
+        f"{word} {_BOUND[claim.relation]}{numbers}{unit}{slack} "
+        f"({claim.source}){direction}"
+    )
+
+
+ClaimGroup = Literal["reproductions", "calibrated", "checks"]
+"""Groups of claims. `reproductions`: published numbers, under the same or other
+conditions. `calibrated`: numbers that a fit used. `checks`: oracles, identities and
+bars of this project."""
+_HEADS: Mapping[ClaimGroup, str] = {
+    "reproductions": "claims",
+    "calibrated": "calibrated",
+    "checks": "own checks",
+}
+_COUNTED = {
+    "holds": "hold",
+    "fails": "fail",
+    "differs": "differ in conditions",
+    NOT_JUDGED: f"{NOT_JUDGED}: smoke",
+}
+
+
+def group_claims(claims: Iterable[Claim]) -> dict[ClaimGroup, list[Claim]]:
+    """Returns the claims by group, in the given order."""
+    groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _HEADS}
+    named: dict[str, ClaimGroup] = {"calibrated": "calibrated", "checks": "checks"}
+    for claim in claims:
+        groups[named.get(claim.kind, "reproductions")].append(claim)
+    return groups
+
+
+def count_verdicts(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
+    """Counts verdicts by group, and directions of numbers that cannot be compared.
+
+    Returns:
+      Number of claims per verdict, by group and for `directions`.
+    """
+    listed = list(claims)
+    found = {
+        name: _counts(x.verdict for x in y) for name, y in group_claims(listed).items()
+    }
+    directions = _counts(x.direction for x in listed if x.direction)
+    del directions["differs"]
+    return {**found, "directions": directions}
+
+
+def _counts(words: Iterable[str]) -> dict[str, int]:
+    found = dict.fromkeys(("holds", "fails", "differs"), 0)
+    for word in words:
+        found[word] = found.get(word, 0) + 1
+    return found
+
+
+def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
+    """Returns the claims of each non-empty group by a heading that counts verdicts."""
+    heads = {}
+    for name, listed in group_claims(claims).items():
+        found = _counts(claim.verdict for claim in listed)
+        # Checks and calibrated numbers rarely differ: zero counts are left out.
+        shown = {x: n for x, n in found.items() if n or x in ("holds", "fails")}
+        shown = found if name == "reproductions" else shown
+        counted = (f"{n} {_COUNTED[x]}" for x, n in shown.items())
+        if listed:
+            heads[f"{_HEADS[name]}: {', '.join(counted)}"] = listed
+    return heads

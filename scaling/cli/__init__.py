@@ -1,0 +1,25 @@
+"""Commands of the toolkit: cost, plan, simulate, calibrate, train, sweep, fit."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.cli.calibrate.result import (
+        END_TO_END,
+        FIRST_TOKEN,
+        CalibrationResult,
+    )
+    from scaling.cli.calibrate.study import (
+        STUDY,
+        CalibrationConfig,
+        find_measured_runs,
+    )
+    from scaling.cli.fit.config import FitConfig
+    from scaling.cli.fit.drawing import draw_isoflop_groups
+    from scaling.cli.fit.fitting import fit_log
+    from scaling.cli.fit.grids import optimum_at
+    from scaling.cli.fit.report import frontier_json
+    from scaling.cli.fit.result import LogFits
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -1,0 +1,1 @@
+"""The command `jaxkv calibrate`: a server's step times, fitted to measured runs."""

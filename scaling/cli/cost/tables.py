@@ -1,0 +1,252 @@
+"""Tables of `jaxkv cost` in the lecture's form: term, formula, number."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from jaxkv.report import Sheet, format_bytes, format_flops, format_percent
+from scaling.cli.cost import device_tables
+from scaling.cli.cost.case import CostCase
+from scaling.costs import (
+    count_parameters,
+    forward_terms,
+    list_weights,
+    per_token,
+    place_counts,
+    total_flops,
+    training_memory,
+    training_step_flops,
+)
+from scaling.shapes import HeadAttention
+
+
+def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
+    """Returns all tables; `document` has the numbers that are also in the JSON."""
+    found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
+    found += [_memory(case), _activations(case)]
+    found.append(_one_layer(case, document["one_layer"]))
+    return [*found, *device_tables.device_sheets(case, document)]
+
+
+def symbols(case: CostCase) -> list[tuple[str, int, str]]:
+    """Returns the symbols of the formulas with values and meanings."""
+    model, a, x = case.model, case.model.attention, case.model.experts
+    found = [
+        ("b", case.batch, "sequences"),
+        ("s", case.sequence, "tokens of each"),
+        ("h", model.hidden_size, "hidden size"),
+        ("L", model.num_layers, "layers"),
+        ("n", a.num_q_heads, "query heads"),
+    ]
+    if isinstance(a, HeadAttention):
+        found.append(("m", a.num_kv_heads, "KV heads"))
+        found.append(("d", a.head_dim, "head size"))
+    else:
+        found += [
+            ("q", a.q_rank or 0, "width of the query latent"),
+            ("c", a.kv_rank, "width of the KV latent"),
+            ("dn", a.nope_dim, "head size without positions"),
+            ("dr", a.rope_dim, "rotary head size"),
+            ("dv", a.value_dim, "value head size"),
+        ]
+    if model.num_dense_layers:
+        found.append(("i", model.mlp_size, "FFN width"))
+    if x is not None:
+        found += [
+            ("e", x.num_experts, "routed experts"),
+            ("k", x.top_k, "experts of a token"),
+            ("j", x.size, "FFN width of an expert"),
+            ("js", x.shared_size, "FFN width of all shared experts"),
+        ]
+    found.append(("v", model.vocab_size, "vocabulary"))
+    found.append(("r", model.position_rows, "rows of the position table"))
+    return [row for row in found if row[1]]
+
+
+def _shape(case: CostCase) -> Sheet:
+    model = case.model
+    rows = [(x, f"{value:,}", meaning) for x, value, meaning in symbols(case)]
+    notes = [
+        f"{layers} of {model.num_layers} layers see {window:,} tokens."
+        for window, layers in Counter(filter(None, model.windows)).items()
+    ]
+    if model.num_mixture_layers not in (0, model.num_layers):
+        notes.append(f"{model.num_mixture_layers} layers are mixtures.")
+    return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
+
+
+def _weights(case: CostCase) -> Sheet:
+    rows, places = [], place_counts(case.model)
+    for x in list_weights(case.model):
+        if x.place == "ahead":
+            continue
+        count = places[x.place] * x.stored
+        total = f"{x.size * count:,}" if x.stored else "tied"
+        name = x.name if x.part in x.name else f"{x.part}: {x.name}"
+        rows.append((name, x.formula, f"{x.size:,}", f"{count:,}", total))
+    if ahead := count_parameters(case.model).ahead:
+        number = case.model.num_ahead_layers
+        sizes = f"{ahead // number:,}", f"{number:,}", f"{ahead:,}"
+        rows.append(("layer for multi-token prediction", "", *sizes))
+    heads = ("weight", "size", "each", "times", "parameters")
+    return Sheet("parameters", heads, rows)
+
+
+def _conventions(case: CostCase) -> Sheet:
+    p = count_parameters(case.model)
+    rows = [
+        ("total", p.total, "everything, a tied head once"),
+        ("non-embedding", p.non_embedding, "without tables and head"),
+        ("matmul", p.matmul, "matrices that multiply a token, including the head"),
+    ]
+    if case.model.num_mixture_layers:
+        rows += [
+            ("matmul, all experts", p.matmul_total, "the same with every expert"),
+            ("active", p.active, "parameters that a token uses"),
+            ("active, non-embedding", p.active_non_embedding, "without the tables"),
+        ]
+    if p.ahead:
+        meaning = "layers for multi-token prediction, not in total"
+        rows.append(("ahead", p.ahead, meaning))
+    table = [(name, f"{value:,}", meaning) for name, value, meaning in rows]
+    return Sheet("conventions for N", ("convention", "parameters", "counts"), table)
+
+
+def _flops(case: CostCase) -> list[Sheet]:
+    terms, tokens = case.evaluate(forward_terms), case.batch * case.sequence
+    step, params = (
+        case.evaluate(training_step_flops),
+        count_parameters(case.model),
+    )
+    whole = total_flops(terms)
+    rows = []
+    for x in terms:
+        name = x.name if x.part == x.name else f"{x.part}: {x.name}"
+        each, share = (
+            format_flops(x.flops / tokens),
+            format_percent(x.flops / whole),
+        )
+        rows.append((name, x.formula, each, share, x.growth))
+    t = "t = s" if case.attention == "full" else "t = s/2 on average"
+    note = f"Attention pairs: {case.attention}, {t}, at most the window."
+    heads = ("product", "per token", "a token", "share", "grows with")
+    compared = {"total": params.total, "matmul": params.matmul}
+    if case.model.experts is not None:
+        compared["active"] = params.active_non_embedding
+    sums = [
+        ("forward", "X", step.forward),
+        ("backward", "2 X", step.backward),
+        ("training", "3 X", step.model),
+        ("recomputed", f"checkpointing: {case.checkpointing}", step.recomputed),
+        *(
+            ("for comparison", f"6 N, {name}", 6 * number * tokens)
+            for name, number in compared.items()
+        ),
+    ]
+    table = [
+        (name, formula, format_flops(value / tokens), format_flops(value))
+        for name, formula, value in sums
+        if value
+    ]
+    more = ("pass", "formula", "a token", "b s tokens")
+    return [
+        Sheet("operations, forward", heads, rows, note),
+        Sheet("operations of a step", more, table),
+    ]
+
+
+def _memory(case: CostCase) -> Sheet:
+    found, each = case.evaluate(training_memory), case.bytes_per_param
+    formulas = {
+        "weights": f"{each.weight} N",
+        "gradients": f"{each.gradient} N",
+        "master": f"{each.master} N",
+        "moments": f"{each.moments} N",
+        "activations": f"checkpointing: {case.checkpointing}",
+        "recomputed": "one layer",
+        "ends": "inputs of final norm and head",
+        "logits": "4 b s v",
+        "logits_gradient": "4 b s v",
+    }
+    names = {"activations": "activations of the layers"}
+    rows = [
+        (
+            names.get(name, name.replace("_", " ")),
+            formulas[name],
+            format_bytes(value),
+        )
+        for name, value in found._asdict().items()
+        if value
+    ]
+    rows.append(("total", "", format_bytes(found.total)))
+    fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
+    devices = case.layout.num_devices
+    where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
+    note = (
+        f"On {where}. It {fits} in the {format_bytes(case.device.memory_bytes)} "
+        f"of {case.device.name}. Workspace and fragmentation are not counted."
+    )
+    return Sheet("training memory", ("term", "formula", "bytes"), rows, note)
+
+
+def one_layer(case: CostCase) -> dict[str, int | float]:
+    """Returns the costs of the last layer, with checkpoints at layer boundaries.
+
+    Required by the course's assignment: parameters, operations of the forward pass, and
+    peak memory during recomputation.
+    """
+    model = case.model
+    last = dataclasses.replace(
+        model,
+        num_layers=1,
+        windows=model.windows[-1:],
+        mixture_layers=model.mixture_layers[-1:],
+        num_ahead_layers=0,
+    )
+    places = place_counts(last) | {"first": 0, "last": 0}
+    size = sum(x.size * x.stored * places[x.place] for x in list_weights(last))
+    terms = case.evaluate(forward_terms, model=last)
+    tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
+    sums = per_token(case.stored, last)
+    kept = sums[last.mixture_layers[0]] * tokens
+    boundary = tokens * model.hidden_size * each
+    return {
+        "num_params": size,
+        "forward_flops": sum(x.flops for x in terms if x.part != "head"),
+        "weight_bytes": each * size,
+        "boundary_bytes": boundary,
+        "activation_bytes": kept,
+        "peak_bytes": each * size + boundary + kept,
+    }
+
+
+def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
+    size = {
+        "weights": found["weight_bytes"],
+        "input, kept at the boundary": found["boundary_bytes"],
+        "activations during recomputation": found["activation_bytes"],
+        "weights, input and activations": found["peak_bytes"],
+    }
+    rows = [
+        ("parameters", f"{found['num_params']:,.0f}"),
+        ("operations forward", format_flops(found["forward_flops"])),
+        *((name, format_bytes(value)) for name, value in size.items()),
+    ]
+    title = f"one layer, {case.batch} x {case.sequence:,} tokens"
+    return Sheet(title, ("", "value"), rows)
+
+
+def _activations(case: CostCase) -> Sheet:
+    tensors = case.stored
+    divided = {"no": "", "sequence": "tp, with sp"}
+    rows: list[tuple[str, ...]] = [
+        (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))
+        for x in tensors
+    ]
+    dense, mixed = per_token(tensors, case.model)
+    if case.model.num_dense_layers:
+        rows.append(("a layer", "", "", f"{dense:,.0f}", ""))
+    if case.model.num_mixture_layers:
+        rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
+    heads = ("tensor", "part", "per token", "bytes", "divided by")
+    return Sheet("activations that a layer keeps for the backward pass", heads, rows)

@@ -1,0 +1,66 @@
+"""`jaxkv fit LOG`: which loss do these runs predict for larger ones?
+
+Fits laws to a log, scores each on held-out runs, and compares the optimum that each law
+implies with the optima of isoFLOP curves and training curves.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jaxkv import files
+from jaxkv.cli import CommandOutput, is_word, parse_changes, run_study, value_of
+from jaxkv.report import Experiment, Study, config_loads
+from scaling.cli.fit import drawing, fitting, report
+from scaling.cli.fit.config import FitConfig
+from scaling.cli.fit.result import LogFits
+
+
+def main(args: list[str]) -> CommandOutput:
+    """Runs `fit LOG [OPTIONS]`; the fit of a sweep goes to `fit/` in its folder.
+
+    Raises:
+      ValueError: LOG is missing, or an option is invalid.
+    """
+    log = args[0] if is_word(args) else ""
+    flags = args[1:] if log else args
+    base = FitConfig(log=log)
+    if (file := value_of(flags, "--config")) is not None:
+        base = config_loads(FitConfig, files.read_text(file), file)
+        base = dataclasses.replace(base, log=log or base.log)
+    config, out, max_seconds = parse_changes(
+        base,
+        flags,
+        "jaxkv fit LOG",
+        "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep.",
+        "LOG/fit for a sweep, or a new one under runs/",
+    )
+    if not config.log:
+        raise ValueError("LOG is missing: a CSV, JSON, or the folder of a sweep")
+    is_sweep = out is None and Path(config.log).is_dir()
+    if is_sweep:
+        out = Path(config.log) / "fit"
+    answer = run_study(fit_experiment(config.log), config, out, max_seconds)
+    if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
+        text = files.read_text(out / "fit.json")
+        files.write_atomically(Path(config.log) / "fit.json", text)
+    return answer.lift_metrics()
+
+
+def fit_experiment(log: str) -> Experiment:
+    """Returns fits to logs as an experiment, so that they write a run folder.
+
+    Args:
+      log: log of the config.
+    """
+    fits = Study(
+        configs={"fit": FitConfig(log=log)},
+        result=LogFits,
+        run=fitting.fit_log,
+        plot=drawing.plot,
+        metrics=report.metrics,
+        summary=report.summary,
+        panels=(2, 2),
+        files=lambda result: {"fit.json": result.document},
+    )
+    question = "Which loss do these runs predict for larger ones?"
+    return Experiment("fit", question, (fits,))

@@ -1,0 +1,183 @@
+"""Fits laws to a whole log, or to each group of its rows, and scores them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from jaxkv.progress import Progress
+from scaling.cli.fit.config import FitConfig
+from scaling.fits import (
+    FitResult,
+    held_out_warnings,
+    run_flops,
+    score_held_out,
+)
+from scaling.fits import fit as fit_law
+from scaling.frontiers import FrontierSet, find_frontiers
+from scaling.laws import Law
+from scaling.logs import Log
+
+ROLLOUT = 0.1
+"""Share of the largest compute below which runs are fitted in a rollout, if no rule is
+given."""
+ROLLOUT_RESAMPLES = 500
+"""Largest number of resamples for the intervals of a rollout."""
+
+
+class _Stopped(Exception):
+    """Raised inside a bootstrap after Ctrl-C."""
+
+
+class FitGroup(NamedTuple):
+    """Rows that are fitted together, and their fits.
+
+    Attributes:
+      label: label of the group; empty if the log is one group.
+      rows: mask of the log's rows, including held-out ones.
+      fits: fits by law.
+      found: frontiers of the rows.
+    """
+
+    label: str
+    rows: Bool[np.ndarray, " runs"]
+    fits: list[FitResult]
+    found: FrontierSet
+
+    def label_line(self, line: str) -> str:
+        """Returns a sentence with the label of its group."""
+        return f"{self.label}: {line}" if self.label else line
+
+
+def fit_groups(
+    config: FitConfig,
+    chosen: list[Law],
+    log: Log,
+    is_fitted: Bool[np.ndarray, " runs"],
+    progress: Progress,
+) -> tuple[list[FitGroup], list[str]]:
+    """Fits all laws to each group of `config.by`, or to the whole log.
+
+    Args:
+      config: options of the fit.
+      chosen: laws to fit.
+      log: runs.
+      is_fitted: mask of the runs to fit; the remaining runs are held out.
+      progress: progress bar.
+
+    Returns:
+      The groups, at least one, and sentences about groups that could not be fitted.
+
+    Raises:
+      ValueError: the log, or every group of it, cannot be fitted.
+    """
+    parts, doubts = [], []
+    groups = {"": np.ones(len(log.runs), bool)}
+    if config.by:  # in the order of their first rows
+        labels = np.array(log.label(config.names("by")))
+        groups = {label: labels == label for label in labels.tolist()}
+    for label, rows in groups.items():
+        if label:
+            progress.show(f"{config.by} {label}")
+        try:
+            parts.append(
+                _fit_group(config, chosen, log, label, rows, is_fitted, progress)
+            )
+        except ValueError as error:
+            if not config.by:
+                raise
+            doubts.append(f"{config.by} {label}: not fitted: {error}")
+    if not parts:
+        raise ValueError(f"{config.log}: no group can be fitted, such as {doubts[0]}")
+    return parts, doubts
+
+
+def _fit_group(
+    config: FitConfig,
+    chosen: list[Law],
+    log: Log,
+    label: str,
+    rows: np.ndarray,
+    is_fitted: np.ndarray,
+    progress: Progress,
+) -> FitGroup:
+    """Fits all laws to one group, and finds its frontiers."""
+    if not (rows & is_fitted).any():
+        raise ValueError(f"{config.log}: the rule selects no row to fit")
+    seen, held_out_log = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
+    if label and seen.curves is not None:
+        selected = {log.runs[i] for i in np.flatnonzero(rows)}
+        curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))
+        seen = seen._replace(curves=curves if curves.runs else None)
+    fits = [_fit_law(config, law, seen, held_out_log, progress) for law in chosen]
+    found = find_frontiers(
+        seen,
+        tolerance=config.tolerance,
+        smoothing=config.smoothing,
+        resamples=config.bootstrap,
+        level=config.level,
+        seed=config.seed,
+        progress=progress,
+    )
+    return FitGroup(label, rows, fits, found)
+
+
+def _fit_law(
+    config: FitConfig, law: Law, seen: Log, held_out_log: Log, progress: Progress
+) -> FitResult:
+    """Fits a law to the given rows, and scores it on the held-out ones.
+
+    Without held-out rows, a fit to the small runs is scored on the larger ones.
+    """
+    options: dict[str, Any] = {
+        "loss": config.loss_kind,
+        "delta": config.delta,
+        "space": config.space,
+        "level": config.level,
+        "seed": config.seed,
+        "cluster": seen.labels(),  # runs are resampled, not rows
+        "fixed": config.fixed,
+        "bounds": config.bounds,
+    }
+    fit = _resampled(law, seen, config.bootstrap, options, progress)
+    if held_out_log.runs:
+        return score_held_out(fit, held_out_log.columns)
+    flops = run_flops(law, seen.columns)
+    is_large = flops > ROLLOUT * flops.max()
+    if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
+        return fit
+    options["bootstrap"] = 0 if progress.stopped else ROLLOUT_RESAMPLES
+    options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
+    try:
+        options["held_out"] = is_large
+        held_out = fit_law(law, seen.columns, **options).held_out
+    except ValueError:  # such as a single size among the small runs
+        return fit
+    assert held_out is not None
+    doubts = held_out_warnings(held_out, fit.warnings)
+    return fit._replace(held_out=held_out, warnings=[*fit.warnings, *doubts])
+
+
+def _resampled(
+    law: Law, log: Log, resamples: int, options: dict[str, Any], progress: Progress
+) -> FitResult:
+    """Fits a law with bootstrap intervals, or without them after an interrupt."""
+    if not resamples:
+        return fit_law(law, log.columns, **options)
+    update = progress.bar(law.name, resamples, "resamples")
+
+    def report(done: float) -> None:
+        update(done)
+        if progress.stopped:
+            raise _Stopped
+
+    if not progress.stopped:
+        try:
+            return fit_law(
+                law, log.columns, bootstrap=resamples, progress=report, **options
+            )
+        except _Stopped:
+            pass
+    warning = "interrupted before its resamples: intervals are from the curvature"
+    first = fit_law(law, log.columns, **options)
+    return first._replace(warnings=[*first.warnings, warning])

@@ -1,0 +1,93 @@
+"""Options of `jaxkv plan`: a budget, its use, and a scaling law."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from jaxkv.cli import describe_default, refuse_outside
+
+LEAST, MOST = 1e-6, 1e40
+"""Limits of any amount; products would overflow beyond them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """A budget, its use, and a scaling law."""
+
+    gpu: tuple[str, ...] = ()
+    """Device to rent, NAME:USD_PER_HOUR:TFLOPS; may be given several times."""
+    budget_usd: Annotated[
+        float | None, describe_default("--flops, or --days with --devices")
+    ] = None
+    """Budget in USD."""
+    flops: Annotated[
+        float | None, describe_default("--budget-usd, or --days with --devices")
+    ] = None
+    """Budget in operations."""
+    target_loss: Annotated[
+        float | None,
+        describe_default("--budget-usd, --flops, or --days with --devices"),
+    ] = None
+    """Loss to reach, in nats per token, with the smallest sufficient budget."""
+    mfu: float = 0.4
+    """Share of a device's peak rate in training (MFU)."""
+    law: str = "lecture"
+    """Name of published constants, or a fit.json, or the folder of a fit."""
+    group: Annotated[str | None, describe_default("the only one")] = None
+    """Group whose law is used, for a fit with --by."""
+    days: Annotated[float | None, describe_default("no limit")] = None
+    """Duration of training in days; the number of devices follows."""
+    devices: Annotated[int | None, describe_default("as many as --days needs")] = None
+    """Number of devices; the duration follows. With --days it is the budget."""
+    count: Annotated[
+        Literal["total", "non-embedding", "matmul", "active"] | None,
+        describe_default("as in the fit, or total"),
+    ] = None
+    """Parameters that N counts."""
+    inference_tokens: float = 0.0
+    """Tokens that the model will read and write; the budget pays for them as well."""
+    serve_mfu: Annotated[float | None, describe_default("as --mfu")] = None
+    """Share of the peak rate in serving."""
+    unique_tokens: Annotated[
+        float | None, describe_default("as many as are needed")
+    ] = None
+    """Available unique tokens; more tokens are repetitions."""
+    vocab_size: Annotated[
+        int | None,
+        describe_default("that of the sweep of --law, or 32,000"),
+    ] = None
+    """Vocabulary of the architecture."""
+    sequence: Annotated[
+        int | None, describe_default("that of the sweep of --law, or 4,096")
+    ] = None
+    """Tokens of a training sequence."""
+    tie_embeddings: bool = False
+    """Tie the head to the embedding; also the default after a sweep of such models."""
+    attention: Literal["full", "causal"] = "full"
+    """Pairs of query and key in the exact operations."""
+    level: float = 0.9
+    """Probability of the intervals of a fit."""
+    plot: bool = False
+    """Draw the figure."""
+    out: Annotated[
+        Path | None, describe_default("none, with --plot a new one under runs/")
+    ] = None
+    """Folder for plan.json, architecture.json and the figure."""
+
+    def __post_init__(self) -> None:
+        """Validates the amounts.
+
+        Raises:
+          ValueError: an amount is out of range.
+        """
+        amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
+        for name in (*amounts, "target_loss"):
+            refuse_outside(self, name, f"in [{LEAST:g}, {MOST:g}]", LEAST, MOST)
+        refuse_outside(self, "inference_tokens", f"in [0, {MOST:g}]", 0, MOST)
+        for name in ("mfu", "serve_mfu"):
+            refuse_outside(self, name, "in (0, 1]", math.nextafter(0, 1), 1)
+        refuse_outside(self, "level", "in (0, 1)", math.nextafter(0, 1), _BELOW_ONE)
+
+
+_BELOW_ONE = math.nextafter(1, 0)

@@ -1,0 +1,209 @@
+"""A server, its coefficients and its loads, resolved from the options."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv import scheduling
+from jaxkv.scheduling import Policy
+from scaling import shapes
+from scaling.calibration import (
+    PUBLISHED_SERVERS,
+    ServerLoad,
+    ServerPosterior,
+    ServerSetup,
+    load_posterior,
+    take_draws,
+)
+from scaling.cli.cost import find_description
+from scaling.cli.simulate.loads import draw_loads, read_loads
+from scaling.cli.simulate.options import (
+    LatencyObjective,
+    SimulateOptions,
+    parse_objectives,
+)
+from scaling.costs import find_device, parse_layout
+from scaling.shapes import ModelShape
+
+MAX_DRAWS = 32
+"""Draws of a load without `--draws`, at most; tables of stages have all draws."""
+REQUESTS_FOR = {"mean": 1, "p50": 2, "p90": 10, "p99": 100}
+"""Requests in the window from which a statistic is reported: a percentile lies between
+two of them."""
+
+
+class ServerCase(NamedTuple):
+    """A server with its loads, validated."""
+
+    setup: ServerSetup
+    policy_name: str
+    policy: Policy
+    posterior: ServerPosterior
+    loads: tuple[ServerLoad, ...]
+    rates: tuple[float, ...]
+    """Mean requests per second of each load."""
+    objectives: tuple[LatencyObjective, ...]
+    num_slots: int
+    """Expected number of sequences in the system, rounded up."""
+    fitted_model: str | None
+    """Name by which the model was fitted; None if it was not."""
+    doubts: tuple[str, ...] = ()
+    """Doubts about the rows of a trace."""
+
+    @property
+    def num_measured(self) -> list[int]:
+        """Requests in the window of each load."""
+        return [int(load.is_measured.sum()) for load in self.loads]
+
+
+def load_coefficients(options: SimulateOptions) -> ServerPosterior:
+    """Reads the posterior and takes the draws.
+
+    Raises:
+      ValueError: it cannot be read or has fewer draws.
+    """
+    posterior = load_posterior(options.coefficients or PUBLISHED_SERVERS)
+    most = len(posterior.deviations)
+    num = options.draws
+    if num is None:
+        num = most if options.stages is not None else min(MAX_DRAWS, most)
+    if num > most:
+        raise ValueError(f"--draws {num}: the coefficients have {most}")
+    return take_draws(posterior, num)
+
+
+def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
+    """Looks up model, device and coefficients, and makes the loads.
+
+    Raises:
+      ValueError: a name is unknown, a length or a rate is missing, options exclude each
+        other, or the window has too few requests for the objectives.
+    """
+    model = find_description(name)
+    _check_combination(options)
+    posterior = load_coefficients(options)
+    positions = [x for x in (*model.windows, model.max_positions) if x]
+    setup = ServerSetup(
+        model=model,
+        device=find_device(options.device),
+        tensor_parallel=_find_degree(options),
+        max_model_len=options.max_model_len or min(positions, default=2**20),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        num_blocks=options.num_blocks,
+    )
+    setup = dataclasses.replace(setup, num_blocks=setup.num_kv_blocks)
+    make = read_loads if options.trace is not None else draw_loads
+    loads, rates, num_slots, doubts = make(options, setup, posterior)
+    objectives = parse_objectives(options.objective)
+    case = ServerCase(
+        setup=setup,
+        policy_name=options.policy,
+        policy=_make_policy(options, loads),
+        posterior=posterior,
+        loads=loads,
+        rates=rates,
+        objectives=objectives,
+        num_slots=num_slots,
+        fitted_model=_find_fitted(model, posterior),
+        doubts=doubts,
+    )
+    num = min(case.num_measured)
+    for objective in objectives:
+        if num < (needed := REQUESTS_FOR[objective.statistic]):
+            raise ValueError(
+                f"--objective {objective.text}: needs {needed} requests in the "
+                f"window, and there are {num}; --duration or --num-requests sets them"
+            )
+    return case
+
+
+def _check_combination(options: SimulateOptions) -> None:
+    """Refuses a load without lengths or rate, and options that exclude each other."""
+    if options.dtype not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"--dtype {options.dtype}: the cost model of servers is fitted in 16 bits"
+        )
+    pairs = [("rate", "sweep"), ("num_requests", "duration")]
+    pairs.append(("num_blocks", "gpu_memory_utilization"))
+    of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
+    pairs += [(name, "trace") for name in of_trace]
+    plain = SimulateOptions()
+    for pair in pairs:
+        if all(getattr(options, x) != getattr(plain, x) for x in pair):
+            first, second = (f"--{x.replace('_', '-')}" for x in pair)
+            raise ValueError(f"{first} and {second} exclude each other")
+    if options.trace is not None:
+        return
+    if options.cache_tokens:
+        raise ValueError("--cache-tokens needs --trace; --prefix-tokens has its own")
+    for flag in ("time_unit", "chunk_tokens"):
+        if getattr(options, flag) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} needs --trace")
+    for flag, text in (
+        ("--prompt-tokens", options.prompt_tokens),
+        ("--answer-tokens", options.answer_tokens),
+    ):
+        if not text:
+            raise ValueError(
+                f"{flag} is missing: a number, sharegpt or alpaca; or --trace FILE"
+            )
+    if options.rate is None and not options.sweep:
+        raise ValueError(
+            "--rate is missing: requests per second, or --sweep rate=LOW:HIGH:NUMBER, "
+            "or --trace FILE"
+        )
+
+
+def _find_degree(options: SimulateOptions) -> int:
+    layout = parse_layout(options.parallel)
+    plain = dataclasses.replace(layout, tensor=1)
+    if plain != dataclasses.replace(parse_layout("")):
+        raise ValueError(
+            f"--parallel {options.parallel}: the cost model of servers has tensor "
+            "parallelism only, tp=N"
+        )
+    given = {
+        "--parallel tp": layout.tensor if options.parallel else None,
+        "--tp": options.tp,
+        "--devices": options.devices,
+    }
+    values = {flag: x for flag, x in given.items() if x is not None}
+    if len(set(values.values())) > 1:
+        shown = " and ".join(f"{flag} {x}" for flag, x in values.items())
+        raise ValueError(
+            f"{shown}: must be equal; replicas are not simulated, so give the load of "
+            "one server"
+        )
+    return next(iter(values.values()), 1)
+
+
+def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Policy:
+    if options.policy in ("vllm", "vllm-0.19"):
+        rule = "vllm-0.15" if options.policy == "vllm" else "vllm-0.19"
+        return scheduling.vllm_scheduler(max_num_seqs=options.max_num_seqs, rule=rule)
+    if options.policy == "prefill-first":
+        # A preempted request feeds its answer again, in one step with its prompt.
+        longest = max(
+            int(np.max(np.asarray(x.workload.prompt) + np.asarray(x.workload.output)))
+            for x in loads
+        )
+        if longest > options.max_num_batched_tokens:
+            raise ValueError(
+                f"--max-num-batched-tokens {options.max_num_batched_tokens}: must be "
+                f"at least {longest} for whole prompts, the tokens of a request"
+            )
+        return scheduling.chunked_prefill(whole=True, first=True)
+    # The number of slots bounds the running sequences.
+    return scheduling.static() if options.policy == "static" else scheduling.fcfs()
+
+
+def _find_fitted(model: ModelShape, posterior: ServerPosterior) -> str | None:
+    """Returns the fitted model of the same shape, under any name."""
+    for name in posterior.residuals:
+        if dataclasses.replace(model, name=name) == shapes.describe_checkpoint(name):
+            return name
+    return None

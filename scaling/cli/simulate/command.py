@@ -1,0 +1,134 @@
+"""`jaxkv simulate`: latency and throughput of a server, and their uncertainty.
+
+`options` are the flags, `case` resolves them to a server and its loads, `summary` and
+`tables` report the simulated runs, `drawing` draws them, and `stages` predicts the rows
+of a table.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxkv.cli import CommandOutput, Terminal, WorkStopped
+from jaxkv.report import dumps, write_files
+from scaling.calibration import draw_coefficients, simulate_server
+from scaling.cli.simulate import stages, tables
+from scaling.cli.simulate.case import ServerCase, resolve_server_case
+from scaling.cli.simulate.options import SimulateOptions
+from scaling.cli.simulate.summary import RunSummary, find_largest_rates
+
+_MAX_TRACED_S = 120.0
+"""Longest load of which the memory of each step is kept."""
+
+
+def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
+    """Runs `jaxkv simulate`.
+
+    Args:
+      name: name of a model, its config.json, or a folder; "" with `--stages`.
+      options: the server, its load, and the output.
+
+    Raises:
+      ValueError: an option is invalid or missing.
+      WorkStopped: the simulation was interrupted; no file is written.
+    """
+    if options.stages is not None:
+        return _predict_stages(name, options)
+    case = resolve_server_case(name, options)
+    is_sweep = len(case.loads) > 1
+    duration_s = max(x.warm_up_s + x.window_s for x in case.loads)
+    with Terminal() as bars:
+        runs = simulate_server(
+            case.setup,
+            case.loads,
+            draw_coefficients(case.posterior.deviations),
+            policy=case.policy,
+            num_slots=case.num_slots,
+            keep_trace=not is_sweep and duration_s <= _MAX_TRACED_S,
+            progress=bars,
+        )
+        _refuse_partial(bars)
+    summaries = [RunSummary(case, run) for run in runs]
+    rows = [x.document(rate) for x, rate in zip(summaries, case.rates, strict=True)]
+    document = _describe(case) | (rows[0] if not is_sweep else {"rows": rows})
+    parts = [tables.server_sheet(case)]
+    largest = {}
+    if is_sweep:
+        parts.append(tables.sweep_sheet(rows))
+        if case.objectives:
+            probabilities = [x["objective_probability"] for x in rows]
+            largest = find_largest_rates(case.rates, probabilities)
+            document["largest_rate_per_s"] = {
+                f"{level:g}": x._asdict() for level, x in largest.items()
+            }
+    else:
+        parts += tables.run_sheets(document)
+    if case.objectives:
+        parts.append(tables.objective_sheet(case, rows, largest))
+    sizes = [item for x in summaries for item in x.outside.items()]
+    # The farthest size of each name comes last, and remains.
+    outside = dict(sorted(sizes, key=lambda item: item[1].octaves))
+    parts.append(tables.basis_sheet(case, outside))
+    lines = []
+    if not is_sweep and (share := document["overloaded_share"]):
+        lines.append(f"overloaded: the queue grows in {100 * share:.0f} % of the draws")
+    if options.plot or options.out is not None:
+        contents: dict[str, str | bytes] = {"simulate.json": dumps(document)}
+        if options.plot:
+            # matplotlib takes a second to import.
+            from scaling.cli.simulate import drawing
+
+            contents |= drawing.render_simulation(case, summaries, rows, largest)
+        document["out"] = write_files(options.out, "simulate", contents)
+        lines.append(f"folder: {document['out']}")
+    return CommandOutput(document, parts, lines)
+
+
+def _describe(case: ServerCase) -> dict[str, Any]:
+    setup = case.setup
+    return {
+        "model": setup.model.name,
+        "device": setup.device.name,
+        "tensor_parallel": setup.tensor_parallel,
+        "policy": case.policy_name,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_model_len": setup.max_model_len,
+        "num_draws": len(case.posterior.deviations),
+        "objectives": [x._asdict() for x in case.objectives],
+        "fitted": {
+            "stages": list(case.posterior.stages),
+            "models": list(case.posterior.residuals),
+            "devices": list(case.posterior.devices),
+            "has_model": case.fitted_model is not None,
+            "has_device": setup.device.name in case.posterior.devices,
+        },
+        "trace_doubts": list(case.doubts),
+    }
+
+
+def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
+    """Runs `jaxkv simulate --stages FILE`."""
+    if name:
+        raise ValueError(f"{name}: --stages has the models of its rows")
+    plain = SimulateOptions()
+    kept = ("stages", "coefficients", "draws", "seed", "out")
+    for field in dataclasses.fields(SimulateOptions):
+        given = getattr(options, field.name)
+        if field.name not in kept and given != getattr(plain, field.name):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{flag} and --stages exclude each other")
+    with Terminal() as bars:
+        document, posterior = stages.predict_table(options, bars)
+        _refuse_partial(bars)
+    lines = []
+    if options.out is not None:
+        contents = {"simulate.json": dumps(document)}
+        document["out"] = write_files(options.out, "simulate", contents)
+        lines.append(f"folder: {document['out']}")
+    parts = [stages.stage_sheet(document), stages.judgement_sheet(document, posterior)]
+    return CommandOutput(document, parts, lines)
+
+
+def _refuse_partial(bars: Terminal) -> None:
+    if bars.has_stopped:
+        raise WorkStopped("interrupted; no file is written", bars.status)

@@ -1,0 +1,211 @@
+"""Numbers of a simulated load: latencies with intervals, throughput, objectives.
+
+Each draw of the coefficients has several factors of its latencies, which include the
+discrepancy of the model (`find_latency_factors`). Intervals are over draws and factors.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxkv.workloads import SustainedRate, goodput
+from scaling.calibration import (
+    LoadSizes,
+    ServerRun,
+    find_latency_factors,
+    find_outside_sizes,
+)
+from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
+from scaling.cli.simulate.options import LATENCIES, LatencyObjective
+
+LEVEL = 0.9
+"""Probability of intervals."""
+PROBABILITIES = (0.9, 0.5, 0.1)
+"""Probabilities of the objective at which a sweep reports its rate."""
+_NUM_FACTORS = 64
+"""Factors of each draw."""
+_MEMORY_STEP_S = 0.05
+"""Spacing of the times at which memory is read."""
+
+type Samples = Float[np.ndarray, "factors draws"]
+
+
+class RunSummary:
+    """Statistics of a run, and their uncertainty.
+
+    Attributes:
+      run: the run.
+      num_measured: requests in the window.
+      overloaded: True for draws whose queue grows.
+      outside: sizes of the load that the fitted stages do not cover.
+    """
+
+    def __init__(self, case: ServerCase, run: ServerRun) -> None:
+        """Draws the factors of the latencies."""
+        values = run.latencies()
+        sizes = _find_sizes(
+            case, run, float(np.median(values.end_to_end_s.mean(axis=1)))
+        )
+        self.outside = find_outside_sizes(case.posterior, sizes)
+        factors = find_latency_factors(case.posterior, case.fitted_model or "", sizes)
+        drawn = factors.draw(_NUM_FACTORS)
+        self._case = case
+        self._factors = {
+            "e2e": drawn[..., 0],
+            "ttft": drawn[..., 1],
+            "tpot": drawn[..., 0],
+        }
+        self.run = run
+        self.num_measured = int(run.load.is_measured.sum())
+        self.overloaded = run.is_overloaded()
+        self.latencies = dict(
+            zip(
+                LATENCIES,
+                (values.end_to_end_s, values.first_token_s, values.inter_token_s),
+                strict=True,
+            )
+        )
+
+    def samples(self, latency: str, statistic: str) -> Samples | None:
+        """Returns samples of a statistic; None if the window has too few requests."""
+        if self.num_measured < REQUESTS_FOR[statistic]:
+            return None
+        values = self.latencies[latency]
+        if statistic == "mean":
+            each = values.mean(axis=1)
+        else:
+            each = np.percentile(values, float(statistic[1:]), axis=1)
+        return each * self._factors[latency]
+
+    def probability(self, objectives: tuple[LatencyObjective, ...]) -> float | None:
+        """Returns the share of samples that meet all objectives; None without any.
+
+        An overloaded draw does not meet them.
+        """
+        if not objectives:
+            return None
+        met = np.broadcast_to(~self.overloaded, self._factors["e2e"].shape)
+        for x in objectives:
+            found = self.samples(x.latency, x.statistic)
+            assert found is not None
+            met = met & (found <= x.limit_s)
+        return float(met.mean())
+
+    def goodput(self, objectives: tuple[LatencyObjective, ...]) -> Samples | None:
+        """Returns samples of the requests per second within all limits."""
+        if not objectives:
+            return None
+        met = np.ones((1, 1, self.num_measured), bool)
+        for x in objectives:
+            values = self.latencies[x.latency] * self._factors[x.latency][..., None]
+            met = met & (values <= x.limit_s)
+        return np.sum(met, axis=-1) / self.run.load.window_s
+
+    def document(self, rate: float) -> dict[str, Any]:
+        """Returns the numbers as a JSON document."""
+        case, load = self._case, self.run.load
+        found: dict[str, Any] = {
+            "rate_per_s": rate,
+            "num_requests": self.num_measured,
+            "warm_up_s": load.warm_up_s,
+            "window_s": load.window_s,
+        }
+        for latency in LATENCIES:
+            samples = {x: self.samples(latency, x) for x in REQUESTS_FOR}
+            found[f"{latency}_s"] = {
+                **{name: _middle(x) for name, x in samples.items()},
+                "interval": {name: _interval(x) for name, x in samples.items()},
+            }
+        finished, tokens = self.run.num_finished(), self.run.num_tokens()
+        good = self.goodput(case.objectives)
+        return found | {
+            "requests_per_s": _middle(finished / load.window_s),
+            "tokens_per_s": _middle(tokens / load.window_s),
+            "goodput": None
+            if good is None
+            else {"per_s": _middle(good), "interval": {"per_s": _interval(good)}},
+            "objective_probability": self.probability(case.objectives),
+            "overloaded_share": float(self.overloaded.mean()),
+            "memory": self._memory(),
+            "outside_fitted": {name: x._asdict() for name, x in self.outside.items()},
+        }
+
+    def memory_curves(
+        self,
+    ) -> tuple[Float[np.ndarray, " times"], Float[np.ndarray, "draws times"]] | None:
+        """Returns times in the window in s, and the share of blocks in use then."""
+        start_s, used = self.run.step_start_s, self.run.step_used_share
+        if start_s is None or used is None:
+            return None
+        load = self.run.load
+        num = max(2, int(load.window_s / _MEMORY_STEP_S))
+        times = load.warm_up_s + load.window_s * np.arange(num) / num
+        at = [np.searchsorted(x, times, side="right") - 1 for x in start_s]
+        curves = [row[np.maximum(k, 0)] for row, k in zip(used, at, strict=True)]
+        return times, np.stack(curves)
+
+    def _memory(self) -> dict[str, Any]:
+        setup = self._case.setup
+        found: dict[str, Any] = {
+            "num_blocks": setup.num_kv_blocks,
+            "block_size": setup.block_size,
+            "mean_share": _middle(self.run.used_share),
+            "p99_share": None,
+            "peak_share": None,
+            "interval": {"mean_share": _interval(self.run.used_share)},
+        }
+        if (curves := self.memory_curves()) is not None:
+            _, used = curves
+            each = {
+                "mean_share": used.mean(axis=1),
+                "p99_share": np.percentile(used, 99, axis=1),
+                "peak_share": used.max(axis=1),
+            }
+            found |= {name: _middle(x) for name, x in each.items()}
+            found["interval"] = {name: _interval(x) for name, x in each.items()}
+        return found
+
+
+def _find_sizes(case: ServerCase, run: ServerRun, end_to_end_s: float) -> LoadSizes:
+    """Returns the sizes of the measured part of a load."""
+    load, w = run.load, run.load.workload
+    prompt = np.asarray(w.prompt)
+    if w.context is not None:
+        prompt = prompt + np.asarray(w.context)
+    rate = load.is_measured.sum() / load.window_s
+    return LoadSizes(
+        prompt_tokens=float(prompt[load.is_measured].mean()),
+        answer_tokens=float(np.asarray(w.output)[load.is_measured].mean()),
+        batch=min(rate * end_to_end_s, case.setup.max_num_seqs),
+    )
+
+
+def find_largest_rates(
+    rates: tuple[float, ...], probabilities: list[float]
+) -> dict[float, SustainedRate]:
+    """Returns the largest rate at which the objective has each of `PROBABILITIES`.
+
+    The probability is interpolated linearly between two rates.
+    """
+    found = {}
+    for level in PROBABILITIES:
+        relation = "is"
+        if probabilities[0] < level:
+            relation = "below"
+        elif min(probabilities) >= level:
+            relation = "at least"
+        rate = goodput(np.array(rates), np.array(probabilities), share=level)
+        found[level] = SustainedRate(max(rate, rates[0]), relation)
+    return found
+
+
+def _middle(samples: np.ndarray | None) -> float | None:
+    return None if samples is None else float(np.median(samples))
+
+
+def _interval(samples: np.ndarray | None) -> list[float] | None:
+    if samples is None:
+        return None
+    tail = (1 - LEVEL) / 2
+    return np.quantile(samples, [tail, 1 - tail]).tolist()

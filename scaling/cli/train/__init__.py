@@ -1,0 +1,1 @@
+"""The commands `jaxkv train` and `jaxkv sweep`."""
