@@ -368,7 +368,7 @@ def check_text(name: str, text: object) -> bytes:
         raise ValueError(f"{name} is not valid Unicode: {error}") from None
 
 
-def check_ids(name: str, ids: object) -> list[int]:
+def check_ids(name: str, ids: Any) -> list[int]:
     """Checks token ids, a sequence or an iterator, and returns them in a list.
 
     Ids past the vocabulary are accepted, because a model may have more tokens than its

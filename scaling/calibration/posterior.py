@@ -74,6 +74,7 @@ class ServerPosterior(NamedTuple):
     """Names of the devices of the fitted stages."""
 
 
+@validation.checks_numbers(num_draws=2, seed=validation.SEEDS)
 def fit_posterior(
     stages: Sequence[MeasuredStage],
     *,
@@ -147,6 +148,7 @@ def fit_posterior(
     )
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def predict_stage(
     stage: MeasuredStage, posterior: ServerPosterior, *, seed: int = 0
 ) -> StageLatencies:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling import laws
 from scaling.fits import forecasts, intervals
 from scaling.fits.result import FitResult, HeldOut
@@ -34,6 +35,7 @@ class Prediction(NamedTuple):
     high: Float[np.ndarray, " n"]
 
 
+@validation.checks_numbers(level="(0, 1)")
 def predict(
     result: FitResult,
     data: Mapping[str, Any],
@@ -55,8 +57,6 @@ def predict(
       ValueError: a column is missing or not positive, or an argument is out of range.
     """
     law = result.find_law()
-    if not 0 < level < 1:
-        raise ValueError(f"{level=} must be in (0, 1)")
     if interval not in (None, "confidence", "prediction"):
         raise ValueError(f"{interval=} must be None, 'confidence' or 'prediction'")
     logs = _logs(law, data)

@@ -17,11 +17,31 @@ TOKENIZERS: list[Any] = [
     Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, "a"))),
     ByteTokenizer(257),
 ]
-NOT_IDS = [-1, 5.0, True, np.bool_(True), np.float32(5), "5", b"5", None, 5j, 2**31]
+NOT_IDS: list[Any] = [
+    -1,
+    5.0,
+    True,
+    np.bool_(True),
+    np.float32(5),
+    "5",
+    b"5",
+    None,
+    5j,
+    2**31,
+]
 NOT_IDS += [2**70, [5], float("nan")]
-NOT_SEQUENCES = [b"ab", bytearray(b"ab"), "ab", 5, None, {5}, {5: 5}, np.ones(2)]
+NOT_SEQUENCES: list[Any] = [
+    b"ab",
+    bytearray(b"ab"),
+    "ab",
+    5,
+    None,
+    {5},
+    {5: 5},
+    np.ones(2),
+]
 NOT_SEQUENCES += [np.array([True]), np.ones((2, 2), int), np.array([-1]), memoryview]
-NOT_TEXTS = [b"ab", 5, -1, True, None, 5.0, ["a"], "\ud800", np.str_]
+NOT_TEXTS: list[Any] = [b"ab", 5, -1, True, None, 5.0, ["a"], "\ud800", np.str_]
 
 
 def refuses(call: Callable[[Any], Any], value: Any, name: str) -> None:
