@@ -7,7 +7,8 @@ covered 92-94 % of the fitted runs and 57 % of the runs with more compute. Resam
 whole budgets does not widen them, because all resamples lack the same curve. Here the
 law is fitted to the smaller runs several times and predicts the remaining ones; the
 squares of these errors exceed the noise by a constant and an amount that grows with
-ln(compute). With both, intervals covered 85 % of the runs with more compute.
+ln(compute). With both, intervals covered 85 % of the runs with more compute; the rule
+was chosen on these logs, so another log may have less.
 
 Source: forecasts from a rolling origin, Tashman 2000, Int. J. Forecasting 16(4).
 """
