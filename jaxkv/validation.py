@@ -25,6 +25,13 @@ from typing import Any, Literal, get_args, get_origin
 INT32 = 2**31
 """Upper bound (exclusive) of counts held in int32."""
 
+SECONDS = f"[0, {INT32 - 1}]"
+"""Interval of times in seconds, in the range of the engine's clock."""
+SIZES = 1, 2**63
+"""Smallest size, and exclusive upper bound, of exact counts."""
+SEEDS = 0, 2**63
+"""Smallest seed, and exclusive upper bound."""
+
 _LONGEST = 60
 """Longest text of a value in a message, in characters."""
 
@@ -172,7 +179,7 @@ def integer(
     allowed = hint or f"in [{low}, 2**{below.bit_length() - 1})"
     if not hint and type(plain) is not int:
         allowed = f"a whole number {allowed}"
-    elif not hint and below == INT32 and plain < low:
+    elif not hint and below in (INT32, SIZES[1]) and plain < low:
         allowed = f"at least {low}"
     raise ValueError(f"{name}={format_value(value)} must be {allowed}")
 
@@ -250,6 +257,95 @@ def check_fields(owner: Any, **bounds: int | tuple[int, int]) -> None:
         value = _of_type(field.name, given, field.type, bounds.get(field.name))
         if type(given) not in (bool, int, float, str):
             object.__setattr__(owner, field.name, value)
+
+
+def checks_numbers[**P, R](
+    **bounds: int | tuple[int, int] | str,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function to check its numbers by their annotations.
+
+    As in `check_fields`, integers must be at least 1 and below 2**31, other numbers
+    positive and finite, and None is accepted where the annotation includes it. Arrays
+    are checked entry by entry where the annotation includes them. Tracers are accepted,
+    so that `jit` and `vmap` apply as before.
+
+    Args:
+      **bounds: by parameter, the smallest allowed number where it is not the default,
+        (smallest, exclusive upper bound) of an integer, or an interval of numbers such
+        as "(0, 1]"; its ends are numbers, "inf" or "-inf".
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        checks = [
+            (index, name, check)
+            for index, (name, parameter) in enumerate(parameters.items())
+            if (check := _number_check(name, parameter.annotation, bounds.get(name)))
+        ]
+        if unknown := bounds.keys() - {name for _, name, _ in checks}:
+            raise TypeError(f"{function} has no numbers {sorted(unknown)}")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **keywords: P.kwargs) -> R:
+            for index, name, check in checks:
+                if index < len(args):
+                    check(args[index])
+                elif name in keywords:
+                    check(keywords[name])
+            return function(*args, **keywords)
+
+        return checked
+
+    return decorate
+
+
+def _number_check(
+    name: str, annotation: Any, bounds: int | tuple[int, int] | str | None
+) -> Callable[[Any], object] | None:
+    """Returns the check of a parameter; None if its annotation has no number."""
+    kind = getattr(annotation, "__value__", annotation)  # of a type alias
+    kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if not {int, float} & {*kinds}:
+        return None
+    ending = " or None" if types.NoneType in kinds else ""
+    has_arrays = any(hasattr(each, "array_type") for each in kinds)
+    if float in kinds:
+        low, high, hint = _interval(bounds)
+        check = functools.partial(number, name, low=low, high=high, hint=hint + ending)
+    else:
+        low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
+        low = low if isinstance(low, int) else 1
+        hint = f"in [{low}, 2**{below.bit_length() - 1}),{ending}" if ending else ""
+        check = functools.partial(integer, name, low=low, below=below, hint=hint)
+
+    def check_value(value: Any) -> None:
+        if value is None and ending:
+            return
+        if type(value) not in (int, float):
+            import jax
+            import numpy as np
+
+            if isinstance(value, jax.core.Tracer):
+                return
+            is_array = isinstance(value, np.ndarray | jax.Array) and value.size
+            if has_arrays and is_array and np.asarray(value).dtype.kind in "iuf":
+                check(np.min(value))
+                value = np.max(value)  # NaN if an entry is NaN
+        check(value)
+
+    return check_value
+
+
+def _interval(bounds: int | tuple[int, int] | str | None) -> tuple[float, float, str]:
+    """Returns the smallest and largest number of an interval, and its text."""
+    if isinstance(bounds, str):
+        low, high = map(float, bounds[1:-1].split(","))
+        low = math.nextafter(low, math.inf) if bounds[0] == "(" else low
+        high = math.nextafter(high, -math.inf) if bounds[-1] == ")" else high
+        return low, high, f"in {bounds}"
+    if isinstance(bounds, int):
+        return float(bounds), sys.float_info.max, f"at least {bounds} and finite"
+    return math.ulp(0.0), sys.float_info.max, "above 0 and finite"
 
 
 def at_least(owner: object, *names: str, low: int | float = 1) -> None:
@@ -517,10 +613,8 @@ def _of_type(
     if get_origin(kind) is Callable:
         return instance(name, value, Callable)
     if kind is float:
-        least, hint = math.ulp(0.0), "above 0 and finite"
-        if isinstance(bounds, int):
-            least, hint = bounds, f"at least {bounds}"
-        return number(name, value, low=least, high=sys.float_info.max, hint=hint)
+        low, high, hint = _interval(bounds)
+        return number(name, value, low=low, high=high, hint=hint)
     return instance(name, value, kind, *([type(None)] if ending else []))
 
 

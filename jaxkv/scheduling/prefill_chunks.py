@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import validation
 from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
@@ -61,6 +62,7 @@ class ChunkedPrefill(NamedTuple):
         )
 
 
+@validation.checks_numbers()
 def chunked_prefill(
     *, whole: bool = False, first: bool = False, max_running: int | None = None
 ) -> ChunkedPrefill:
@@ -74,8 +76,6 @@ def chunked_prefill(
     Raises:
       ValueError: `max_running` is below 1.
     """
-    if max_running is not None and max_running < 1:
-        raise ValueError(f"{max_running=} must be at least 1, or None")
     return ChunkedPrefill(
         inner=first_come.fcfs(),
         whole=jnp.asarray(whole),

@@ -197,6 +197,7 @@ def simulate(
     return select_members(results, keep)
 
 
+@validation.checks_numbers()
 def part_size(num: int, max_slots: int) -> int:
     """Returns the number of members that should advance together, out of `num`."""
     num_threads = os.cpu_count() or 1

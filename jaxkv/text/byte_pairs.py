@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxkv.text.tokenizer import Tokenizer
+from jaxkv import validation
+from jaxkv.text.tokenizer import Tokenizer, check_texts
 
 END_TEXT = "<|endoftext|>"
 """Text of the token that ends a document; its id is `END_ID`."""
@@ -34,8 +35,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Source: Sennrich et al. 2016, arXiv:1508.07909, section 3.2, on bytes as in Radford
     et al. 2019 (GPT-2), section 2.2.
     """
-    if vocab_size < 257:
-        raise ValueError(f"{vocab_size=} must be at least 257, the bytes and an end")
+    validation.integer("vocab_size", vocab_size, low=257)  # the bytes and an end
+    texts = check_texts("texts", texts)
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -52,11 +53,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     """Yields the token ids of each text; special tokens in it are plain text."""
     core = tokenizer.core
+    texts = [*check_texts("texts", texts)]
     before = core.encode_special_tokens
     core.encode_special_tokens = True
     try:
         for start in range(0, len(texts), _BATCH_SIZE):
-            some = list(texts[start : start + _BATCH_SIZE])
+            some = texts[start : start + _BATCH_SIZE]
             for encoded in core.encode_batch_fast(some, add_special_tokens=False):
                 yield encoded.ids
     finally:

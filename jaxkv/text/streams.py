@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from jaxkv import validation
+from jaxkv.validation import INT32
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[list[str]], str]
@@ -278,6 +281,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that has become final."""
+        if type(token) is not int or not 0 <= token < INT32:
+            token = validation.integer("token", token)
         piece = self._pieces[token]
         if piece is None:
             return ""

@@ -8,11 +8,12 @@ Two classes with the same methods: `Tokenizer` wraps a `tokenizer.json`, and
 import functools
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
+from jaxkv import validation
 from jaxkv.text import chat_templates, special_tokens
 from jaxkv.text.stop_strings import StopSearch
 from jaxkv.text.streams import (
@@ -113,45 +114,48 @@ class ByteTokenizer(_ChatTemplates):
     """
 
     def __init__(self, vocab_size: int, *, eos_ids: Iterable[int] | None = None):
-        if not NUM_BYTES <= vocab_size <= MAX_BYTE_VOCAB:
-            raise ValueError(
-                f"{vocab_size=} must be in [{NUM_BYTES}, {MAX_BYTE_VOCAB}] "
-                "for tokens that are bytes"
-            )
-        self.vocab_size = vocab_size
+        self.vocab_size = validation.integer(
+            "vocab_size",
+            vocab_size,
+            low=NUM_BYTES,
+            below=MAX_BYTE_VOCAB + 1,
+            hint=f"in [{NUM_BYTES}, {MAX_BYTE_VOCAB}] for tokens that are bytes",
+        )
         if eos_ids is None:
             eos_ids = (NUM_BYTES,) if vocab_size > NUM_BYTES else ()
-        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.eos_ids: tuple[int, ...] = tuple(check_ids("eos_ids", eos_ids))
         self.settings = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the UTF-8 bytes of `text`; there are no special tokens to add."""
-        del add_special_tokens
-        return list(_utf8(text))
+        validation.boolean("add_special_tokens", add_special_tokens)
+        return list(check_text("text", text))
 
     def offsets(self, text: str) -> list[int]:
         """Returns the start in `text` of the character of each token of `encode`."""
-        return [i for i, letter in enumerate(text) for _ in _utf8(letter)]
+        check_text("text", text)
+        return [i for i, letter in enumerate(text) for _ in letter.encode()]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids; broken UTF-8 becomes replacement characters."""
-        del skip_special_tokens  # ids past 255 have no text of their own
-        found = bytes(int(token) for token in ids if 0 <= token < NUM_BYTES)
-        return found.decode("utf-8", errors="replace")
+        validation.boolean("skip_special_tokens", skip_special_tokens)
+        # Ids past 255 have no text of their own.
+        data = bytes(token for token in check_ids("ids", ids) if token < NUM_BYTES)
+        return data.decode("utf-8", errors="replace")
 
     def stream(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> TextStream:
         """Returns a decoder of one token at a time; see `TextStream`."""
-        del skip_special_tokens
-        return TextStream(_BYTE_TOKENS, context)
+        validation.boolean("skip_special_tokens", skip_special_tokens)
+        return TextStream(_BYTE_TOKENS, check_ids("context", context))
 
     def stop_search(
         self, stops: Sequence[str], context: Sequence[int] = ()
     ) -> StopSearch:
         """Returns a search for stop strings in an answer."""
-        del context  # tokens above 255 have no text
-        return StopSearch(stops)
+        check_ids("context", context)  # tokens above 255 have no text
+        return StopSearch([*check_texts("stops", stops)])
 
     def files(self) -> dict[str, str]:
         """Returns no files: the size of the vocabulary describes this tokenizer."""
@@ -175,10 +179,11 @@ class Tokenizer(_ChatTemplates):
         eos_ids: Iterable[int] = (),
         settings: Mapping[str, Any] | None = None,
     ):
+        validation.instance("core", core, tokenizers.Tokenizer)
         core.no_truncation()
         core.no_padding()
         self.core = core
-        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.eos_ids: tuple[int, ...] = tuple(check_ids("eos_ids", eos_ids))
         self.settings = dict(settings or {})
         self._has_warned = False
         self._decoders: dict[bool, StreamDecoder] = {}
@@ -235,7 +240,8 @@ class Tokenizer(_ChatTemplates):
             text, such as a first token; False is for the output of a chat template,
             which has them.
         """
-        _utf8(text)
+        check_text("text", text)
+        validation.boolean("add_special_tokens", add_special_tokens)
         found = self.core.encode(text, add_special_tokens=add_special_tokens)
         ids = found.ids
         if add_special_tokens and ids[:1] == ids[1:2] and not self._has_warned:
@@ -266,8 +272,9 @@ class Tokenizer(_ChatTemplates):
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids; broken UTF-8 becomes replacement characters."""
+        validation.boolean("skip_special_tokens", skip_special_tokens)
         text = self.core.decode(
-            [int(token) for token in ids], skip_special_tokens=skip_special_tokens
+            check_ids("ids", ids), skip_special_tokens=skip_special_tokens
         )
         for pattern, new in self._replaced:
             text = text.replace(pattern, new)
@@ -282,6 +289,7 @@ class Tokenizer(_ChatTemplates):
           context: tokens before the text, such as a prompt; see `TextStream`.
           skip_special_tokens: as in `decode`.
         """
+        validation.boolean("skip_special_tokens", skip_special_tokens)
         if skip_special_tokens not in self._decoders:
             hidden = self._special_texts if skip_special_tokens else frozenset()
 
@@ -299,7 +307,8 @@ class Tokenizer(_ChatTemplates):
             state = None if decoder is None else json.loads(decoder.__getstate__())
             stages = stage_makers(state, build, self._replaced)
             self._decoders[skip_special_tokens] = StreamDecoder(piece_of, stages)
-        return TextStream(self._decoders[skip_special_tokens], context)
+        decoder = self._decoders[skip_special_tokens]
+        return TextStream(decoder, check_ids("context", context))
 
     def stop_search(
         self, stops: Sequence[str], context: Sequence[int] = ()
@@ -310,6 +319,8 @@ class Tokenizer(_ChatTemplates):
           stops: the strings; they may contain special tokens.
           context: tokens before the answer, as in `stream`.
         """
+        stops = [*check_texts("stops", stops)]
+        context = check_ids("context", context)
         special = [x for x in stops if any(y in x for y in self._special_texts)]
         if not special:
             return StopSearch(stops)
@@ -337,6 +348,7 @@ class Tokenizer(_ChatTemplates):
 
     def special_ids(self, name: str) -> list[int]:
         """Returns the id of the token with a role such as `eos_token`, in a list."""
+        validation.instance("name", name, str)
         token = self.core.token_to_id(self.special_tokens.get(name, ""))
         return [] if token is None else [token]
 
@@ -359,11 +371,50 @@ _NO_PARTS = {
 """A `tokenizer.json` of a tokenizer without components."""
 
 
-def _utf8(text: str) -> bytes:
+def check_text(name: str, text: object) -> bytes:
+    """Checks a text, and returns it in UTF-8.
+
+    Raises:
+      ValueError: the value is not a str, or has a lone surrogate.
+    """
+    if not isinstance(text, str):
+        shown = validation.format_value(text)
+        raise ValueError(f"{name}={shown} must be a str; decode bytes first")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"text is not valid Unicode: {error}") from None
+        raise ValueError(f"{name} is not valid Unicode: {error}") from None
+
+
+def check_ids(name: str, ids: Any) -> list[int]:
+    """Checks token ids, a sequence or an iterator, and returns them in a list.
+
+    Ids past the vocabulary are accepted, because a model may have more tokens than its
+    tokenizer; they have no text.
+
+    Raises:
+      ValueError: the value is not a sequence of integers in [0, 2**31).
+    """
+    ids = list(ids) if isinstance(ids, Iterator) else ids
+    # A twentieth of the time of the check below, for the texts of single tokens.
+    if type(ids) is list and {*map(type, ids)} == {int}:
+        if min(ids) >= 0 and max(ids) < validation.INT32:
+            return ids
+    return validation.token_ids(name, ids, vocab_size=None).tolist()
+
+
+def check_texts(name: str, texts: Iterable[str]) -> Iterator[str]:
+    """Checks texts, and yields them.
+
+    Raises:
+      ValueError: the value is one text, or has an entry that `check_text` refuses.
+    """
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        shown = validation.format_value(texts)
+        raise ValueError(f"{name}={shown} must be a sequence of texts")
+    for text in texts:
+        check_text(name, text)
+        yield text
 
 
 _BYTE_TOKENS = StreamDecoder(

@@ -4,8 +4,6 @@ Workloads are made on the host by NumPy from an explicit random generator; the r
 a NamedTuple of JAX arrays.
 """
 
-import math
-import sys
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -262,7 +260,7 @@ def bursty(
     Source: Li et al. 2023 (AlpaServe), arXiv:2302.11665, where rate and cv vary.
     """
     validation.instance("rng", rng, np.random.Generator)
-    largest, above_0 = sys.float_info.max, math.ulp(0.0)
+    largest, above_0 = 1e100, 1e-100  # squares and ratios are finite
     rate = validation.number(
         "rate",
         rate,
@@ -272,7 +270,7 @@ def bursty(
     )
     num = validation.integer("num", num, low=1)
     cv = validation.number("cv", cv, low=0.0, high=largest, hint="at least 0")
-    if cv == 0:
+    if cv < 1e-100:  # its square is 0
         return np.arange(1, num + 1) / rate
     return np.cumsum(rng.gamma(cv**-2, cv**2 / rate, num))
 
@@ -302,6 +300,7 @@ def open_loop(
     Raises:
       ValueError: a parameter is out of its range.
     """
+    samples = validation.integer("samples", samples, low=1)
     tokens = pair.draw(rng, num)
     arrival_s = bursty(rng, rate=rate, num=num, cv=cv)
     return make_workload(arrival_s, tokens.prompt, tokens.output, samples=samples)
@@ -327,6 +326,8 @@ def closed_loop(
     Raises:
       ValueError: a parameter is out of its range.
     """
+    clients = validation.integer("clients", clients, low=1)
+    samples = validation.integer("samples", samples, low=1)
     tokens = pair.draw(rng, num)
     return make_workload(
         np.zeros(num),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.workloads.arrivals import Workload, make_workload
 from jaxkv.workloads.lengths import Lengths, Pair
 
@@ -44,6 +45,9 @@ class Load(NamedTuple):
         )
 
 
+@validation.checks_numbers(
+    rate="[0, 1e9]", seconds=validation.SECONDS, deviations="[0, 100]"
+)
 def num_requests_for(
     rate: int | float, seconds: int | float, *, deviations: int | float = 6.0
 ) -> int:
@@ -55,6 +59,9 @@ def num_requests_for(
     return math.ceil(mean + deviations * math.sqrt(mean) + 1)
 
 
+@validation.checks_numbers(
+    most_per_s="[0, 1e9]", seconds=validation.SECONDS, seed=validation.SEEDS
+)
 def draw_load(
     pair: Pair, most_per_s: int | float, seconds: int | float, seed: int
 ) -> Load:
@@ -95,6 +102,7 @@ class SustainedRate(NamedTuple):
         return f"{sign}{self.rate:.3g}"
 
 
+@validation.checks_numbers(bound=0)
 def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
     """Returns the rate at which the latency first exceeds a bound, in s per token.
 
@@ -112,12 +120,14 @@ def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
     return SustainedRate(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
 
+@validation.checks_numbers(bound=0)
 def load_ratio(first: LatencyCurve, second: LatencyCurve, bound: int | float) -> float:
     """Returns the ratio of the sustained rates of two systems; NaN if unknown."""
     one, two = sustained_rate(first, bound), sustained_rate(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
 
+@validation.checks_numbers()
 def load_ratios(
     first: LatencyCurve,
     second: LatencyCurve,
@@ -129,6 +139,7 @@ def load_ratios(
     return found[~np.isnan(found)]
 
 
+@validation.checks_numbers()
 def choose_rates(
     curve: LatencyCurve, bounds: tuple[int | float, int | float], num: int
 ) -> Float[np.ndarray, " num"]:

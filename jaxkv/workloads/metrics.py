@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxkv import validation
+
 type Seconds = Float[np.ndarray, "*members requests"]
 type Tokens = Int[np.ndarray, "*#members requests"]
 
@@ -75,6 +77,7 @@ def time_per_output_token_s(
     return np.where(output > 1, (finish_s - first_s) / gaps, 0.0 * finish_s)
 
 
+@validation.checks_numbers(percent="[0, 100]")
 def percentile(
     values: Float[np.ndarray, "*members requests"],
     percent: int | float,
@@ -95,8 +98,6 @@ def percentile(
     Raises:
       ValueError: `percent` is out of range.
     """
-    if not 0 <= percent <= 100:
-        raise ValueError(f"{percent=} must be in [0, 100]")
     asked = np.ones(values.shape, bool) if is_asked is None else is_asked
     _warn_of_missing(f"percentile {percent}", values, asked)
     rows = values.reshape(-1, values.shape[-1])
@@ -206,6 +207,7 @@ def attainment(
     return np.asarray(met.sum(-1) / num)
 
 
+@validation.checks_numbers(share="[0, 1]")
 def goodput(
     rates: Float[np.ndarray, " rates"],
     attained: Float[np.ndarray, " rates"],
@@ -231,6 +233,7 @@ def goodput(
     return _crossing(rates, attained, share)
 
 
+@validation.checks_numbers(at_most_s=0)
 def capacity(
     rates: Float[np.ndarray, " rates"],
     latency_s: Float[np.ndarray, " rates"],
@@ -317,6 +320,7 @@ def fifo_finish_s(
     return total + np.maximum.accumulate(arrival_s - (total - service_s))
 
 
+@validation.checks_numbers(rate="[0, 1e100]", service_s="[0, 1e100]")
 def md1_waiting_s(rate: int | float, service_s: int | float) -> float:
     """Returns the mean wait before service in an M/D/1 queue, in s.
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkv import validation
 from scaling.calibration.posterior_files import load_posterior
 from scaling.calibration.server_cost import (
     ServerCost,
@@ -13,6 +14,7 @@ from scaling.costs import CostModel, Device
 from scaling.shapes import ModelShape
 
 
+@validation.checks_numbers()
 def make_calibrated_cost(
     model: ModelShape,
     device: Device,

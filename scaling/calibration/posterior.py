@@ -100,6 +100,7 @@ class ServerPosterior(NamedTuple):
     """Smallest and largest sizes of the fitted stages; None if they are unknown."""
 
 
+@validation.checks_numbers(num_draws=2, seed=validation.SEEDS)
 def fit_posterior(
     stages: Sequence[MeasuredStage],
     *,
@@ -179,6 +180,7 @@ def fit_posterior(
     )
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def predict_stage(
     stage: MeasuredStage, posterior: ServerPosterior, *, seed: int = 0
 ) -> StageLatencies:

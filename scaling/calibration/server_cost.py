@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxkv import validation
 from jaxkv.simulation import Work
 from scaling.costs import (
     Device,
     Layout,
     StepCost,
     Traffic,
-    check_sizes,
     decode_traffic,
     step_cost,
 )
@@ -217,6 +217,7 @@ def smooth_maximum(
     return large * (1.0 + ratio**power) ** (1.0 / power)
 
 
+@validation.checks_numbers()
 def make_server_cost(
     model: ModelShape,
     device: Device,
@@ -238,7 +239,6 @@ def make_server_cost(
       ValueError: the degree is below 1 or does not divide the model, or a layer has a
         window below `max_length`: the counts of a step do not give attended tokens.
     """
-    check_sizes(tensor_parallel=tensor_parallel)
     window = min((x for x in model.windows if x), default=None)
     if window is not None and (max_length is None or window < max_length):
         raise ValueError(

@@ -114,6 +114,7 @@ class ServerRun(NamedTuple):
         )
 
 
+@validation.checks_numbers()
 def simulate_server(
     setup: ServerSetup,
     loads: Sequence[ServerLoad],

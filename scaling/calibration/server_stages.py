@@ -70,6 +70,9 @@ def make_stage_setup(stage: MeasuredStage) -> ServerSetup:
     )
 
 
+@validation.checks_numbers(
+    warm_up_s=validation.SECONDS, window_s=validation.SECONDS, seed=validation.SEEDS
+)
 def make_stage_load(
     stage: MeasuredStage,
     *,
@@ -91,8 +94,6 @@ def make_stage_load(
     Raises:
       ValueError: a number is out of range.
     """
-    warm_up_s = validation.seconds("warm_up_s", warm_up_s)
-    window_s = validation.seconds("window_s", window_s)
     rng = np.random.default_rng(seed)
     duration_s = load_duration_s(warm_up_s, window_s, stage.answer_tokens)
     num = math.ceil(stage.rate_per_s * duration_s)
@@ -126,6 +127,9 @@ def make_stage_load(
     )
 
 
+@validation.checks_numbers(
+    warm_up_s=validation.SECONDS, window_s=validation.SECONDS, seed=validation.SEEDS
+)
 def simulate_stage(
     stage: MeasuredStage,
     coefficients: ServerCoefficients,

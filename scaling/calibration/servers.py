@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxkv import clock
+from jaxkv import clock, validation
 from jaxkv.workloads import Workload, make_workload
 from scaling.calibration.server_cost import (
     ServerCoefficients,
@@ -37,6 +37,7 @@ constant includes the memory that nvidia-smi reports and CUDA does not offer.
 """
 
 
+@validation.checks_numbers(memory_share="(0, 1]", reserved_bytes="[0, 1e18]")
 def num_kv_blocks(
     model: ModelShape,
     device: Device,
@@ -171,6 +172,7 @@ class ServerLoad(NamedTuple):
         return (arrival_s >= self.warm_up_s) & (arrival_s < end_s)
 
 
+@validation.checks_numbers(end_to_end_s=validation.SECONDS)
 def choose_warm_up_s(end_to_end_s: float) -> float:
     """Returns a warm-up in s after which about as many requests run as later.
 
@@ -180,6 +182,9 @@ def choose_warm_up_s(end_to_end_s: float) -> float:
     return max(WARM_UP_S, _ANSWERS_IN_WARM_UP * end_to_end_s)
 
 
+@validation.checks_numbers(
+    warm_up_s=validation.SECONDS, window_s=validation.SECONDS, answer_tokens="[0, 1e15]"
+)
 def load_duration_s(
     warm_up_s: float, window_s: float, answer_tokens: int | float
 ) -> float:
@@ -194,6 +199,7 @@ def load_duration_s(
     return warm_up_s + window_s + tail_s
 
 
+@validation.checks_numbers(rate_per_s="[1e-9, 1e9]", num=0)
 def draw_arrivals(
     rng: np.random.Generator, kind: ArrivalProcess, *, rate_per_s: float, num: int
 ) -> Float[np.ndarray, " num"]:
@@ -210,6 +216,9 @@ def draw_arrivals(
     return np.sort(np.arange(num) / rate_per_s + _JITTER_S * rng.random(num))
 
 
+@validation.checks_numbers(
+    warm_up_s=validation.SECONDS, window_s=validation.SECONDS, resident_blocks=0
+)
 def make_server_load(
     arrival_s: Float[np.ndarray, " requests"],
     prompt: Int[np.ndarray, " requests"],

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32, UInt, UInt32
 
+from jaxkv import validation
+
 _NUM_ROUNDS = 24
 MAX_TOKENS = 2**31 - 1
 """Largest number of tokens of a stream that `draw_windows` can index."""
@@ -109,6 +111,7 @@ def digest_streams(*streams: np.ndarray) -> str:
     return found.hexdigest()
 
 
+@validation.checks_numbers()
 def check_lengths(corpus: Corpus, seq_len: int) -> None:
     """Checks that both streams have a window of `seq_len` tokens and one token more.
 
@@ -124,6 +127,7 @@ def check_lengths(corpus: Corpus, seq_len: int) -> None:
             )
 
 
+@validation.checks_numbers()
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     """Returns the windows of one pass over a stream.
 
@@ -138,6 +142,7 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
     return num_tokens // seq_len
 
 
+@validation.checks_numbers()
 def draw_windows(
     stream: UInt[Array, " tokens"],
     seed: Int[Array, ""],

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from scaling.costs.flops import check_sizes
+from jaxkv import validation
 from scaling.costs.parallelism import Layout
 from scaling.shapes import HeadAttention, ModelShape
 
@@ -45,6 +45,7 @@ class StoredTensor(NamedTuple):
     divided: Divided
 
 
+@validation.checks_numbers(sequence=validation.SIZES)
 def stored_tensors(
     model: ModelShape,
     *,
@@ -68,7 +69,6 @@ def stored_tensors(
     Raises:
       ValueError: a size is out of range.
     """
-    check_sizes(sequence=sequence, number_bytes=number_bytes)
     e, h, n = number_bytes, model.hidden_size, model.attention.num_q_heads
     norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e

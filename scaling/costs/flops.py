@@ -12,6 +12,7 @@ choice.
 
 from typing import Literal, NamedTuple
 
+from jaxkv import validation
 from scaling.costs import parameters
 from scaling.shapes import HeadAttention, ModelShape
 
@@ -60,6 +61,9 @@ class TrainingFlops(NamedTuple):
     model: int
 
 
+@validation.checks_numbers(
+    batch=validation.SIZES, sequence=validation.SIZES, past=(0, 2**63)
+)
 def forward_terms(
     model: ModelShape,
     *,
@@ -88,9 +92,6 @@ def forward_terms(
     Sources: Kaplan et al. 2020, arXiv:2001.08361, table 1; Narayanan et al. 2021,
     arXiv:2104.04473, appendix; DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA).
     """
-    check_sizes(batch=batch, sequence=sequence)
-    if past < 0:
-        raise ValueError(f"{past=} must be at least 0")
     tokens, places = batch * sequence, parameters.place_counts(model)
     found = []
     for weight in parameters.list_weights(model):
@@ -114,6 +115,9 @@ def forward_terms(
     return tuple(found)
 
 
+@validation.checks_numbers(
+    batch=validation.SIZES, context=validation.SIZES, steps=validation.SIZES
+)
 def decode_terms(
     model: ModelShape, *, batch: int = 1, context: int, steps: int = 1
 ) -> tuple[FlopTerm, ...]:
@@ -128,7 +132,6 @@ def decode_terms(
     Returns:
       The terms; latent attention works on the latents, see `forward_terms`.
     """
-    check_sizes(batch=batch, context=context, steps=steps)
     terms = forward_terms(model, batch=batch, sequence=steps, past=context)
     scores, values, _ = _widths(model, absorbed=True)
 
@@ -145,6 +148,7 @@ def decode_terms(
     )
 
 
+@validation.checks_numbers(batch=validation.SIZES, sequence=validation.SIZES)
 def training_step_flops(
     model: ModelShape,
     *,
@@ -174,6 +178,9 @@ def total_flops(terms: tuple[FlopTerm, ...]) -> int:
     return sum(term.flops for term in terms)
 
 
+@validation.checks_numbers(
+    sequence=validation.SIZES, window=validation.SIZES, past=(0, 2**63)
+)
 def twice_pairs(
     sequence: int, past: int, window: int | None, attention: Attention
 ) -> int:
@@ -220,5 +227,4 @@ def check_sizes(**sizes: int) -> None:
       ValueError: a size is below 1; the message has the first one.
     """
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        validation.integer(name, value, low=1, below=2**63)

@@ -16,7 +16,6 @@ from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
 from scaling.costs.flops import Checkpointing
-from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
 from scaling.shapes import ModelShape
 
@@ -93,6 +92,7 @@ class TrainingMemory(NamedTuple):
         return sum(self)
 
 
+@validation.checks_numbers(batch=validation.SIZES, sequence=validation.SIZES)
 def training_memory(
     model: ModelShape,
     *,
@@ -126,11 +126,9 @@ def training_memory(
     Raises:
       ValueError: a size is out of range, or a degree does not divide its size.
     """
-    check_sizes(batch=batch, sequence=sequence)
     layout = layout or Layout()
     parallelism.check_layout(model, layout, sequence=sequence)
     micro_batches = layout.pipeline if micro_batches is None else micro_batches
-    check_sizes(micro_batches=micro_batches)
     how = {"flash": flash, "dropout": dropout, "number_bytes": bytes_per_param.weight}
     sizes = batch, sequence, micro_batches
     stages = [

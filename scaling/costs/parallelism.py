@@ -112,6 +112,7 @@ _SHORT = {
 }
 
 
+@validation.checks_numbers(zero=0)
 def parse_layout(text: str, *, zero: int = 0) -> Layout:
     """Parses a layout such as `tp=8,sp,pp=2,dp=4`.
 
@@ -162,6 +163,7 @@ def parse_layout(text: str, *, zero: int = 0) -> Layout:
     return Layout(**(degrees | flags), zero=zero)
 
 
+@validation.checks_numbers(sequence=validation.SIZES)
 def check_layout(
     model: ModelShape, layout: Layout, *, sequence: int | None = None
 ) -> None:

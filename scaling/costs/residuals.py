@@ -9,6 +9,7 @@ choose other layouts, so the buffers of a compiled step differ.
 
 from typing import NamedTuple
 
+from jaxkv import validation
 from jaxkv.models import ModelConfig
 
 
@@ -31,6 +32,7 @@ _KEPT_OF_ACTIVATION = {"silu": 4, "gelu": 4, "gelu_tanh": 5, "relu": 2}
 input, factors of its derivative rule, and its output."""
 
 
+@validation.checks_numbers()
 def list_residuals(
     config: ModelConfig, *, number_bytes: int = 4
 ) -> tuple[Residual, ...]:
@@ -89,6 +91,7 @@ def list_residuals(
     return tuple(found)
 
 
+@validation.checks_numbers(tokens=(0, 2**63))
 def total_residual_bytes(found: tuple[Residual, ...], tokens: int) -> int:
     """Returns the bytes of residuals over the tokens of a batch."""
     return tokens * sum(residual.bytes for residual in found)

@@ -10,11 +10,15 @@ sections 2 and 3. Activations are not counted: they stay in caches.
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from jaxkv import validation
 from scaling.costs import flops as costs_flops
 from scaling.costs import parameters
 from scaling.costs.devices import Device, Precision
 from scaling.costs.flops import Attention, forward_terms, total_flops
 from scaling.shapes import ModelShape
+
+NUMBER_BYTES = "[0.01, 100]"
+"""Interval of the bytes of a weight or of a number of K or V."""
 
 
 class ServingWork(NamedTuple):
@@ -57,6 +61,7 @@ class Roofline(NamedTuple):
     bound: Literal["compute", "memory"]
 
 
+@validation.checks_numbers(kv_bytes=NUMBER_BYTES)
 def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int | float:
     """Returns the bytes of keys and values of one token in all layers.
 
@@ -70,6 +75,7 @@ def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int |
     return model.num_layers * model.attention.cached_numbers * kv_bytes
 
 
+@validation.checks_numbers(tokens=(0, 2**63), kv_bytes=NUMBER_BYTES)
 def sequence_kv_bytes(
     model: ModelShape, tokens: int, *, kv_bytes: int | float = 2
 ) -> int | float:
@@ -105,6 +111,12 @@ def weight_bytes_read(
     return numbers * weight_bytes
 
 
+@validation.checks_numbers(
+    batch=validation.SIZES,
+    context=validation.SIZES,
+    weight_bytes=NUMBER_BYTES,
+    kv_bytes=NUMBER_BYTES,
+)
 def decode_work(
     model: ModelShape,
     *,
@@ -132,6 +144,13 @@ def decode_work(
     )
 
 
+@validation.checks_numbers(
+    batch=validation.SIZES,
+    prompt=validation.SIZES,
+    past=(0, 2**63),
+    weight_bytes=NUMBER_BYTES,
+    kv_bytes=NUMBER_BYTES,
+)
 def prefill_work(
     model: ModelShape,
     *,
@@ -168,6 +187,7 @@ def prefill_work(
     )
 
 
+@validation.checks_numbers()
 def roofline(
     work: ServingWork,
     device: Device,
@@ -182,6 +202,7 @@ def roofline(
     return Roofline(compute_s, memory_s, max(compute_s, memory_s), bound)
 
 
+@validation.checks_numbers(most=validation.SIZES)
 def find_compute_bound_size(
     is_compute_bound: Callable[[int], bool], *, most: int = 1 << 24
 ) -> int | None:
@@ -207,6 +228,12 @@ def find_compute_bound_size(
     return high
 
 
+@validation.checks_numbers(
+    context=validation.SIZES,
+    weight_bytes=NUMBER_BYTES,
+    kv_bytes=NUMBER_BYTES,
+    memory_share="(0, 1]",
+)
 def max_batch(
     model: ModelShape,
     device: Device,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv import validation
 from jaxkv.simulation import Cost, Work
 from scaling.costs.devices import Device, find_device
 from scaling.costs.serving import max_batch
@@ -24,6 +25,7 @@ MEMORY_SHARE = 0.9
 """Share of GPU memory for weights and pages together: the default of vLLM."""
 
 
+@validation.checks_numbers()
 def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
     """Returns the number of pages that fit in memory in addition to the weights.
 
@@ -115,6 +117,7 @@ def counts_as_floats(work: Work) -> Work:
     return jax.tree.map(lambda x: x.astype(jnp.float32), work)
 
 
+@validation.checks_numbers()
 def linear_cost(
     prefill: tuple[float, ...],
     decode: tuple[float, ...],
@@ -147,6 +150,7 @@ def linear_cost(
 FIGURE_12 = "opt-13b-a100-40gb"
 
 
+@validation.checks_numbers()
 def figure_12_cost(*, scale: float = 1.31) -> CostModel[LinearCost]:
     """Returns the cost model of OPT-13B on one A100 of 40 GB.
 
@@ -220,6 +224,7 @@ def distserve_cost(name: str) -> CostModel[LinearCost]:
     )
 
 
+@validation.checks_numbers()
 def make_roofline_cost(
     model: ModelShape,
     device: Device,

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv import validation
 from jaxkv.simulation import Work
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import check_sizes, decode_terms
+from scaling.costs.flops import decode_terms
 from scaling.shapes import ModelShape
 
 
@@ -97,6 +98,11 @@ class StepWork(NamedTuple):
     time_s: Float[Array, ""]
 
 
+@validation.checks_numbers(
+    compute_share="(0, 1]",
+    bandwidth_share="(0, 1]",
+    overhead_s=validation.SECONDS,
+)
 def step_cost(
     model: ModelShape,
     device: Device,
@@ -127,13 +133,6 @@ def step_cost(
     Raises:
       ValueError: a share or count is out of range.
     """
-    check_sizes(num_devices=num_devices)
-    shares = {"compute_share": compute_share, "bandwidth_share": bandwidth_share}
-    for name, share in shares.items():
-        if not 0 < share <= 1:
-            raise ValueError(f"{name}={share} must be in (0, 1]")
-    if overhead_s < 0:
-        raise ValueError(f"{overhead_s=} must be at least 0")
     terms = decode_terms(model, context=1)
     head = sum(x.flops for x in terms if x.part == "head")
     keys = sum(x.flops for x in terms if x.growth == "s^2") / model.num_layers

@@ -8,14 +8,15 @@ is counted like any other.
 
 from collections.abc import Iterable
 
+from jaxkv import validation
 from scaling.costs import exchanges, memory, parallelism, recomputation, stages
 from scaling.costs.exchanges import StagePass, Traffic
-from scaling.costs.flops import check_sizes as check_sizes
 from scaling.costs.parallelism import Layout
 from scaling.costs.stages import Schedule
 from scaling.shapes import HeadAttention, ModelShape
 
 
+@validation.checks_numbers(batch=validation.SIZES, sequence=validation.SIZES)
 def training_traffic(
     model: ModelShape,
     layout: Layout,
@@ -57,8 +58,6 @@ def training_traffic(
     """
     if remat and layout.pipeline > 1:
         raise ValueError(f"{remat=} must be False with pipeline={layout.pipeline}")
-    check_sizes(batch=batch, sequence=sequence, number_bytes=number_bytes)
-    check_sizes(micro_batches=micro_batches)
     parallelism.check_layout(model, layout, sequence=sequence)
     sent_in = StagePass(model, layout, batch * sequence // layout.context, number_bytes)
     dispatch = number_bytes if dispatch_bytes is None else dispatch_bytes
@@ -202,6 +201,7 @@ def _data(
             yield Traffic("data", name, "2 (p-1)/p · N u", 0.0, 2 * reduce)
 
 
+@validation.checks_numbers(batch=validation.SIZES)
 def decode_traffic(
     model: ModelShape, layout: Layout, *, batch: int, number_bytes: int = 2
 ) -> tuple[Traffic, ...]:
@@ -220,7 +220,6 @@ def decode_traffic(
     Raises:
       ValueError: a size is out of range, or a degree does not divide its size.
     """
-    check_sizes(batch=batch, number_bytes=number_bytes)
     sent_in = StagePass(model, layout, batch, number_bytes)
     return (
         *_of_rows(sent_in),
@@ -229,6 +228,9 @@ def decode_traffic(
     )
 
 
+@validation.checks_numbers(
+    rows=validation.SIZES, logit_rows=validation.SIZES, num_taps=0
+)
 def prefill_traffic(
     model: ModelShape,
     layout: Layout,
@@ -255,7 +257,6 @@ def prefill_traffic(
     Raises:
       ValueError: as for `decode_traffic`.
     """
-    check_sizes(rows=rows, logit_rows=logit_rows, number_bytes=number_bytes)
     sent_in = StagePass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
         each, attention = _of_rows(sent_in), _pages(sent_in)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling import laws
-from scaling.fits import diagnostics, intervals
+from scaling.fits import diagnostics, forecasts, intervals
 from scaling.fits.levenberg_marquardt import FitProblem
 from scaling.fits.result import FitResult
 from scaling.laws import Exponents, Law, coefficient_slopes, optimal_exponents
@@ -63,6 +63,7 @@ def assemble_result(
         with np.errstate(over="ignore"):  # infinite upper ends
             low, high = natural / ratio, natural * ratio
         ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
+    noise = residuals * np.sqrt(n / max(1, n - k))
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
     columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
     if {"num_params", "num_tokens"} <= columns.keys():
@@ -93,8 +94,9 @@ def assemble_result(
         level=level,
         coordinates=best,
         centre=centre,
-        noise=residuals * np.sqrt(n / max(1, n - k)),
+        noise=noise,
         ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
+        forecast_variance=forecasts.measure_forecasts(problem, best, noise),
     )
     return result._replace(warnings=diagnostics.list_warnings(problem, result))
 

@@ -1,5 +1,6 @@
 """Warnings about a fit: disagreeing starts, bounds, flat directions, misfit."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -242,10 +243,19 @@ def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
     value = laws.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size
     if share := goodness.find_arch(value - few.target, slopes, few.logs, num_runs):
-        messages.append(
-            f"residuals follow a curve that the law lacks, with {share:.0%} of their "
-            "squares: extrapolation errors will exceed the intervals"
+        line = (
+            f"residuals follow a curve that the law lacks, {share:.0%} of their squares"
         )
+        noise = float(np.mean(result.noise**2))
+        if sum(result.forecast_variance) > noise:
+            error = math.sqrt(noise + sum(result.forecast_variance))
+            line += (
+                f"; fits to the smaller runs miss those of {math.e:.1f} times the "
+                f"compute by {100 * error:.2g} %, residuals are "
+                f"{100 * math.sqrt(noise):.2g} %: prediction intervals beyond the "
+                "fitted runs are widened"
+            )
+        messages.append(line)
     return messages
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling import laws
 from scaling.fits.result import FitResult
 from scaling.laws import compute_optimum
@@ -30,6 +31,7 @@ class Comparison(NamedTuple):
     high: Float[np.ndarray, " losses"]
 
 
+@validation.checks_numbers(num_losses=2, level="(0, 1)")
 def compare(
     first: FitResult, second: FitResult, *, num_losses: int = 50, level: float = 0.9
 ) -> Comparison:

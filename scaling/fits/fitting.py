@@ -50,6 +50,9 @@ __all__ = [
 ]
 
 
+@validation.checks_numbers(
+    delta="(-inf, inf)", bootstrap=0, level="(0, 1)", seed=validation.SEEDS
+)
 def fit(
     law: Law,
     data: Mapping[str, Any],
@@ -79,7 +82,7 @@ def fit(
       data: a column for each of the law's inputs, and one for its target; positive.
       loss: loss of a residual: `huber`, half its square up to `delta` and linear
         beyond; `lad`, its absolute value; `mse`, half its square.
-      delta: threshold of `huber`, above 0.
+      delta: threshold of `huber`, at least 1e-12.
       space: `log` for residuals of logarithms, `linear` for those of the target itself.
       weights: weights of the rows, at least 0; 1 by default.
       starts: coefficients of further starts, in addition to the law's own.
@@ -109,12 +112,12 @@ def fit(
     validation.instance("data", data, Mapping)
     validation.choice("loss", loss, typing.get_args(Loss))
     validation.choice("space", space, typing.get_args(Space))
-    if not 0 < delta < np.inf:
-        raise ValueError(f"{delta=} must be positive and finite; see loss='mse'")
-    if bootstrap < 0 or bootstrap == 1:
+    if delta < _LEAST_DELTA:
+        raise ValueError(
+            f"{delta=} must be positive, at least {_LEAST_DELTA}; see loss='lad'"
+        )
+    if bootstrap == 1:
         raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
-    if not 0 < level < 1:
-        raise ValueError(f"{level=} must be in (0, 1)")
     larger = None
     if held_out is not None:
         mask = np.asarray(held_out, bool)
@@ -184,6 +187,7 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
     return result._replace(held_out=held_out, warnings=warnings)
 
 
+@validation.checks_numbers(num_rows=0)
 def describe_thinning(num_rows: int) -> str:
     """Describes the steps that use a part of `num_rows` rows; "" if none does."""
     most = levenberg_marquardt.MANY_ROWS
@@ -219,6 +223,7 @@ def _resample(
     return resampled.coordinates
 
 
+_LEAST_DELTA = 1e-12
 _NEARLY_COLLINEAR = 0.3
 """Spread of one input, given another, over its whole spread, below which starts are
 drawn from the whole box."""

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
+from jaxkv import validation
+
 # Thresholds: of sound surfaces (the experiment `fit_coverage`) of 32 and 240 runs with
 # normal or heavy-tailed noise, fewer than one in a hundred exceeds them.
 _LARGE = 0.05
@@ -99,6 +101,7 @@ def find_arch(
     return share if f_test_p_value(ratio, len(powers), freedom) < CHANCE else 0.0
 
 
+@validation.checks_numbers(ratio="(-inf, inf)")
 def f_test_p_value(ratio: float, freedom: int, freedom_below: int) -> float:
     """Returns the probability of a larger F; 0.0552 for 2.71 with 4 and 23 degrees.
 

@@ -19,10 +19,12 @@ import numpy as np
 from jaxtyping import Float
 from scipy import special
 
+from jaxkv import validation
 from scaling import laws
 from scaling.fits.levenberg_marquardt import FitProblem, Loss
 
 
+@validation.checks_numbers(level="(0, 1)", k=0)
 def percentile_intervals(
     estimate: Any, samples: Any, level: float, *, loss: Loss, num_points: int, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -49,10 +51,12 @@ def percentile_intervals(
 def widening(level: float, num_points: int, k: int) -> float:
     """Returns the factor from a resampled spread of least squares to an interval."""
     freedom = max(1, num_points - k)
-    normal = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    # A level that is 0 to rounding has no width.
+    normal = max(statistics.NormalDist().inv_cdf((1 + level) / 2), 1e-300)
     return math.sqrt(num_points / freedom) * student_t(level, freedom) / normal
 
 
+@validation.checks_numbers(level="(0, 1)")
 def student_t(level: float, freedom: int) -> float:
     """Returns t with P(|T| < t) = level, for Student's distribution.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxkv import validation
 from scaling import laws
 from scaling.fits import multistart, restrictions
 from scaling.fits.multistart import Solution, Space
@@ -88,6 +89,7 @@ class FitProblem(NamedTuple):
         return np.exp(value) - np.exp(self.seen.target)
 
 
+@validation.checks_numbers(tolerance=0)
 def solve_weightings(
     problem: FitProblem,
     weights: Float[np.ndarray, "problems n"] | Callable[[int], np.ndarray],

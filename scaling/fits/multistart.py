@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from jaxkv import validation
 from scaling.laws import Law
 
 Space = Literal["log", "linear"]
@@ -278,6 +279,7 @@ def _where(mask: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, new, old)
 
 
+@validation.checks_numbers()
 @functools.cache
 def compiled_minimize(law: Law, space: Space, num_lanes: int = 64) -> Any:
     """Returns `minimize` for a law, compiled once for every shape of its arguments."""

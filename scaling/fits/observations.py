@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import validation
 from scaling.laws import Law
 
 SAME = 1e-3
@@ -51,6 +52,7 @@ class Observations(NamedTuple):
         )
 
 
+@validation.checks_numbers(num_given=0)
 def make_observations(
     law: Law,
     data: Mapping[str, Any],

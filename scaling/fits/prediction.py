@@ -6,14 +6,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling import laws
-from scaling.fits import intervals
+from scaling.fits import forecasts, intervals
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import Law, coefficient_slopes
 
 Kind = Literal["confidence", "prediction"]
 _MAX_NUMBERS = 2**24
 """Numbers of resamples times points that are evaluated at a time."""
+_ROUNDING = 1e-9
+"""Rounding of ln(compute)."""
 MAX_SCORED = 4096
 """Held-out runs whose intervals are computed; evenly selected from more."""
 
@@ -32,6 +35,7 @@ class Prediction(NamedTuple):
     high: Float[np.ndarray, " n"]
 
 
+@validation.checks_numbers(level="(0, 1)")
 def predict(
     result: FitResult,
     data: Mapping[str, Any],
@@ -44,19 +48,20 @@ def predict(
       result: the fit.
       data: a positive column for each of its inputs.
       interval: `confidence` for the law's value, `prediction` for a run, with its
-        residual. Computed from the resamples if there are some, else from the
-        curvature.
+        residual and, with more compute than the fitted runs, the error of forecasts
+        (`FitResult.forecast_variance`). Computed from the resamples if there are some,
+        else from the curvature.
       level: probability of the interval, in (0, 1).
 
     Raises:
       ValueError: a column is missing or not positive, or an argument is out of range.
     """
     law = result.find_law()
-    if not 0 < level < 1:
-        raise ValueError(f"{level=} must be in (0, 1)")
     if interval not in (None, "confidence", "prediction"):
         raise ValueError(f"{interval=} must be None, 'confidence' or 'prediction'")
-    logs = _logs(law, data) - result.centre[:, None]
+    logs = _logs(law, data)
+    beyond = _forecast_variance(result, law, logs)
+    logs = logs - result.centre[:, None]
     value = laws.values(law, result.coordinates[None], logs)[0]
     if interval is None:
         nothing = np.full(value.shape, np.nan)
@@ -67,7 +72,7 @@ def predict(
         slopes = laws.slopes(law, at, logs) @ np.linalg.inv(natural)
         variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
         if interval == "prediction":
-            variance = variance + np.mean(result.noise**2)
+            variance = variance + np.mean(result.noise**2) + beyond
         freedom = max(1, result.num_points - result.num_free)
         half = intervals.student_t(level, freedom) * np.sqrt(np.maximum(variance, 0))
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
@@ -81,6 +86,9 @@ def predict(
         samples = laws.values(law, result.samples, logs[:, some])
         if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
+            if beyond[some].any():
+                spread = np.sqrt(beyond[some])
+                samples = samples + spread * rng.standard_normal(samples.shape)
         ends.append(
             intervals.percentile_intervals(
                 value[some], samples, level, loss=result.loss, **size
@@ -126,6 +134,14 @@ def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
         sizes = (np.asarray(data[x], float) for x in ("num_params", "num_tokens"))
         return 6 * next(sizes) * next(sizes)
     return np.asarray(data[law.inputs[0]], float)
+
+
+def _forecast_variance(result: FitResult, law: Law, logs: np.ndarray) -> np.ndarray:
+    """Returns the variance of forecasts; 0 for runs within the fitted compute."""
+    last = result.ranges.get("flops") or result.ranges[law.inputs[0]]
+    distance = forecasts.log_compute(law, logs) - np.log(last[1])
+    constant, slope = result.forecast_variance
+    return np.where(distance > _ROUNDING, constant + slope * distance, 0.0)
 
 
 def _logs(law: Law, data: Mapping[str, Any]) -> np.ndarray:

@@ -77,6 +77,9 @@ class FitResult(NamedTuple):
         `flops` = 6 N D if there are both.
       fixed: fixed coefficients, by name.
       bounds: smallest and largest value of bounded coefficients, by name.
+      forecast_variance: variance of the log error of runs with more compute than the
+        fitted ones, in addition to `noise`: a constant, and the growth with every
+        factor e of compute; see `forecasts`.
     """
 
     law: str
@@ -108,6 +111,7 @@ class FitResult(NamedTuple):
     ranges: dict[str, tuple[float, float]]
     fixed: Mapping[str, float] = MappingProxyType({})
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    forecast_variance: tuple[float, float] = (0.0, 0.0)
 
     @property
     def num_free(self) -> int:
@@ -186,6 +190,9 @@ def from_json(document: Any) -> FitResult:
         for name in ("intervals", "exponent_intervals", "ranges", "bounds"):
             pairs = fields[name].items()
             fields[name] = {key: _pair(value) for key, value in pairs}
+        fields["forecast_variance"] = _pair(fields["forecast_variance"])
+        if not all(x >= 0 for x in fields["forecast_variance"]):
+            raise ValueError("its forecast_variance must be two numbers of at least 0")
         open_ends = np.array([-math.inf, math.inf])
         for name, ends in fields["bounds"].items():
             low, high = np.where(np.isnan(ends), open_ends, ends).tolist()

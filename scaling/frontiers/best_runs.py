@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import validation
+
 NUM_POINTS = 40
 """Points of every curve."""
 MIN_POINTS = 4
@@ -140,6 +142,7 @@ def fit_best_runs(
     )
 
 
+@validation.checks_numbers(count=0, seed=validation.SEEDS)
 def resample_fits(
     flops: Float[np.ndarray, " runs"],
     loss: Float[np.ndarray, " runs"],

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
 FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
@@ -109,6 +110,7 @@ Find = Callable[[Float[np.ndarray, "resamples runs"]], Minima]
 """Finds minima, given the weight of each run: 1, or its count in a resample."""
 
 
+@validation.checks_numbers(resamples=0, seed=validation.SEEDS, level="(0, 1)")
 def bootstrap_frontier(
     method: str,
     find: Find,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
@@ -72,6 +73,9 @@ class FrontierSet(NamedTuple):
         return [*messages, *self.doubts, *windows]
 
 
+@validation.checks_numbers(
+    tolerance="[0, 1)", smoothing=0, resamples=0, level="(0, 1)", seed=validation.SEEDS
+)
 def find_frontiers(
     log: Log,
     *,

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxkv import validation
+
 MIN_SIZES = 3
 """Least number of different sizes in a group."""
 SAME_SIZE = 0.01
@@ -63,6 +65,7 @@ class IsoflopGroups(NamedTuple):
         return np.repeat(np.arange(len(lengths)), lengths)
 
 
+@validation.checks_numbers(tolerance="[0, 1)")
 def find_run_groups(
     num_params: Float[np.ndarray, " runs"],
     num_tokens: Float[np.ndarray, " runs"],
@@ -86,8 +89,6 @@ def find_run_groups(
     Raises:
       ValueError: `tolerance` is not in [0, 1).
     """
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"{tolerance=} must be in [0, 1)")
     order = np.argsort(flops, kind="stable")
     members: list[list[int]] = []
     for i in order:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxkv import validation
 from scaling.fits import CHANCE, f_test_p_value, is_far, measure_goodness
 from scaling.frontiers import akima, frontier, parabola, variable_projection
 from scaling.frontiers.frontier import Find, Minima
@@ -27,6 +28,7 @@ WINDOWS = (3, 5, 7)
 """Numbers of points around the lowest one for which parabolas are compared."""
 
 
+@validation.checks_numbers(window=3)
 def by_parabola(
     groups: IsoflopGroups,
     window: int | None = None,

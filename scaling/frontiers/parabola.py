@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxkv import validation
+
 _NUM_ROUNDS = 100
 """Largest number of fixed-point rounds in `correct_vertex`; each reduced the error at
 least tenfold on the tested surfaces."""
@@ -103,6 +105,7 @@ def select_window(
     return present & (rank >= first) & (rank < first + window)
 
 
+@validation.checks_numbers(half_width="(0, 1000]", num_points=(3, 2**20))
 def vertex_shift(
     alpha: float, beta: float, half_width: float, num_points: int
 ) -> float:
@@ -111,7 +114,7 @@ def vertex_shift(
     Args:
       alpha: exponent of N, above 0.
       beta: exponent of D, above 0.
-      half_width: W, decades of N on each side of the minimum, above 0.
+      half_width: W, decades of N on each side of the minimum, in (0, 1000].
       num_points: number of samples, evenly spaced over [-W, W], at least 3.
 
     Returns:
@@ -124,18 +127,17 @@ def vertex_shift(
     Source: least squares on `10^(-alpha w)/alpha + 10^(beta w)/beta`, the Chinchilla
     form (Hoffmann et al. 2022, arXiv:2203.15556, section 3.3) at constant 6ND.
     """
-    if not (alpha > 0 and beta > 0 and half_width > 0 and num_points >= 3):
-        raise ValueError(
-            f"{alpha=}, {beta=} and {half_width=} must be above 0, {num_points=} "
-            "at least 3"
-        )
     w = np.linspace(-half_width, half_width, num_points)
-    f = _along(w, alpha, beta)
-    a1 = (w * f).sum() / (w**2).sum()
-    a2 = (num_points * (w**2 * f).sum() - (w**2).sum() * f.sum()) / (
-        num_points * (w**4).sum() - (w**2).sum() ** 2
-    )
-    return float(-a1 / (2 * a2))
+    with np.errstate(all="ignore"):  # checked below
+        f = _along(w, alpha, beta)
+        a1 = (w * f).sum() / (w**2).sum()
+        a2 = (num_points * (w**2 * f).sum() - (w**2).sum() * f.sum()) / (
+            num_points * (w**4).sum() - (w**2).sum() ** 2
+        )
+        shift = float(-a1 / (2 * a2))
+    if not np.isfinite(shift):
+        raise ValueError(f"{alpha=}, {beta=} and {half_width=} have no finite shift")
+    return shift
 
 
 def correct_vertex(

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
+
+type Amount = int | float | np.number | Num[np.ndarray, "..."] | Num[Array, "..."]
+"""Parameters, tokens or FLOPs: a number, or an array of them."""
+AMOUNTS, AMOUNTS_FROM_0 = "[1e-100, 1e100]", "[0, 1e100]"
+"""Intervals of amounts whose products, ratios and powers are finite."""
 
 LogLoss = Callable[[Any, Any], Any]
 Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from scaling.laws.base import Law, TwoPowers
+from jaxkv import validation
+from scaling.laws.base import AMOUNTS, Amount, Law, TwoPowers
 from scaling.laws.forms import FORMS
 from scaling.laws.powers import CHINCHILLA as CHINCHILLA
 from scaling.laws.powers import POWER_SUMS
@@ -84,7 +85,10 @@ def optimal_exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
     return Exponents(powers.beta / total, powers.alpha / total)
 
 
-def compute_optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Optimum:
+@validation.checks_numbers(flops=AMOUNTS)
+def compute_optimum(
+    law: Law, coefficients: Mapping[str, Any], flops: Amount
+) -> Optimum:
     """Divides a compute budget between parameters and tokens by a law.
 
     Args:
@@ -98,7 +102,8 @@ def compute_optimum(law: Law, coefficients: Mapping[str, Any], flops: Any) -> Op
     return divide_budget(loss_powers(law, coefficients), flops)
 
 
-def divide_budget(powers: TwoPowers, flops: Any) -> Optimum:
+@validation.checks_numbers(flops=AMOUNTS)
+def divide_budget(powers: TwoPowers, flops: Amount) -> Optimum:
     """Divides a compute budget between parameters and tokens, `flops = 6 N D`.
 
     Closed form: `N* = G (C/6)^a`, `G = (alpha A / (beta B))^(1 / (alpha + beta))`,

@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxkv import validation
+from scaling.laws.base import AMOUNTS, Amount
+
 Noise = Literal["normal", "student"]
 COEFFICIENTS = {"A": 420.0, "B": 1500.0, "E": 1.8, "alpha": 0.34, "beta": 0.36}
 NOISE = 0.005
@@ -25,6 +28,7 @@ ILL_POSED = {
 """Ill-posed kinds of data, with their defects."""
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def simulate_isoflop_runs(
     num: int = 240, *, seed: int = 0, noise: Noise = "student"
 ) -> dict[str, Any]:
@@ -45,6 +49,7 @@ def simulate_isoflop_runs(
     return simulate_runs(SOUND, num, seed=seed, noise=noise)[0]
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def simulate_runs(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
 ) -> tuple[dict[str, Any], dict[str, float]]:
@@ -93,8 +98,9 @@ def simulate_runs(
     return {"num_params": params, "num_tokens": tokens, "loss": loss}, truth
 
 
+@validation.checks_numbers(params=AMOUNTS, tokens=AMOUNTS)
 def surface_loss(
-    params: Any, tokens: Any, coefficients: Mapping[str, float] = COEFFICIENTS
+    params: Amount, tokens: Amount, coefficients: Mapping[str, float] = COEFFICIENTS
 ) -> Any:
     """Returns the loss of a run without noise."""
     A, B, E, alpha, beta = (coefficients[x] for x in COEFFICIENTS)

@@ -5,17 +5,28 @@ The loss is `floor + (A / N^alpha + B / D^beta)^outer`, the form of most laws
 without a closed form are a root in one unknown, or a search along one.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxkv import validation
-from scaling.laws import CHINCHILLA, Law, Optimum, TwoPowers, divide_budget, loss_powers
+from scaling.laws import (
+    AMOUNTS,
+    AMOUNTS_FROM_0,
+    CHINCHILLA,
+    Amount,
+    Law,
+    Optimum,
+    TwoPowers,
+    divide_budget,
+    loss_powers,
+)
 
-type Amount = float | Float[np.ndarray, "..."]
+LOSSES = "(0, 1e9]"
+"""Interval of a loss to reach."""
 
 
 class HalfLives(NamedTuple):
@@ -34,7 +45,8 @@ MUENNIGHOFF = HalfLives(15.387756, 5.309743)
 """Muennighoff et al. 2023, arXiv:2305.16264, section 3.3, digits of their README."""
 
 
-class DataLimit(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class DataLimit:
     """A limit on unique training data.
 
     Attributes:
@@ -44,6 +56,14 @@ class DataLimit(NamedTuple):
 
     unique_tokens: float
     half_lives: HalfLives = MUENNIGHOFF
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        validation.check_fields(self)
+        for name, value in self.half_lives._asdict().items():
+            validation.number(
+                name, value, low=1e-100, high=1e100, hint="in [1e-100, 1e100]"
+            )
 
 
 def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
@@ -68,6 +88,7 @@ def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
     return powers
 
 
+@validation.checks_numbers(num_params=AMOUNTS, num_tokens=AMOUNTS)
 def budget_loss(
     powers: TwoPowers,
     num_params: Amount,
@@ -80,6 +101,9 @@ def budget_loss(
     return powers.floor + inner**powers.outer
 
 
+@validation.checks_numbers(
+    num_params=AMOUNTS, num_tokens=AMOUNTS_FROM_0, inference_tokens=AMOUNTS_FROM_0
+)
 def lifetime_flops(
     num_params: Amount, num_tokens: Amount, inference_tokens: float = 0.0
 ) -> Any:
@@ -87,6 +111,7 @@ def lifetime_flops(
     return num_params * (6 * num_tokens + 2 * inference_tokens)
 
 
+@validation.checks_numbers(flops=AMOUNTS, inference_tokens=AMOUNTS_FROM_0)
 def allocate_budget(
     powers: TwoPowers,
     flops: float,
@@ -142,6 +167,7 @@ def allocate_budget(
     return Optimum(num_params, num_tokens, float(reached))
 
 
+@validation.checks_numbers(target=LOSSES, inference_tokens=AMOUNTS_FROM_0)
 def cheapest_model(
     powers: TwoPowers,
     target: float,
@@ -184,6 +210,7 @@ def cheapest_model(
     return allocate_budget(powers, needed_budget(powers, target, **how), **how)
 
 
+@validation.checks_numbers(target=LOSSES, inference_tokens=AMOUNTS_FROM_0)
 def needed_budget(
     powers: TwoPowers,
     target: float,
@@ -309,11 +336,15 @@ def _saturating(total: Any, unique: Any, half_life: float) -> Any:
     return unique * (1 - half_life * np.expm1(-repeats / half_life))
 
 
+@validation.checks_numbers(
+    flops=AMOUNTS, num_params=AMOUNTS, inference_tokens=AMOUNTS_FROM_0
+)
 def tokens_left(flops: float, num_params: Amount, inference_tokens: float = 0.0) -> Any:
     """Returns the training tokens of a budget, after the cost of serving."""
     return (flops / num_params - 2 * inference_tokens) / 6
 
 
+@validation.checks_numbers(flops=AMOUNTS, inference_tokens=AMOUNTS_FROM_0)
 def search_params(
     powers: TwoPowers,
     flops: float,

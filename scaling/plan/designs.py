@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from jaxkv import validation
 from scaling.costs import Attention, count_parameters, training_step_flops
+from scaling.laws import AMOUNTS, AMOUNTS_FROM_0
 from scaling.shapes import HeadAttention, ModelShape
 
 type Count = Literal["total", "non-embedding", "matmul", "active"]
@@ -124,6 +125,7 @@ MLP_RATIOS = (8 / 3, 7 / 2)
 arXiv:2002.05202), and the ratio of Llama 3."""
 
 
+@validation.checks_numbers(num_params=AMOUNTS)
 def nearest_design(family: DesignFamily, num_params: float) -> Design:
     """Finds the design whose exact count is nearest; of equals the narrowest.
 
@@ -147,6 +149,7 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
     return design_at(family, int(np.argmin(np.abs(grid.num_params - num_params))))
 
 
+@validation.checks_numbers(num_params=AMOUNTS)
 def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
     """Finds the largest vocabulary for which some design has at most `num_params`.
 
@@ -171,6 +174,7 @@ def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
     return max(found)
 
 
+@validation.checks_numbers(flops=AMOUNTS, inference_tokens=AMOUNTS_FROM_0)
 def best_design(
     family: DesignFamily,
     loss: Callable[[Any, Any], Any],

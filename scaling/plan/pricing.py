@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxkv import validation
 from scaling.costs import find_device
 
 HOUR_S = 3600.0
@@ -80,6 +81,7 @@ def parse_offer(text: str) -> Offer:
     return Offer(name, price, rate, known.sheet_bytes if known else None)
 
 
+@validation.checks_numbers(mfu="(0, 1]")
 def best_offer(offers: Sequence[Offer], mfu: float) -> Offer:
     """Chooses the offer with the most operations per dollar; the first of equals.
 

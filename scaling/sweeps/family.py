@@ -7,9 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv import validation
 from jaxkv.models import ModelConfig
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig
+from scaling.laws import AMOUNTS
 from scaling.sweeps import grid
 from scaling.sweeps.grid import ADAMW, SweepConfig
 from scaling.training import OptimizerConfig, TrainConfig
@@ -18,6 +20,7 @@ BASE_WIDTH = 32
 """Width of the model to which a family's learning rates apply."""
 
 
+@validation.checks_numbers()
 def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     """Returns a Llama model of a width: heads of about 16, an MLP of 8/3 the width."""
     return training.transformer(
@@ -30,6 +33,7 @@ def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
     )
 
 
+@validation.checks_numbers(num_params=AMOUNTS)
 def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
     """Returns the model of the family whose parameter count is nearest, by ratio."""
     found = [

@@ -155,6 +155,7 @@ class RunGroup(NamedTuple):
     horizons: tuple[int, ...]
 
 
+@validation.checks_numbers()
 @functools.lru_cache(maxsize=1024)
 def count_cost(model: Architecture, seq_len: int) -> ModelCost:
     """Returns a model's parameter counts and training FLOPs per token."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling.fits import student_t
 
 
@@ -57,6 +58,7 @@ def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, flo
     return found
 
 
+@validation.checks_numbers(num_tokens=(1, 2**63))
 def extrapolate(
     rows: Sequence[Mapping[str, Any]], width: int, num_tokens: int
 ) -> tuple[float, tuple[float, float]]:
@@ -95,6 +97,7 @@ class RatePowers(NamedTuple):
     of_tokens_half: float
 
 
+@validation.checks_numbers(level="(0, 1)")
 def fit_powers(
     width: Float[np.ndarray, " optima"],
     num_tokens: Float[np.ndarray, " optima"],

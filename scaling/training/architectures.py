@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxkv import validation
 from jaxkv.models import ModelConfig, Params, init_params
 from scaling.costs import (
     Layout,
     ParameterCounts,
-    check_sizes,
     count_parameters,
     training_step_flops,
 )
@@ -28,6 +28,7 @@ type Architecture = ModelConfig | recurrent.RecurrentConfig
 `num_layers` and `max_positions`."""
 
 
+@validation.checks_numbers()
 def transformer(
     width: int,
     *,
@@ -98,6 +99,7 @@ def count_model_parameters(config: Architecture) -> ParameterCounts:
     return count_parameters(describe_config(config))
 
 
+@validation.checks_numbers(batch=validation.SIZES, sequence=validation.SIZES)
 def training_flops(
     config: Architecture,
     *,
@@ -112,7 +114,6 @@ def training_flops(
     Raises:
       ValueError: a size is out of range.
     """
-    check_sizes(batch=batch, sequence=sequence)
     if isinstance(config, recurrent.RecurrentConfig):
         return 3 * recurrent.recurrent_forward_flops(config, tokens=batch * sequence)
     shape = describe_config(config)
@@ -121,6 +122,7 @@ def training_flops(
     ).model
 
 
+@validation.checks_numbers(num_params=(1, 2**48))
 def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
     base: A, num_params: int
 ) -> A:

@@ -118,6 +118,7 @@ class Trajectory(NamedTuple):
     guesses: Int[np.ndarray, "iterations tokens"]
 
 
+@validation.checks_numbers(text_tokens=0, seed=validation.SEEDS)
 def make_records(
     found: Sequence[Trajectory],
     text: UInt[np.ndarray, " text"],

@@ -205,6 +205,7 @@ def train_heads(
     return HeadResult(state[0], curve, status)
 
 
+@validation.checks_numbers()
 def acceptance_rates(
     params: Params,
     target: Params,

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, index_leaves, param_axes
 from jaxkv.parallel import (
     RING,
@@ -31,6 +32,7 @@ DATA, PIPELINE = "data", "pipeline"
 """Mesh axes that divide a batch, and the layers."""
 
 
+@validation.checks_numbers()
 def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None:
     """Checks that a model can be trained with a layout.
 

@@ -304,6 +304,7 @@ def cut_windows(
     return np.stack(windows), np.stack(counts)
 
 
+@validation.checks_numbers()
 def score_documents(
     params: Params,
     documents: Iterable[Document],
@@ -332,6 +333,7 @@ def score_documents(
     return DocumentScore(bits, nats / num_tokens, num_tokens)
 
 
+@validation.checks_numbers()
 def stream_windows(
     held_out: UInt[np.ndarray, " tokens"], *, seq_len: int, num_windows: int
 ) -> Int[np.ndarray, "windows {seq_len}+1"]:
@@ -344,8 +346,6 @@ def stream_windows(
     Raises:
       ValueError: the stream is shorter than one window, or a size is below 1.
     """
-    if seq_len < 1 or num_windows < 1:
-        raise ValueError(f"{seq_len=} and {num_windows=} must be at least 1")
     there = (len(held_out) - 1) // seq_len
     if there < 1:
         raise ValueError(
@@ -359,6 +359,7 @@ def stream_windows(
     return held_out[place].astype(np.int32)
 
 
+@validation.checks_numbers(carry=0)
 def score_stream(
     params: Params,
     held_out: UInt[np.ndarray, " tokens"],
@@ -388,10 +389,8 @@ def score_stream(
       ValueError: the stream is shorter than one window or has a token outside the
         model's vocabulary, or a size is out of range.
     """
-    if not 0 <= carry < seq_len or batch_size < 1:
-        raise ValueError(
-            f"{carry=} must be in [0, {seq_len=}), {batch_size=} at least 1"
-        )
+    if carry >= seq_len:
+        raise ValueError(f"{carry=} must be in [0, {seq_len=})")
     windows = stream_windows(held_out, seq_len=seq_len, num_windows=num_windows)
     if (top := int(windows.max())) >= model.vocab_size:
         raise ValueError(f"token {top} is not below {model.vocab_size=}")

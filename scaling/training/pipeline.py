@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv import models
+from jaxkv import models, validation
 from jaxkv.models import TENSOR, ModelConfig, Params, Transformer, index_leaves
 from scaling.training import meshes, objectives
 from scaling.training.architectures import Architecture
@@ -58,6 +58,7 @@ class PipelineSchedule(NamedTuple):
         return 1 - busy.sum() / (sum(phases) * busy.shape[1])
 
 
+@validation.checks_numbers()
 def make_pipeline_schedule(
     num_stages: int, num_micro: int, kind: Literal["gpipe", "1f1b"] = "1f1b"
 ) -> PipelineSchedule:
@@ -66,8 +67,6 @@ def make_pipeline_schedule(
     Raises:
       ValueError: a number is below 1, or the kind is unknown.
     """
-    if num_stages < 1 or num_micro < 1:
-        raise ValueError(f"{num_stages=} and {num_micro=} must be at least 1")
     if kind not in ("gpipe", "1f1b"):
         raise ValueError(f"{kind=} must be 'gpipe' or '1f1b'")
     last, each = num_stages - 1, num_micro + num_stages - 1

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, Int32, UInt
 
+from jaxkv import validation
 from jaxkv.models import ModelConfig, Params, is_selection_bias
 from scaling.corpora import draw_windows
 from scaling.costs import Layout
@@ -69,6 +70,7 @@ def init_train_state(
     )
 
 
+@validation.checks_numbers()
 @functools.cache
 def compiled_steps(
     model: architectures.Architecture,

@@ -140,6 +140,7 @@ def code_lengths(
     return markov.chain_code_lengths(_chain(config), stream)
 
 
+@validation.checks_numbers(exponent="[0, 100]")
 def zipf_probabilities(
     vocab_size: int, exponent: float
 ) -> Float[np.ndarray, " tokens"]:
