@@ -117,7 +117,7 @@ def counts_as_floats(work: Work) -> Work:
     return jax.tree.map(lambda x: x.astype(jnp.float32), work)
 
 
-@validation.checks_numbers()
+@validation.checks_numbers(scale="[1e-9, 1e9]")
 def linear_cost(
     prefill: tuple[float, ...],
     decode: tuple[float, ...],
@@ -150,7 +150,7 @@ def linear_cost(
 FIGURE_12 = "opt-13b-a100-40gb"
 
 
-@validation.checks_numbers()
+@validation.checks_numbers(scale="[1e-3, 1e3]")
 def figure_12_cost(*, scale: float = 1.31) -> CostModel[LinearCost]:
     """Returns the cost model of OPT-13B on one A100 of 40 GB.
 
