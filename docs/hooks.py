@@ -34,7 +34,8 @@ _INCLUDE = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
     """Changes the parts of a Markdown text that are not fenced code."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for fence in _FENCE.finditer(text):
         parts += [change(text[end : fence.start()]), fence[0]]
         end = fence.end()
@@ -150,7 +151,8 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
     """Leaves notebooks out of the links to the previous and the next page."""
     pages = [page for page in nav.pages if page.file.is_documentation_page()]
     for page, next_page in itertools.pairwise(pages):
-        page.next_page, next_page.previous_page = next_page, page
+        page.next_page = next_page
+        next_page.previous_page = page
     return nav
 
 

@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes or checks the notebooks; returns 1 if the check fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, do not write")
-    is_check, num_wrong = parser.parse_args(arguments).check, 0
+    is_check = parser.parse_args(arguments).check
+    num_wrong = 0
     for path, page in notebook_pages().items():
         made = make_notebook(page)
         if not is_check:

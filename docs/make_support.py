@@ -172,7 +172,8 @@ class Trials:
 
     def __init__(self, folder: Path, *, trace: bool = False):
         """Prepares trials of the models in `folder`; `trace` also traces the steps."""
-        self._folder, self.trace = folder, trace
+        self._folder = folder
+        self.trace = trace
         self._found: dict[str, str] = {}
         self._loaded: dict[Any, checkpoints.LoadedModel] = {}
         self.refusals: list[str] = []
@@ -194,7 +195,8 @@ class Trials:
         mesh = fields.pop("mesh", None)
         try:
             fields["mesh"] = None if mesh is None else make_mesh(**dict(mesh))
-            folder, kind = self._folder / model, {"dtype": "float32"} | fields
+            folder = self._folder / model
+            kind = {"dtype": "float32"} | fields
             kind = {name: kind[name] for name in ("dtype", "mesh")}
             key = model, mesh, kind["dtype"]
             if method == "mtp":
@@ -410,7 +412,8 @@ def check_full_products(trials: Trials) -> tuple[int, int]:
         refused = bool(trials.refusal(joined))
         if refused != expected:
             raise AssertionError(f"{joined.name}: {trials.refusal(joined)!r}")
-        num, num_refused = num + 1, num_refused + refused
+        num = num + 1
+        num_refused = num_refused + refused
     return num, num_refused
 
 

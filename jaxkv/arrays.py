@@ -71,7 +71,9 @@ def take(
     if isinstance(index, tuple) and values.size < 2**31:
         # One flat axis: with several axes XLA launches a kernel to combine their range
         # checks.
-        lead, flat, inside = values.shape[: len(index)], jnp.int32(0), True
+        lead = values.shape[: len(index)]
+        flat = jnp.int32(0)
+        inside = True
         for size, each in zip(lead, index, strict=True):
             inside &= (each >= 0) & (each < size)
             flat = flat * size + each
@@ -181,7 +183,8 @@ def pack_leaves(tree: Any) -> jax.tree_util.Partial:
     then writes one vector per dtype in each step rather than every leaf.
     """
     leaves, structure = jax.tree.flatten(tree)
-    shapes, sizes = [(x.shape, x.dtype) for x in leaves], [x.size for x in leaves]
+    shapes = [(x.shape, x.dtype) for x in leaves]
+    sizes = [x.size for x in leaves]
     kinds = [jnp.dtype(jnp.int32) if x.dtype == bool else x.dtype for x in leaves]
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in kinds}
 

@@ -27,7 +27,8 @@ def advance(
     whole = jnp.floor(seconds)
     # Only the fraction is rounded: a float32 of microseconds is exact up to 16 s.
     part = jnp.round((seconds - whole) * MICROS_PER_SECOND).astype(jnp.int32)
-    full, total = whole.astype(jnp.int32), clock[1] + part
+    full = whole.astype(jnp.int32)
+    total = clock[1] + part
     clock = jnp.stack(
         [clock[0] + full + total // MICROS_PER_SECOND, total % MICROS_PER_SECOND]
     )
@@ -41,8 +42,10 @@ def is_past(
 
     `clock` is one clock, or one for each time.
     """
-    seconds, micros = time[..., 0], time[..., 1]
-    now_s, now_us = clock[..., 0], clock[..., 1]
+    seconds = time[..., 0]
+    micros = time[..., 1]
+    now_s = clock[..., 0]
+    now_us = clock[..., 1]
     return (seconds < now_s) | ((seconds == now_s) & (micros <= now_us))
 
 

@@ -199,7 +199,9 @@ def _feed(
     fed: Int32[Array, " slots"],
     forward: Forward,
 ) -> tuple[Array, Cache]:
-    kv_dtype, dtype, why = cache.pages.layout.kv_dtype, cache.pages.dtype, None
+    kv_dtype = cache.pages.layout.kv_dtype
+    dtype = cache.pages.dtype
+    why = None
     if kv_dtype != "model":
         why = (
             f"{kv_dtype=} has no gradient; kv_dtype must be 'model', "

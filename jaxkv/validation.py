@@ -594,7 +594,8 @@ def _of_type(
     name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
 ) -> Any:
     """Checks the value of a field by the field's type."""
-    kind, ending = getattr(kind, "__value__", kind), ""
+    kind = getattr(kind, "__value__", kind)
+    ending = ""
     if isinstance(kind, types.UnionType):
         if value is None:
             return None

@@ -125,12 +125,16 @@ def normalize_softmax(
     Returns:
       Both; 0 and -inf for queries without a key, even with a sink.
     """
-    some, top, total, out = state.total > 0, state.top, state.total, state.out
+    some = state.total > 0
+    top = state.top
+    total = state.total
+    out = state.out
     if sinks is not None:
         sinks = sinks.astype(top.dtype)
         top = jnp.maximum(state.top, sinks)
         decay = jnp.exp(state.top - top)
-        total, out = total * decay + jnp.exp(sinks - top), out * decay[..., None]
+        total = total * decay + jnp.exp(sinks - top)
+        out = out * decay[..., None]
     total = jnp.where(some, total, jnp.ones_like(total))
     out = jnp.where(some[..., None], out / total[..., None], jnp.zeros((), out.dtype))
     lse = jnp.where(some, top + jnp.log(total), -jnp.inf)

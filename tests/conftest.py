@@ -96,7 +96,8 @@ def _compile_fast() -> None:
 
     def field(number: int, content: bytes) -> bytes:
         """Encodes a protocol-buffer field; parsers merge repeated message fields."""
-        key, size = (number << 3) | 2, len(content)
+        key = (number << 3) | 2
+        size = len(content)
         head = [key & 127 | 128, key >> 7] if key > 127 else [key]
         return bytes([*head, size]) + content
 

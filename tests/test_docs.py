@@ -108,7 +108,8 @@ def test_outputs_are_compared(shown: str, printed: str, is_same: bool) -> None:
 
 def test_a_shown_output_may_vary(tmp_path) -> None:
     page = tmp_path / "page.md"
-    block, text = "```python\nprint(1)\n```\n\n", "```text\n2\n```\n"
+    block = "```python\nprint(1)\n```\n\n"
+    text = "```text\n2\n```\n"
     page.write_text(block + "It prints:\n\n" + text)
     _, printed = pages.run_blocks(page)
     assert printed == ["1\n"]

@@ -57,7 +57,8 @@ LAYERS = {
     ),
 }
 
-MAX_FOLDER_ENTRIES, MAX_PACKAGE_ENTRIES = 14, 23
+MAX_FOLDER_ENTRIES = 14
+MAX_PACKAGE_ENTRIES = 23
 """Modules and folders allowed in a folder and at the root of a package."""
 
 # Files that may import a third-party library (or a part of it).
@@ -127,7 +128,8 @@ def syntax_tree(path: Path) -> ast.Module:
 @functools.cache
 def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     """Returns line and dotted name of every import; lazy ones (in functions) too."""
-    tree, found = syntax_tree(path), []
+    tree = syntax_tree(path)
+    found = []
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
@@ -243,7 +245,8 @@ def test_sub_packages_are_imported_through_their_exports() -> None:
             for package, member in entered_packages(module, name):
                 if member not in EXPORTS[package]:
                     wrong.append(f"{module}:{line}: {package} does not export {name}")
-            home, there = module.split(".")[:2], name.split(".")
+            home = module.split(".")[:2]
+            there = name.split(".")
             is_private = there[-1].startswith("_") and there[0] in PACKAGES
             if is_private and there[:2] != home:
                 wrong.append(f"{module}:{line} imports {name}")

@@ -24,10 +24,13 @@ def split_cells(line: str) -> list[str]:
 
 def table_errors(text: str) -> list[str]:
     """Returns the errors in all tables of a page, each with its line number."""
-    found, head, is_code = [], 0, False
+    found = []
+    head = 0
+    is_code = False
     lines = ["", *text.splitlines(), ""]
     for i, line in enumerate(lines):
-        row, before = line.strip(), lines[i - 1].strip()
+        row = line.strip()
+        before = lines[i - 1].strip()
         is_code ^= row.startswith("```")
         if is_code or not row.startswith("|"):
             if head and row and not row.startswith("```"):
@@ -37,7 +40,8 @@ def table_errors(text: str) -> list[str]:
         if head:
             begins = False
         else:
-            begins, head = True, len(split_cells(line))
+            begins = True
+            head = len(split_cells(line))
         if not row.endswith("|"):
             found.append(f"{i}: the row does not end with |")
         elif len(split_cells(line)) != head:

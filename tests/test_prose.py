@@ -23,7 +23,8 @@ WATCHED = (
 """Words that personify a system or replace a precise term."""
 VAGUE = ["what", "nothing", "others", "alone"]
 
-MAX_WATCHED, MAX_VAGUE = 5.0, 15.0
+MAX_WATCHED = 5.0
+MAX_VAGUE = 15.0
 """Occurrences allowed per 10,000 words."""
 
 SKIPPED = re.compile(r"experiments/(records/.+/report\.md|RESULTS\.md|LOG\.md)$")
@@ -100,7 +101,8 @@ INDEFINITE = frozenset(
 """Participles and determiners: names that do not say what a value is."""
 MAX_INDEFINITE = 0.5
 """Percentage of all bindings."""
-MAX_TUPLES, MAX_ANY = 3.0, 5.0
+MAX_TUPLES = 3.0
+MAX_ANY = 5.0
 """Tuple assignments of separate values, and `Any` in annotations, per 1,000 lines."""
 
 

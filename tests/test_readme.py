@@ -106,7 +106,8 @@ def test_pages_are_short(page: str, most: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_on_pages_exist(page: str) -> None:
-    text, home = read(page), (ROOT / page).parent
+    text = read(page)
+    home = (ROOT / page).parent
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     for link in links:
         assert (home / link).exists(), link
@@ -231,7 +232,8 @@ def expected_numbers() -> dict[str, list[str]]:
     chat = [f"paged memory sustains twice the load of Orca ({x})" for x in orca]
     ways = [f"openchat, {x}: " for x in ("mixed only", "chunks only", "both")]
     split = "OPT-13B, prompts of 512 and answers of 64 tokens: two GPUs that read"
-    train, fits = rows("bench_train"), {x["method"]: x for x in rows("bench_fit")}
+    train = rows("bench_train")
+    fits = {x["method"]: x for x in rows("bench_fit")}
     kernels = {
         x["spec"]: x["ratio"]
         for x in rows("bench_kernels")
@@ -364,7 +366,8 @@ FRONT = {
 
 
 def test_the_front_page_has_numbers_and_verdicts_of_the_results_page() -> None:
-    front, results = read("README.md"), read("docs/results.md").splitlines()
+    front = read("README.md")
+    results = read("docs/results.md").splitlines()
     section = front.partition("## Six results")[2].partition("\n[All results]")[0]
     rows = [x for x in section.splitlines() if x.startswith("| ") and "| | " not in x]
     assert len(rows) == len(FRONT)
@@ -421,7 +424,8 @@ def test_the_results_page_has_the_verdicts_of_the_records_by_kind() -> None:
             text = (RECORDS / record / "claims.json").read_text("utf-8")
             for row in json.loads(text):
                 if re.match(pattern, row["claim"]):
-                    kind, is_check = row["kind"], row["kind"] == "checks"
+                    kind = row["kind"]
+                    is_check = row["kind"] == "checks"
                     found |= {"check"} if is_check else set()
                     found |= {kind} - {"checks", "reproduces"}
                     found |= (

@@ -211,11 +211,13 @@ assert request.attributes == jaxkv.RequestAttributes(tenant=3)
 @pytest.mark.thorough
 def test_policy_reads_a_new_request_attribute(tmp_path: Path) -> None:
     """The recipe changes two files: the attributes and the policy."""
-    copy, original = tmp_path / "jaxkv", ROOT / "jaxkv"
+    copy = tmp_path / "jaxkv"
+    original = ROOT / "jaxkv"
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     table = copy / "scheduling/attributes.py"
     text = table.read_text(encoding="utf-8")
-    end_of_fields, end_of_bounds = "\n\n\nBOUNDS: Any", '\n)\n"""Smallest and'
+    end_of_fields = "\n\n\nBOUNDS: Any"
+    end_of_bounds = '\n)\n"""Smallest and'
     assert text.count(end_of_fields) == text.count(end_of_bounds) == 1
     text = text.replace(end_of_fields, f"\n    tenant: Values = 0{end_of_fields}")
     text = text.replace(end_of_bounds, f"\n    tenant=(0, 9),{end_of_bounds}")
@@ -453,7 +455,8 @@ def test_kernel_is_exact_under_any_tiling() -> None:
 
 
 def test_new_law_is_fitted_and_allocates_a_budget() -> None:
-    n, d = "num_params", "num_tokens"
+    n = "num_params"
+    d = "num_tokens"
     law = powers.power_sum(
         "no-floor",
         "A / N^alpha + B / D^beta",

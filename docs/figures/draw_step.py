@@ -36,8 +36,13 @@ BOXES = (
     ),
     ("retire", "frees slots and pages", ("reason [slots]", "ref [pages]")),
 )
-WIDTH, HEIGHT, GAP, COLUMNS = 206, 104, 30, 4
-INK, FILL, HOST = "#1f3044", "#e8eef5", "#f6ead7"
+WIDTH = 206
+HEIGHT = 104
+GAP = 30
+COLUMNS = 4
+INK = "#1f3044"
+FILL = "#e8eef5"
+HOST = "#f6ead7"
 
 
 def text(x: float, y: float, content: str, size: int, *, bold: bool = False) -> str:
@@ -59,7 +64,8 @@ def arrow(points: str) -> str:
 
 def draw() -> str:
     """Returns the figure as SVG text."""
-    top, left = 46, 14
+    top = 46
+    left = 14
     width = 2 * left + COLUMNS * WIDTH + (COLUMNS - 1) * GAP
     height = top + 2 * HEIGHT + 60 + 62
     parts = [
@@ -75,7 +81,8 @@ def draw() -> str:
     for i, (name, work, arrays) in enumerate(BOXES):
         row, column = divmod(i, COLUMNS)
         column = column if row == 0 else COLUMNS - 1 - column
-        x, y = left + column * (WIDTH + GAP), top + row * (HEIGHT + 60)
+        x = left + column * (WIDTH + GAP)
+        y = top + row * (HEIGHT + 60)
         place[i] = x, y
         fill = HOST if name == "submit" else FILL
         parts.append(
@@ -99,7 +106,8 @@ def draw() -> str:
             parts.append(arrow(f"{down},{y + HEIGHT} {down},{y + HEIGHT + 59}"))
     # The state of the next step, from `retire` to `counts`.
     x, y = place[len(BOXES) - 1]
-    from_x, to_x = x + WIDTH / 2, place[1][0] + WIDTH / 2
+    from_x = x + WIDTH / 2
+    to_x = place[1][0] + WIDTH / 2
     bend = y - 30
     parts.append(
         arrow(f"{from_x},{y} {from_x},{bend} {to_x},{bend} {to_x},{top + HEIGHT + 1}")

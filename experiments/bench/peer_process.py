@@ -42,7 +42,8 @@ class PeerProcess:
         limit_s: float = threading.TIMEOUT_MAX,
         **environ: str,
     ):
-        self.name, self._start_limit_s = name, limit_s
+        self.name = name
+        self._start_limit_s = limit_s
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(

@@ -115,7 +115,8 @@ def render_page(records: list[ClaimsRecord]) -> str:
     for record in records:
         if not record.claims:
             continue
-        env, rows = record.env, ["| | claim | numbers | |", "|---|---|---|---|"]
+        env = record.env
+        rows = ["| | claim | numbers | |", "|---|---|---|---|"]
         sections.append(
             f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
             f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"

@@ -45,14 +45,16 @@ class DeviceCost(NamedTuple):
 
 def main() -> dict[str, float]:
     """Serves a burst of long and short jobs with both policies, in simulated time."""
-    rng, num = np.random.default_rng(0), 64
+    rng = np.random.default_rng(0)
+    num = 64
     is_long = rng.random(num) < 0.25
     load = make_workload(
         np.sort(rng.uniform(0.0, 2.0, num)),
         np.where(is_long, 400, 20),
         np.where(is_long, 200, 10),
     )
-    latency, cost = {}, DeviceCost(jnp.float32(1.0))
+    latency = {}
+    cost = DeviceCost(jnp.float32(1.0))
     for name, policy in (
         ("first come", jaxkv.fcfs()),
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),

@@ -48,7 +48,8 @@ def run(load, limit):
 
 def main() -> np.ndarray:
     """Sweeps three limits and three rates, and returns the median seconds per token."""
-    rates, limits = (1.0, 4.0, 16.0), jnp.asarray([2, 8, 32], jnp.int32)
+    rates = (1.0, 4.0, 16.0)
+    limits = jnp.asarray([2, 8, 32], jnp.int32)
     loads = [
         open_loop(np.random.default_rng(0), ALPACA, rate=rate, num=200)
         for rate in rates

@@ -362,7 +362,8 @@ class ClaimsFile:
         return self._read[1][id]
 
     def _judge(self, found: MeasuredValue) -> Claim | None:
-        spec, words = self._find(found.id), _Words(found.words)
+        spec = self._find(found.id)
+        words = _Words(found.words)
         words.common = self._read[0]
         is_other = spec.kind == "cannot compare"
         is_other = is_other if found.differs is None else found.differs

@@ -6,7 +6,8 @@ from jaxkv.workloads import Gamma, Lengths, Pair, rescale_to_means
 
 NUM_DRAWN = 8192
 """Pairs drawn to represent a distribution."""
-NUM_ROUNDS, NUM_SWAPS = 100, 10_000
+NUM_ROUNDS = 100
+NUM_SWAPS = 10_000
 
 
 def draw_lengths(
@@ -38,7 +39,8 @@ def draw_lengths(
     Raises:
       ValueError: the distribution is too long for `max_length`.
     """
-    prompt_law, output_law = pair.prompt, pair.output
+    prompt_law = pair.prompt
+    output_law = pair.output
     assert isinstance(prompt_law, Gamma)
     assert isinstance(output_law, Gamma)
     shapes = np.array([prompt_law.shape, output_law.shape])

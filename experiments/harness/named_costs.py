@@ -52,7 +52,8 @@ def find_cost_model(name: str) -> CostModel:
         num = rest[2] if len(rest) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model, device = shapes.describe(rest[0]), find_device(rest[1])
+        model = shapes.describe(rest[0])
+        device = find_device(rest[1])
         return shaped[kind](model, device, num_devices=int(num), name=name)
     if kind == "measured" and rest:
         return fit_measured_steps(Path(name.removeprefix("measured:")))

@@ -15,7 +15,8 @@ from jaxkv.serving import Completion, Engine
 
 NUM_SHOWN = 3
 """Answers that stream on the terminal at the same time."""
-NUM_LINES, WIDTH = 5, 76
+NUM_LINES = 5
+WIDTH = 76
 """Lines shown of each answer, and their width in characters."""
 SHOW_EVERY_S = 0.1
 
@@ -31,7 +32,8 @@ class Server:
 
     def __init__(self, engine: Engine, name: str = "") -> None:
         """Takes an idle engine."""
-        self.engine, self.name = engine, name
+        self.engine = engine
+        self.name = name
         self.times: list[CallTimes] = []
 
     def serve(self, prompts: list[list[int]], asks: list[Sampling]) -> list[list[int]]:

@@ -49,7 +49,8 @@ def count_compiled(
       batch: sequences over all devices.
       sequence: tokens of each sequence.
     """
-    mesh, whole = make_training_mesh(layout), param_shapes(shape)
+    mesh = make_training_mesh(layout)
+    whole = param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)

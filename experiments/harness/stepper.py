@@ -83,8 +83,10 @@ class Stepper:
           eos_ids: tokens that end an answer.
           step: step function.
         """
-        self.config, self._make_pages = config, make_pages
-        self._params, self._eos_ids = params, eos_ids
+        self.config = config
+        self._make_pages = make_pages
+        self._params = params
+        self._eos_ids = eos_ids
         self._static = {"config": config, "forward": forward, "step": step}
         self.clear()
 
@@ -172,11 +174,13 @@ class Stepper:
         Returns:
           The record; None if `progress` was stopped, in which case the engine is empty.
         """
-        num_cached, seen = np.zeros(len(prompts), int), []
+        num_cached = np.zeros(len(prompts), int)
+        seen = []
         tokens: dict[tuple[int, int], list[int]] = {}
         started = time.perf_counter()
         for call in self.calls(prompts, asks, policy=policy, eviction=eviction):
-            ended, ends = call.ended.sequences, call.ended.progress.num_tokens
+            ended = call.ended.sequences
+            ends = call.ended.progress.num_tokens
             np.add.at(num_cached, ended.request_id, ended.num_cached)
             for row, name in enumerate(ended.request_id.tolist()):
                 answer = slice(ended.prompt_length[row], ends[row])

@@ -131,7 +131,8 @@ def exit_unjoined(status: int, *, at_once: bool = False) -> int:
 
 def _split_flags(args: list[str]) -> tuple[dict[str, str], list[str]]:
     given: dict[str, str] = {}
-    rest, words = [], iter(args)
+    rest = []
+    words = iter(args)
     for word in words:
         name, is_joined, value = word.partition("=")
         if name not in NAMES:

@@ -44,7 +44,8 @@ def page_keys(tokens: Sequence[int], page_size: int, salt: int) -> list[bytes]:
 
     The last token is always fed, so a page that ends with it has no key.
     """
-    digest, keys = hashlib.sha256(str(salt).encode()), []
+    digest = hashlib.sha256(str(salt).encode())
+    keys = []
     for end in range(page_size, len(tokens), page_size):
         digest.update(np.asarray(tokens[end - page_size : end], np.int32).tobytes())
         keys.append(digest.copy().digest())

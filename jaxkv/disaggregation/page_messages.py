@@ -71,7 +71,9 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         raise ValueError(f"payload must be at most {MAX_PAYLOAD_BYTES} bytes of uint8")
     try:
         fields = json.loads(header)
-        tokens, salt, leaves = fields["tokens"], fields["salt"], fields["leaves"]
+        tokens = fields["tokens"]
+        salt = fields["salt"]
+        leaves = fields["leaves"]
         shapes = [(str(name), tuple(map(int, shape))) for name, shape in leaves]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"header of pages is damaged: {error!r}") from None

@@ -92,7 +92,8 @@ class _Dispatcher:
     """Carries out calls and sends their replies."""
 
     def __init__(self, connection: Connection, router: Router):
-        self._connection, self._router = connection, router
+        self._connection = connection
+        self._router = router
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(self, reply: Reply) -> None:
@@ -131,7 +132,8 @@ class _Dispatcher:
 
 async def run_router(connection: Connection, setup: Setup) -> None:
     """Runs a router until the pipe closes."""
-    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    is_over = asyncio.Event()
     # Imported late: Ray reads its environment variables at import.
     from jaxkv.disaggregation import cluster
 

@@ -44,9 +44,11 @@ class BeamGroups(NamedTuple):
 
 def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
     """Finds the beams of each request in the slots."""
-    s, sequence = state.sequences, state.slots.sequence
+    s = state.sequences
+    sequence = state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    here, first = is_beam(state), find_slot_groups(state).first
+    here = is_beam(state)
+    first = find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
     at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
     no_slots = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
@@ -96,9 +98,11 @@ def _search(
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Advances the searches, then slots and histories; returns as `step_beams`."""
-    s, sequence = state.sequences, state.slots.sequence
+    s = state.sequences
+    sequence = state.slots.sequence
     found = find_beams(state, config.max_beams)
-    first, sample = find_slot_groups(state).first, s.params.sample[sequence]
+    first = find_slot_groups(state).first
+    sample = s.params.sample[sequence]
     after, parents, tokens, active = _step(state, found, choices, here)
     mine = here & active[first]
     done = mine & after.done[first]
@@ -135,7 +139,8 @@ def _step(
     state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
 ) -> tuple[Beams, Array, Array, Array]:
     """Advances the beams of all requests; also returns which were active."""
-    s, search = state.sequences, state.search
+    s = state.sequences
+    search = state.search
     assert search is not None
     lead = jnp.maximum(found.lead, 0)
     params = BeamParams(
@@ -161,9 +166,11 @@ def _finish(
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Writes the answers of finished searches into `Sequences.tokens`."""
-    search, sequence = state.search, state.slots.sequence
+    search = state.search
+    sequence = state.slots.sequence
     assert search is not None
-    first, row = find_slot_groups(state).first, jnp.maximum(sequence, 0)
+    first = find_slot_groups(state).first
+    row = jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
     lead = jnp.maximum(found.lead, 0)
     rows = sequence[jnp.maximum(found.slot, 0)]
@@ -210,14 +217,14 @@ def store_paths(
 
     def unroll(_: Array, path: Array) -> Array:
         assert state.search is not None
-        s, sequence = state.sequences, state.slots.sequence
-        found, first = (
-            find_beams(state, config.max_beams),
-            find_slot_groups(state).first,
-        )
+        s = state.sequences
+        sequence = state.slots.sequence
+        found = find_beams(state, config.max_beams)
+        first = find_slot_groups(state).first
         sample = s.params.sample[jnp.maximum(sequence, 0)]
         slot = jnp.maximum(found.slot, 0)
-        rows, known = sequence[slot], state.slots.num_tokens[slot]
+        rows = sequence[slot]
+        known = state.slots.num_tokens[slot]
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
         held = jax.vmap(follow_parents)(state.search.parents[rows], ends, known)[

@@ -253,7 +253,8 @@ def requested_draft_lengths(
 
     It is 0 in slots with a beam, and in slots that prefill for a whole group.
     """
-    s, sequence = state.sequences, state.slots.sequence
+    s = state.sequences
+    sequence = state.slots.sequence
     with jax.named_scope("draft_lengths"):
         wanted = drafter.requested_draft_lengths(state.memory, state, config)
     can_draft = ~groups.fork_of(state).reads & ~groups.is_beam(state)
@@ -294,7 +295,8 @@ def propose(
         num=jnp.clip(drafts.num, 0, granted),
         tree=None if drafts.parents is None else tree(drafts.parents),
     )
-    s, sequence = state.sequences, state.slots.sequence
+    s = state.sequences
+    sequence = state.slots.sequence
     index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
     known = state.slots.num_tokens
     place = jnp.where(index < drafts.num[:, None], known[:, None] + index, -1)

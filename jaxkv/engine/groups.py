@@ -37,8 +37,12 @@ def tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
         return num
     # All beams of a group feed their last token in the same step: beams that are ahead
     # wait.
-    slots, s, fork = state.slots, state.sequences, fork_of(state)
-    group, beam, known = group_of_slots(state), is_beam(state), slots.num_tokens
+    slots = state.slots
+    s = state.sequences
+    fork = fork_of(state)
+    group = group_of_slots(state)
+    beam = is_beam(state)
+    known = slots.num_tokens
     prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
     # Before the first fork a group has no beam that is ahead.
     lags = beam & (state.table.length < known - 1) & (known > prompt)
@@ -73,7 +77,8 @@ def find_forks(
 
     Forks happen at the end of the step that feeds `num_rows` tokens of each slot.
     """
-    fork, group = fork_of(state), group_of_slots(state)
+    fork = fork_of(state)
+    group = group_of_slots(state)
     complete = fork.reads & (state.table.length + num_rows == fork.num_common)
     slot = jnp.arange(group.shape[0], dtype=jnp.int32)
     # [source, forked slot]
@@ -135,7 +140,9 @@ def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> Engi
       state: the engine.
       gone: mask of the slots to remove.
     """
-    fork, group, size = fork_of(state), group_of_slots(state), state.pages.page_size
+    fork = fork_of(state)
+    group = group_of_slots(state)
+    size = state.pages.page_size
     slot = jnp.arange(gone.shape[0], dtype=jnp.int32)
     same = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
     reader = jnp.where(same & fork.reads[:, None], slot[:, None], NO_SEQUENCE)
@@ -164,7 +171,8 @@ def num_common(
 
     `preempted` marks whole groups. A sequence without a group shares its prompt.
     """
-    s, slots = state.sequences, state.slots
+    s = state.sequences
+    slots = state.slots
     slot = jnp.arange(preempted.shape[0], dtype=jnp.int32)
     follows = preempted & (group.first != slot)
 
@@ -176,7 +184,8 @@ def num_common(
         return jnp.where(beam[:, None], search.path[row], s.tokens[row])
 
     def compare(_: Array, common: Array) -> Array:
-        row, num = jnp.maximum(slots.sequence, 0), slots.num_tokens
+        row = jnp.maximum(slots.sequence, 0)
+        num = slots.num_tokens
         mine, theirs = (tokens_of(row[x], num[x]) for x in (slot, group.first))
         known = jnp.minimum(num, num[group.first])
         index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]

@@ -137,7 +137,8 @@ def _feed_fast(
     config: EngineConfig,
 ) -> tuple[Logits, DraftLogits, Pages]:
     """Runs the smallest program that has room for the step's rows."""
-    busy, many = jnp.any(wanted.num_rows > 0), jnp.any(wanted.num_rows > 1)
+    busy = jnp.any(wanted.num_rows > 0)
+    many = jnp.any(wanted.num_rows > 1)
 
     def several(length: int | None) -> Callable[[_Carry, _RowCounts], _Carry]:
         return functools.partial(_run_packed, run, config, length)
@@ -241,7 +242,8 @@ def _mask_trees(
     last known token. Each draft gets the position of its depth, and attends to its
     ancestors and to the known tokens.
     """
-    place, slot = rows.position, rows.slot
+    place = rows.position
+    slot = rows.slot
     if slot is None:
         slot = jnp.arange(place.shape[0], dtype=jnp.int32)
         slot //= place.shape[0] // root.shape[0]
@@ -289,7 +291,8 @@ def _pack(
     fewer.
     """
     if length is None:
-        num_packed, length = config.token_budget, config.max_drafts
+        num_packed = config.token_budget
+        length = config.max_drafts
         if config.numerics == "reproducible":
             num_packed = -(-num_packed // TILE) * TILE
         # All pairs, not `cumsum`: XLA's kernel for that loses the named scope.
@@ -303,7 +306,8 @@ def _pack(
         position = jnp.where(used, start + row, -1)
         sequence = arrays.take(state.slots.sequence, slot, fill=NO_SEQUENCE)
     else:
-        each, slot = 1 + length, None
+        each = 1 + length
+        slot = None
         index = jnp.arange(each, dtype=jnp.int32)[None, :]
         position = state.table.length[:, None] + index
         position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)

@@ -62,7 +62,8 @@ def match_prefixes(
       config: the engine's configuration.
     """
     (num,) = sequence.shape
-    cache, s = state.prefixes, state.sequences
+    cache = state.prefixes
+    s = state.sequences
     no_pages = jnp.full((num, config.max_pages_per_slot), NO_PAGE, jnp.int32)
     if cache is None:
         return PrefixMatch(no_pages, *jnp.zeros((2, num), jnp.int32))
@@ -125,9 +126,11 @@ def start_on_cached_pages(
     if state.prefixes is None:
         return state
     ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
-    table, s = state.table, state.sequences
+    table = state.table
+    s = state.sequences
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
-    slots, fork = state.slots, state.slots.fork
+    slots = state.slots
+    fork = state.slots.fork
     assert fork is not None
     # A request that comes back from a preemption has fed these tokens before; they do
     # not count as cached.
@@ -186,10 +189,13 @@ def insert_filled_pages(
     """
     if state.prefixes is None:
         return state
-    s, size, sequence = state.sequences, config.page_size, state.slots.sequence
+    s = state.sequences
+    size = config.page_size
+    sequence = state.slots.sequence
     use_prefix_cache = arrays.take(s.use_prefix_cache, sequence, fill=False)
     salt = arrays.take(s.salt, sequence, fill=0)
-    first, end = before // size, state.table.length // size
+    first = before // size
+    end = state.table.length // size
     if state.search is not None:
         group = arrays.take(s.group, sequence, fill=-1)
         beam = arrays.take(state.search.width, group, fill=0) > 0
@@ -217,7 +223,9 @@ def _insert(
 ) -> EngineState:
     """Adds `num_filled` pages of each slot from its page `first` on."""
     assert state.prefixes is not None
-    s, size, sequence = state.sequences, config.page_size, state.slots.sequence
+    s = state.sequences
+    size = config.page_size
+    sequence = state.slots.sequence
     slot = jnp.arange(config.max_slots, dtype=jnp.int32)
     offset = jnp.arange(size, dtype=jnp.int32)[None, :]
 

@@ -87,7 +87,9 @@ def submit(
       The new state, and a mask of the accepted rows.
     """
     state, requests = arrays.to_jax_arrays((state, requests))
-    s, books, r = state.sequences, state.ledger, requests
+    s = state.sequences
+    books = state.ledger
+    r = requests
     index = jnp.arange(r.limit.shape[0], dtype=jnp.int32)
     first = lax.cummax(jnp.where(r.params.sample == 0, index, 0))
     # Requests that fit into an idle engine.
@@ -149,7 +151,8 @@ def _begin_search(
     config: EngineConfig,
 ) -> Search | None:
     """Initializes beam searches of new requests; width 0 means no beam search."""
-    search, r = state.search, requests
+    search = state.search
+    r = requests
     if search is None:
         return None
 
@@ -192,7 +195,9 @@ def cancel(
       The new state.
     """
     state, request_ids, samples = arrays.to_jax_arrays((state, request_ids, samples))
-    s, books, slots = state.sequences, state.ledger, state.slots
+    s = state.sequences
+    books = state.ledger
+    slots = state.slots
     named = (s.request_id[:, None] == request_ids[None, :]) & (request_ids >= 0)[None]
     if samples is not None:
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
@@ -259,7 +264,8 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
       The new state, and all sequences with a mask of the finished ones.
     """
     state = arrays.to_jax_arrays(state)
-    s, books = state.sequences, state.ledger
+    s = state.sequences
+    books = state.ledger
     progress = ledger.unpack_columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)

@@ -42,7 +42,8 @@ from jaxkv.files import (
 from jaxkv.files import digests as _digests
 from jaxkv.memory import Pages, to_host
 
-HEADER, ARRAYS = "snapshot.json", "arrays"
+HEADER = "snapshot.json"
+ARRAYS = "arrays"
 """Names in the folder."""
 
 ABSENT = "absent"

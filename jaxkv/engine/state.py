@@ -310,7 +310,8 @@ class EngineState(NamedTuple):
         """One line with the sizes; leaves may be arrays or `ShapeDtypeStruct`s."""
         leaves = [x for x in jax.tree.leaves(tuple(self)) if hasattr(x, "dtype")]
         num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-        table, ref = self.table.page_ids, self.pool.ref
+        table = self.table.page_ids
+        ref = self.pool.ref
         sizes = [getattr(x, "shape", "?") for x in (table, ref)]
         return (
             f"EngineState(table={sizes[0]}, pool={sizes[1]}, {len(leaves)} arrays, "
@@ -339,9 +340,11 @@ def init(config: EngineConfig, pages: Pages, memory: Any = None) -> EngineState:
         raise ValueError(f"{pages.layout.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
-    slots, search = config.max_slots, None
+    slots = config.max_slots
+    search = None
     if config.max_beams:
-        num, length = config.max_sequences, config.max_length
+        num = config.max_sequences
+        length = config.max_length
         beams = make_beams(config.max_beams)
         search = Search(
             width=jnp.zeros((num,), jnp.int32),

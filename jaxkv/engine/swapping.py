@@ -110,7 +110,8 @@ def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
     """
     if state.staging is None:
         return state
-    group, sequence = state.sequences.group, state.slots.sequence
+    group = state.sequences.group
+    sequence = state.slots.sequence
     gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
     slots = arrays.inverse_index(sequence, group.shape[0])
     slots = jnp.where(arrays.take(gone, group, fill=False), slots, NO_SEQUENCE)

@@ -183,14 +183,17 @@ def _object_blocks(path: Path, block_chars: int) -> Iterator[TableBlock]:
         size += len(line)
         if size >= block_chars:
             yield block()
-            rows, numbers, size = [], [], 0
+            rows = []
+            numbers = []
+            size = 0
     yield block()
 
 
 def _delimited_blocks(path: Path, sample: str, block_rows: int) -> Iterator[TableBlock]:
     lines = (line for _, line in _read_lines(path, newline=""))
     reader = iter(DelimitedReader(sample, lines))
-    names, num_rows = next(reader, (0, []))[1], 0
+    names = next(reader, (0, []))[1]
+    num_rows = 0
     while True:
         try:
             batch = [*itertools.islice(reader, block_rows)]

@@ -85,7 +85,8 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
       ValueError: neither exists. The message has the closest names, or the command that
         downloads a model from the Hugging Face Hub.
     """
-    path, known = Path(model), bundled_models()
+    path = Path(model)
+    known = bundled_models()
     if os.fspath(model) and path.is_dir():
         return path
     if not isinstance(model, str) or path.is_absolute():

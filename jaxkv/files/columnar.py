@@ -58,7 +58,8 @@ def unpack_zstd(data: bytes, max_bytes: int) -> bytes:
     arrow = _pyarrow("zstd")
     with _decoding("zstd"):
         source = arrow.BufferReader(data)
-        parts, num_bytes = [], 0
+        parts = []
+        num_bytes = 0
         with arrow.CompressedInputStream(source, "zstd") as file:
             while num_bytes <= max_bytes and (part := file.read(2**20)):
                 parts.append(part)
@@ -136,9 +137,11 @@ def check_size(num_bytes: int, max_bytes: int) -> None:
 
 def _plain(arrow: Any, column: Any) -> list[Any]:
     """Converts a column to JSON values, with times in ISO 8601."""
-    types, kind = arrow.types, column.type
+    types = arrow.types
+    kind = column.type
     if types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
+        column = column.cast(kind.value_type)
+        kind = kind.value_type
     if types.is_timestamp(kind):  # Python's times have no nanoseconds
         column = column.cast(arrow.timestamp("us", kind.tz), safe=False)
     values = column.to_pylist()

@@ -55,8 +55,10 @@ class RaggedError(ValueError):
         super().__init__(
             f"row {row} (line {line}) has {num_cells} cells, the header has {num_names}"
         )
-        self.row, self.line = row, line
-        self.num_cells, self.num_names = num_cells, num_names
+        self.row = row
+        self.line = line
+        self.num_cells = num_cells
+        self.num_names = num_names
 
 
 def read_delimited(text: str) -> Delimited:
@@ -112,7 +114,8 @@ class DelimitedReader:
           delimiter: the delimiter; None chooses it.
         """
         self.comments: list[int] = []
-        self._sample, self._source = sample, lines
+        self._sample = sample
+        self._source = lines
         self._num_skipped = 0
         if delimiter is None:
             match = _SEP.fullmatch(sample.partition("\n")[0].rstrip("\r"))
@@ -215,7 +218,9 @@ def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
     The better delimiter gives more rows the number of cells of the header, which must
     be above 1; then more numeric columns; then more cells.
     """
-    num_names, num_rows, num_same = 0, 0, 0
+    num_names = 0
+    num_rows = 0
+    num_same = 0
     is_number: list[bool] = []
     try:
         for _, cells in DelimitedReader(text, delimiter=delimiter):
@@ -256,7 +261,8 @@ def _read_commas(
         decimal = {cell for cell in cells if _DECIMAL.fullmatch(cell)}
         thousands = {cell for cell in cells if _THOUSANDS.fullmatch(cell)}
         if cells and cells <= decimal | thousands:
-            is_decimal, is_thousands = bool(cells - thousands), bool(cells - decimal)
+            is_decimal = bool(cells - thousands)
+            is_thousands = bool(cells - decimal)
             if not (is_decimal and is_thousands):
                 kinds[place] = (
                     "decimal" if is_decimal else "thousands" if is_thousands else ""

@@ -66,7 +66,8 @@ def read_table(
     if start == "{":
         rows, notes = _json_lines(path, text, keep_lists, allow_partial)
     elif start == "[":
-        rows, notes = _json_array(path, text, keep_lists), ()
+        rows = _json_array(path, text, keep_lists)
+        notes = ()
     else:
         try:
             csv = delimited.read_delimited(text)
@@ -118,7 +119,8 @@ def _table(
     path: Path, header: Any, lines: Any, notes: tuple[str, ...] = ()
 ) -> RawTable:
     """Makes the rows, and drops columns of one name with different cells."""
-    names, lines = [*header], [*lines]
+    names = [*header]
+    lines = [*lines]
     repeated = {name for name in names if names.count(name) > 1}
     for name in [*repeated]:
         places = [i for i, each in enumerate(names) if each == name]

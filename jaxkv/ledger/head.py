@@ -72,7 +72,8 @@ def look_up_head(
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)
     exists = sequence >= 0
-    is_first, fork = exists, None
+    is_first = exists
+    fork = None
     is_swapped = was.swapped_tokens > 0
     if ledger.slots.fork is not None:
         column = SequenceEvents._fields.index("finish_s")
@@ -179,8 +180,11 @@ def observe(
       max_length: largest length of a sequence, in tokens.
       token_budget: largest number of tokens fed in a step.
     """
-    slots, runs = ledger.slots, is_running(ledger.slots)
-    known, exists, is_out = head.slots.num_tokens, head.exists, head.swapped_pages > 0
+    slots = ledger.slots
+    runs = is_running(ledger.slots)
+    known = head.slots.num_tokens
+    exists = head.exists
+    is_out = head.swapped_pages > 0
     fresh = pages_to_start(known, head.num_common, exists, page_size=page_size)
     back = pages_to_resume(
         known,

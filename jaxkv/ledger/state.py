@@ -167,7 +167,8 @@ def is_occupied(slots: Slots) -> Bool[Array, "*n"]:
 
 def num_to_feed(slots: Slots) -> Int32[Array, "*n"]:
     """Tokens that each sequence must have fed before it draws; 0 while it waits."""
-    num, fork = slots.num_tokens, slots.fork
+    num = slots.num_tokens
+    fork = slots.fork
     if fork is not None:
         num = jnp.where(fork.waits, 0, jnp.where(fork.reads, fork.num_common, num))
     return jnp.where(is_running(slots), num, 0)

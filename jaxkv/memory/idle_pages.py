@@ -128,7 +128,8 @@ def eviction_candidates(
     *_, last = idle.rounds
     base = arrays.take(idle.rank, jnp.max(last), fill=0)
     every = jnp.arange(CHUNK, dtype=jnp.int32)
-    page, places = last, jnp.arange(last.shape[0], dtype=jnp.int32)
+    page = last
+    places = jnp.arange(last.shape[0], dtype=jnp.int32)
     for entrants in reversed(idle.rounds):
         if entrants is not last:
             places = _children(places).reshape(-1)

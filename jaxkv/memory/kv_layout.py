@@ -87,7 +87,8 @@ class KVLayout:
             numbers = jnp.zeros(sizes, quantizing.NUMBERS[self.kv_dtype])
             return QuantizedArray(numbers, scales)
 
-        width, own = shape[4], self.value_width
+        width = shape[4]
+        own = self.value_width
         if own is None:
             return Pages(leaf(width), leaf(width), self)
         if self.kv_dtype == "model" or own == width:
@@ -185,7 +186,8 @@ class KVLayout:
         `dtype` is the dtype of the queries; `window` and `numerics` are those of
         `attend`.
         """
-        num_rows, keys = rows.position.shape[0], jax.tree.leaves(pages.k)[0]
+        num_rows = rows.position.shape[0]
+        keys = jax.tree.leaves(pages.k)[0]
         width = keys.shape[-1]
         if isinstance(pages.k, PartlyQuantizedKeys):
             width += pages.k.rest.shape[-1]
@@ -232,7 +234,8 @@ class KVLayout:
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
-        keys, rest = flatten_layers(pages.k), None
+        keys = flatten_layers(pages.k)
+        rest = None
         if isinstance(keys, PartlyQuantizedKeys):
             keys, rest = keys
         k_pages, k_scales = quantizing.split_quantized(keys)
@@ -335,7 +338,9 @@ def make_pages(
 
 def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
     """Returns the view of the rows on this device's part of the pages."""
-    position, context, ancestors = rows.position, rows.context, rows.ancestors
+    position = rows.position
+    context = rows.context
+    ancestors = rows.ancestors
     if page_parts.num_page_parts() > 1:
         last = functools.partial(page_parts.last_local_place, part=pages.part)
         position = last(position)
@@ -358,7 +363,8 @@ def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
         # The position of a row in a tree only marks that the row is not padding.
         is_row = in_tree & (rows.position >= 0)
         position = jnp.where(is_row, jnp.maximum(position, 0), position)
-        context, ancestors = start, kin & inside & in_tree[:, None]
+        context = start
+        ancestors = kin & inside & in_tree[:, None]
     return RowView(
         rows.page_ids,
         position,

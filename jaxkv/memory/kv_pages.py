@@ -155,7 +155,8 @@ def slots_of(rows: Rows) -> Int32[Array, " rows"]:
     """
     if rows.slot is not None:
         return rows.slot
-    num_rows, num_slots = rows.position.shape[0], rows.page_ids.shape[0]
+    num_rows = rows.position.shape[0]
+    num_slots = rows.page_ids.shape[0]
     if num_rows % num_slots:
         raise ValueError(
             f"{num_rows=} must be a multiple of {num_slots=} when slot is None"

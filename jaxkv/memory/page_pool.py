@@ -106,7 +106,8 @@ def allocate_at(
     depth = jnp.where(asked, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
     ids = take(pool.stack, depth, fill=NO_PAGE)
     num_free = pool.num_free - jnp.where(enough, total, 0)
-    changed, uses = ids.reshape(-1), jnp.ones(ids.size, jnp.int32)
+    changed = ids.reshape(-1)
+    uses = jnp.ones(ids.size, jnp.int32)
     if back is not None:
         back = jnp.where(enough, back, NO_PAGE).reshape(-1)
         changed = jnp.concatenate([changed, back])
@@ -147,8 +148,10 @@ def release_counted(
 
     Pages in `shared` first gain a use each, as by `share`.
     """
-    shape, ids = ids.shape, ids.reshape(-1)
-    changed, uses = ids, jnp.full(ids.shape, -1, jnp.int32)
+    shape = ids.shape
+    ids = ids.reshape(-1)
+    changed = ids
+    uses = jnp.full(ids.shape, -1, jnp.int32)
     if shared is not None:
         shared = shared.reshape(-1)
         changed = jnp.concatenate([shared, changed])

@@ -72,7 +72,8 @@ class PageTableView(NamedTuple):
 
     def __str__(self) -> str:
         """Returns a line per slot, with a star after each shared page."""
-        uses, lines = self.num_uses, [self.title]
+        uses = self.num_uses
+        lines = [self.title]
         if self.slots:
             lines.append("slot  request  sample  tokens  pages")
         for slot in self.slots:

@@ -38,7 +38,10 @@ _LANES = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 _GOLDEN = np.uint32(0x9E3779B9)
 """Multiplier of token places in the hash; odd, so its multiples repeat after 2**32."""
 
-_ENTERED, _HASH, _PARENT, _SALT = 0, slice(1, 3), 3, 4
+_ENTERED = 0
+_HASH = slice(1, 3)
+_PARENT = 3
+_SALT = 4
 """Columns of `PrefixCache.content`; the tokens are the last ones."""
 
 
@@ -234,7 +237,8 @@ def insert_unpinned(
       The new cache; the pages that have entered, `NO_PAGE` at other rows, each of which
       the caller shares; and the cached page of each row, as in `insert`.
     """
-    hashed, key = _hash(cache, parent, tokens, salt), _content_key(parent, tokens, salt)
+    hashed = _hash(cache, parent, tokens, salt)
+    key = _content_key(parent, tokens, salt)
     asked = (page_ids != NO_PAGE) & _can_enter(cache, parent, salt)
     found = _find(cache, hashed, key)
     missing = asked & (found == NO_PAGE)
@@ -255,7 +259,8 @@ def insert_unpinned(
     way = way_of(empty & (place == rank[:, None]) & new[:, None])
     entered = jnp.where(way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
-    tick, idle = cache.tick + 1, cache.idle
+    tick = cache.tick + 1
+    idle = cache.idle
     ticks = jnp.broadcast_to(tick, (page_ids.size, 1))
     content = jnp.concatenate([ticks, hashed.astype(jnp.int32), key], axis=1)
     cache = cache._replace(
@@ -290,7 +295,9 @@ def count_prefix_faults(cache: PrefixCache, pool: Pool) -> Int32[Array, ""]:
       Number of cached pages that violate one of these, plus surplus entries, plus
       faults of the order.
     """
-    pinned, parent, salt = cache.pinned, cache.parent, cache.salt
+    pinned = cache.pinned
+    parent = cache.parent
+    salt = cache.salt
     page = jnp.arange(pinned.size, dtype=jnp.int32)
     content = (parent, cache.tokens, salt)
     hashed = _hash(cache, *content)

@@ -61,7 +61,8 @@ def import_prefix(
       cached now.
     """
     ids = _match(cache, prefix)
-    num_there, column = _count(ids), jnp.arange(len(ids), dtype=jnp.int32)
+    num_there = _count(ids)
+    column = jnp.arange(len(ids), dtype=jnp.int32)
     # Used as by a sequence, so that eviction takes none of them.
     cache = prefix_eviction.mark_used(cache, ids)
     pool = page_pool.share(pool, ids)

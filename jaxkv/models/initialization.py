@@ -53,7 +53,8 @@ def draw_normals(
         drawn = lax.optimization_barrier(drawn)
         for row, place in enumerate(places):
             shape = shapes[place]
-            start, many = (index[row], jnp.int32(0)), (1, math.prod(shape))
+            start = (index[row], jnp.int32(0))
+            many = (1, math.prod(shape))
             found[place] = lax.dynamic_slice(drawn, start, many).reshape(shape)
     return [found[place] for place in range(len(shapes))]
 

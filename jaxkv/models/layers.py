@@ -167,7 +167,8 @@ class Orientation:
         self, mixture: "Mixture", x: Activations, routing: moe.Routing
     ) -> Activations:
         """Sums the outputs of routed experts; each device computes its own experts."""
-        own, num_experts = mixture.down.weight.shape[0], routing.probs.shape[1]
+        own = mixture.down.weight.shape[0]
+        num_experts = routing.probs.shape[1]
         own_routing = (
             partition.own_experts(routing, part=own) if own < num_experts else routing
         )
@@ -248,7 +249,8 @@ class Norm(nnx.Module):
         self.bias = (
             nnx.Param(jnp.zeros((size,), dtype), axes=(None,)) if has_bias else None
         )
-        self.kind, self.eps = kind, config.norm_eps
+        self.kind = kind
+        self.eps = config.norm_eps
 
     def __call__(self, x: Activations, axis: int) -> Activations:
         """Normalises every row."""
@@ -261,7 +263,8 @@ class Mixture(nnx.Module):
     """A mixture of experts in place of an MLP: routed experts and shared ones."""
 
     def __init__(self, config: ModelConfig, *, rngs, dtype):
-        c, x = config, config.experts
+        c = config
+        x = config.experts
         assert x is not None  # only models with experts have such layers
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
         each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
@@ -298,7 +301,8 @@ class Mixture(nnx.Module):
         self, x: Activations, orientation: Orientation
     ) -> tuple[Activations, moe.Routing]:
         """Sums the outputs of every row's experts; returns the routing, too."""
-        experts, axis = self.config.experts, orientation.axis
+        experts = self.config.experts
+        axis = orientation.axis
         assert experts is not None
         x = orientation.gather(x)
         # At least float32 for any weights: two experts may have nearly equal
@@ -339,7 +343,8 @@ class Mixture(nnx.Module):
         if sizes is not None:
             how: Any = {"group_sizes": sizes, "numerics": numerics}
             product = functools.partial(grouped_matmul, **how)
-        up, down = self.up.weight[...], self.down.weight[...]
+        up = self.up.weight[...]
+        down = self.down.weight[...]
         hidden = product(x.astype(up.dtype), up)
         return product(nonlinear.activate(self.config, hidden, -1), down)
 
@@ -355,7 +360,8 @@ class Layer(nnx.Module):
             Linear, rngs=rngs, dtype=dtype, with_transposed=with_transposed
         )
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
         if c.latent is None:
             # Fused by KV head: queries of the group, key, value.
             self.qkv = make(
@@ -392,7 +398,8 @@ class Layer(nnx.Module):
         Queries are divided over devices by heads, and so are keys and values; every
         device computes the compressed query and the latent.
         """
-        c, x = config, latent
+        c = config
+        x = latent
         width = c.hidden_size
         if x.q_rank is not None:
             width = x.q_rank
@@ -418,7 +425,8 @@ class Layer(nnx.Module):
 
     def _project_latent(self, x: Activations, orientation: Orientation):
         """Returns queries, normed latents and rotary keys of every row."""
-        o, latent = orientation, self.config.latent
+        o = orientation
+        latent = self.config.latent
         assert latent is not None
         if latent.q_rank is None:
             q = self.q(x, o)
@@ -430,7 +438,8 @@ class Layer(nnx.Module):
 
     def _project(self, x: Activations, orientation: Orientation) -> rotary.Projected:
         """Returns the projection of every row that attention takes."""
-        c, o = self.config, orientation
+        c = self.config
+        o = orientation
         if c.latent is not None:
             q, latent, key = o.expand(self._project_latent, x)
             q = o.split_heads(q, (-1, c.head_dim))
@@ -444,7 +453,8 @@ class Layer(nnx.Module):
 
     def __call__(self, index, x, angles, attend, carry, orientation):
         """Runs layer `index` on every row; `carry` is passed through `attend`."""
-        c, o = self.config, orientation
+        c = self.config
+        o = orientation
         projected = self._project(self.attention_norm(x, o.axis), o)
         y, carry = attend(index, projected, angles, carry)
         x = x + self.out(o.join_heads(y).astype(x.dtype), o)

@@ -55,7 +55,8 @@ def route(
     arXiv:2401.04088, section 2.1; groups: DeepSeek-V2, arXiv:2405.04434, section 2.2.2;
     bias: DeepSeek-V3, arXiv:2412.19437, equations 12-16, and DeepSeek's `Gate`.
     """
-    num_groups, top_groups = experts.num_groups, experts.top_groups
+    num_groups = experts.num_groups
+    top_groups = experts.top_groups
     if experts.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probs = scores / (jnp.sum(scores, axis=1, keepdims=True) + _TINY)

@@ -69,9 +69,12 @@ def make_model_pages(
       ValueError: `max_length` exceeds the model's learned positions.
     """
     config.check_length(engine.max_length, "max_length")
-    heads, width, latent = config.num_kv_heads, config.head_dim, config.latent
+    heads = config.num_kv_heads
+    width = config.head_dim
+    latent = config.latent
     if latent is not None:
-        heads, width = 1, latent.kv_rank + latent.rope_dim
+        heads = 1
+        width = latent.kv_rank + latent.rope_dim
     return make_pages(
         num_layers=config.num_layers,
         num_pages=engine.num_pages,
@@ -178,7 +181,8 @@ class PagedForward:
         plan = pages.layout.plan(
             pages, rows, num_q_heads=num_q_heads, dtype=dtype, **sees
         )
-        run, sees["own_rows"] = self.attend or pages.layout.attend, parts.num > 1
+        run = self.attend or pages.layout.attend
+        sees["own_rows"] = parts.num > 1
         sees["scale"] = self.config.score_scale
         positions = jnp.maximum(rows.position, 0)
         turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
@@ -187,7 +191,8 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             if parts.num > 1:  # every device encodes and writes all rows
-                qkv, angles = rotary.map_row_arrays(parts.whole, qkv), turned
+                qkv = rotary.map_row_arrays(parts.whole, qkv)
+                angles = turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
             out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
             if isinstance(qkv, rotary.LatentProjection):
@@ -220,7 +225,8 @@ class PagedForward:
         latent attention are absorbed in any pass, so that a row has the same bits in a
         pass of decoding and in one with chunks of prompts.
         """
-        c, num_kv_heads = self.config, pages.num_kv_heads
+        c = self.config
+        num_kv_heads = pages.num_kv_heads
         if c.latent is not None:
 
             def absorb_then_write(layer, projection, angles, pages):

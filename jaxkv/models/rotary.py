@@ -28,7 +28,8 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " ha
 
     Sources: Su et al. 2021, arXiv:2104.09864, equation 15; `RopeScaling`.
     """
-    kind, size = np.dtype(dtype).type, config.rotary_dim
+    kind = np.dtype(dtype).type
+    size = config.rotary_dim
     # Powers in float64 of exponents rounded as XLA rounds a division in `dtype`, for
     # equal bits.
     exponents = np.arange(0, size, 2, dtype=kind) * kind(1 / size)
@@ -63,8 +64,10 @@ def _yarn_ramp(
     first = pair_of(scaling.high_frequency_factor)
     last = pair_of(scaling.low_frequency_factor)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, size - 1)
     span = last - first or 0.001
     return 1 - np.clip((np.arange(size // 2) - first) / span, 0, 1)
 
@@ -112,7 +115,8 @@ def angles(
     if config.positions != "rope":
         return None
     wide = np.promote_types(dtype, np.float32)
-    pace, position = frequencies(config, wide), positions.astype(wide)
+    pace = frequencies(config, wide)
+    position = positions.astype(wide)
     turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
     found = Angles(jnp.cos(turned), jnp.sin(turned))
     if (s := config.rope_scaling) is None or s.kind != "yarn":
@@ -148,9 +152,12 @@ def split_and_rotate(
         assert angles is not None
         q, k, v = expand_latent(qkv, angles)
         return q[:, None], k, v
-    q, k, v = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
+    q = qkv[:, :-2]
+    k = qkv[:, -2]
+    v = qkv[:, -1]
     if angles is not None:
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q = rotate(q, *angles)
+        k = rotate(k, *angles)
     return q, k, v
 
 

@@ -67,7 +67,8 @@ def divide_rows(
     Packed rows are divided if each device gets an equal number. With reproducible
     numerics, whose passes have one size and include single rows, they are not divided.
     """
-    num, num_rows = memory.num_page_parts(), rows.position.shape[0]
+    num = memory.num_page_parts()
+    num_rows = rows.position.shape[0]
     if rows.slot is None or numerics != "fast" or num_rows % num:
         return WHOLE
     return RowParts(num)

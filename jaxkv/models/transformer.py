@@ -81,7 +81,9 @@ class AheadModule(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs, dtype, with_transposed=False):
         c = config
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
-        self.token_norm, self.feature_norm, self.final_norm = norm(), norm(), norm()
+        self.token_norm = norm()
+        self.feature_norm = norm()
+        self.final_norm = norm()
         how: Any = {"rngs": rngs, "dtype": dtype}
         sizes = c.hidden_size, 2 * c.hidden_size
         self.merge = Linear(*sizes, axes=("hidden", None), **how)
@@ -143,7 +145,8 @@ class Transformer(nnx.Module):
             each = range(c.num_ahead_layers)
             module = functools.partial(AheadModule, c, rngs=rngs, dtype=dtype)
             self.ahead = nnx.List([module() for _ in each])
-        self.config, self.scanned = config, scanned
+        self.config = config
+        self.scanned = scanned
 
     def hidden(
         self,
@@ -196,7 +199,8 @@ class Transformer(nnx.Module):
 
         Position embeddings are added if positions are learned.
         """
-        c, x = self.config, inputs
+        c = self.config
+        x = inputs
         if x is None:
             x = orientation.embed(self.embed.weight[...], tokens, c.vocab_size)
         if c.positions != "learned":
@@ -245,7 +249,8 @@ class Transformer(nnx.Module):
         self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
     ) -> States:
         """Runs one layer after another; layers of a kind are calls of one function."""
-        routings, before = [], []
+        routings = []
+        before = []
         for kind in param_forms.layer_kinds(self.config):
             graph, _ = nnx.split(self.layers[kind.start])
             one = jax.jit(functools.partial(run, graph))
@@ -258,7 +263,8 @@ class Transformer(nnx.Module):
 
     def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> States:
         """Runs all layers of a kind as one loop, which compiles as one layer."""
-        routings, before = [], []
+        routings = []
+        before = []
         for kind, layer in zip(
             param_forms.layer_kinds(self.config), self.layers, strict=True
         ):
@@ -309,10 +315,8 @@ def merge(config: ModelConfig, params: Params) -> Transformer:
     """
     config = dataclasses.replace(config, num_ahead_layers=0)
     params = {name: params[name] for name in params if name != "ahead"}
-    scanned, with_transposed = (
-        param_forms.is_stacked(params),
-        param_forms.has_transposed_weights(params),
-    )
+    scanned = param_forms.is_stacked(params)
+    with_transposed = param_forms.has_transposed_weights(params)
     graph, _ = _split(
         config, jnp.float32, scanned=scanned, with_transposed=with_transposed
     )
@@ -445,7 +449,8 @@ def outputs(
     config.check_length(tokens.shape[1], "seq")
     model = merge(config, params)
     found = run_sequences(model, tokens)
-    logits, routings = model.logits(found.last), found.routings
+    logits = model.logits(found.last)
+    routings = found.routings
     logits = logits.reshape(*tokens.shape, -1)
     if config.experts is None:
         return Outputs(logits, jnp.zeros((), logits.dtype), None)

@@ -58,7 +58,8 @@ class Collective(NamedTuple):
                 digits = re.match(r"[a-z]+(\d+)", kind)
                 width = max(1, int(digits.group(1)) // 8) if digits else 1
                 size += _BYTES.get(kind, width) * math.prod(sides)
-        p, size = self.devices, size * self.trips
+        p = self.devices
+        size = size * self.trips
         if p == 1:
             return 0.0
         if self.kind == "collective-permute":
@@ -75,7 +76,8 @@ def find_collectives(text: str) -> list[Collective]:
       ValueError: the text has no program.
     """
     bodies: dict[str, list[str]] = {}
-    entry, name = "", ""
+    entry = ""
+    name = ""
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" ") and "=" not in line[:3]:
             name = line.removeprefix("ENTRY ").split()[0].lstrip("%").split("(")[0]
@@ -112,7 +114,8 @@ def _walk(
             inner = trips * int(known.group(1)) if known else trips
             sure = is_sure and known is not None
         else:
-            inner, sure = trips, is_sure and kind != "conditional"
+            inner = trips
+            sure = is_sure and kind != "conditional"
         called = [found for _, found in _CALLED.findall(line)]
         for found in _BRANCHES.findall(line):
             called += [part.strip().lstrip("%") for part in found.split(",")]

@@ -145,7 +145,8 @@ def place_state(state: EngineState, mesh: Mesh) -> EngineState:
     check_pages(mesh, page_size=state.pages.page_size)
     specs = state_specs(state)
     by_heads = any(TENSOR in x for x in jax.tree.leaves(specs.pages, is_leaf=_is_spec))
-    heads, num = state.pages.num_kv_heads, degree_of(mesh)
+    heads = state.pages.num_kv_heads
+    num = degree_of(mesh)
     if by_heads and heads % num:
         raise ValueError(
             f"pages of {heads} KV heads cannot be divided over {num} devices"

@@ -44,7 +44,8 @@ def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
     for name, degree in degrees.items():
         validation.integer(name, degree, low=1)
     axes = {name: x for name, x in degrees.items() if x > 1 or name == TENSOR}
-    num, asked = math.prod(axes.values()), [f"{k}={v}" for k, v in axes.items()]
+    num = math.prod(axes.values())
+    asked = [f"{k}={v}" for k, v in axes.items()]
     if num > (there := len(jax.devices())):
         raise ValueError(
             f"{' times '.join(asked)} must be in [1, {there}], the available "

@@ -120,7 +120,8 @@ def _wait_for(host: str, port: int) -> None:
     Raises:
       ValueError: it does not listen after `TIMEOUT_S`.
     """
-    end, reason = time.monotonic() + TIMEOUT_S, ""
+    end = time.monotonic() + TIMEOUT_S
+    reason = ""
     while time.monotonic() < end:
         try:
             with contextlib.closing(socket.create_connection((host, port), timeout=5)):

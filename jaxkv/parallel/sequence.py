@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.flash_attention import flash_attention
 
-RING, ULYSSES = "ring", "ulysses"
+RING = "ring"
+ULYSSES = "ulysses"
 """Mesh axes."""
 
 type Queries = Float[Array, "batch seq q_heads head_dim"]
@@ -77,7 +78,8 @@ def ulysses_attention(
     """
     if degree == 1:
         return attend(q, k, v)
-    num_q, num_kv = q.shape[2], k.shape[2]
+    num_q = q.shape[2]
+    num_kv = k.shape[2]
     if num_q % degree or (num_kv % degree and degree % num_kv):
         raise ValueError(
             f"{num_q} query and {num_kv} KV heads must be divided by ulysses={degree}"

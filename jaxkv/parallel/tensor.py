@@ -41,7 +41,8 @@ def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> Mode
     Raises:
       ValueError: the heads, MLP or experts cannot be divided.
     """
-    c, sizes = config, {"num_q_heads": config.num_q_heads}
+    c = config
+    sizes = {"num_q_heads": config.num_q_heads}
     if c.experts is None or c.experts.num_dense_layers:
         sizes["mlp_size"] = c.mlp_size
     if c.experts is not None:
@@ -220,7 +221,8 @@ def place_heads(heads: LoadedHeads, mesh: Mesh) -> LoadedHeads:
     Raises:
       ValueError: as in `fit_config`.
     """
-    config, degree = heads.config, layout.degree_of(mesh)
+    config = heads.config
+    degree = layout.degree_of(mesh)
     axes = jax.tree.map(lambda x: (None,) * x.ndim, heads.params)
     if isinstance(config, EagleConfig):
         axes |= {"layers": param_axes(config.layer)["layers"]}

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 from jaxkv.plotting import style
 
-LINE, HALF = 0.097, 0.47
+LINE = 0.097
+HALF = 0.47
 """Height of a line of text, and width of the first of two words in it."""
-TEXT, SMALL = 5.9, 5.3
+TEXT = 5.9
+SMALL = 5.3
 """Font sizes of words in pages, and of small notes."""
-GHOST, GREY, INK = "0.72", "0.45", "0.1"
+GHOST = "0.72"
+GREY = "0.45"
+INK = "0.1"
 COPY = (0.835, 0.369, 0.0)  # the palette's vermilion
 
 

@@ -87,7 +87,8 @@ def _set_heads(axes: list[Any]) -> None:
     """Stacks title and legend above the data of every panel, aligned by column."""
     lefts: dict[int, float] = {}
     for ax in axes:
-        renderer, column = ax.figure.canvas.get_renderer(), _column(ax)
+        renderer = ax.figure.canvas.get_renderer()
+        column = _column(ax)
         axis = ax.yaxis.get_tightbbox(renderer)
         left = min(ax.bbox.x0, axis.x0) if axis else ax.bbox.x0
         lefts[column] = min(left, lefts.get(column, left))
@@ -103,10 +104,12 @@ def _column(ax: Any) -> int:
 def _set_head(ax: Any, left: float) -> None:
     """Stacks title and legend above the data of a panel, from a left edge in pixels."""
     renderer = ax.figure.canvas.get_renderer()
-    points, box = 72 / ax.figure.dpi, ax.bbox
+    points = 72 / ax.figure.dpi
+    box = ax.bbox
     width = points * (box.x1 - left) - 2 * PAD_POINTS  # off the next column
     _set_in_layout(ax, True)
-    start, pad = (left - box.x0) / box.width, PAD_POINTS
+    start = (left - box.x0) / box.width
+    pad = PAD_POINTS
     if ax.get_legend() is not None:
         above = start, 1 + PAD_POINTS / points / box.height
         place = {"bbox_to_anchor": above, "bbox_transform": ax.transAxes}
@@ -139,7 +142,8 @@ def _fitted(parent: Any, legend: Any, width: float, **place: Any) -> Any:
       place: location, as for `Axes.legend`.
     """
     renderer = legend.figure.canvas.get_renderer()
-    handles, names = legend.legend_handles, [x.get_text() for x in legend.get_texts()]
+    handles = legend.legend_handles
+    names = [x.get_text() for x in legend.get_texts()]
     look = {"title": legend.get_title().get_text() or None, "alignment": "left"}
     look |= {"borderaxespad": 0.0, "borderpad": 0.0} | place
     for num_columns in range(len(names), 0, -1):

@@ -7,7 +7,13 @@ differ in marker and hatch.
 
 from typing import Any, NamedTuple
 
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = 0, 1, 2, 3, 5, 6, 7
+BLACK = 0
+ORANGE = 1
+SKY = 2
+GREEN = 3
+BLUE = 5
+RED = 6
+PURPLE = 7
 """Indices of the colours in `style.colors()`."""
 GREY = 8
 """Index of the grey of published numbers and of peers without a colour."""

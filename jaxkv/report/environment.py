@@ -29,7 +29,8 @@ def describe_machine() -> dict[str, Any]:
         # jaxkv has no version in a plain checkout; the commit identifies it.
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    lines, memory_bytes = [], None
+    lines = []
+    memory_bytes = None
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if "model name" in line)

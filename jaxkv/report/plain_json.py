@@ -93,7 +93,8 @@ def from_plain(hint: Any, value: Any, where: str) -> Any:
         return _restore_dataclass(hint, value, where)
     if isinstance(hint, typing.TypeAliasType):
         return from_plain(hint.__value__, value, where)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is typing.Annotated:
         return from_plain(args[0], value, where)
     if origin in (typing.Union, types.UnionType):

@@ -147,7 +147,8 @@ def new_folder(out: Path | None, name: str) -> Path:
       ValueError: `out` is a file, or contains something other than a run.
     """
     if out is None:
-        stamp, number = f"{name}-{datetime.now():%Y%m%d-%H%M%S}", 1
+        stamp = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+        number = 1
         while True:  # several may start in the same second
             out = DEFAULT_PARENT / (stamp if number == 1 else f"{stamp}-{number}")
             try:
@@ -292,7 +293,8 @@ def read_run(folder: Path, experiment: Experiment) -> SavedRun:
         ]
     else:
         result = _load_arrays(folder / "result.npz", study.result)
-    claims, parts = study.claims(result), study.report_parts(result)
+    claims = study.claims(result)
+    parts = study.report_parts(result)
     if SMOKE in (env.get("config"), study.name_of(config)):
         claims = [claim.at_smoke_size() for claim in claims]
     parts += [Verdicts(claims)] if claims else []

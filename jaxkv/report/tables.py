@@ -248,7 +248,8 @@ def metrics(result: Any) -> dict[str, Any]:
 def sheets(result: Any) -> list[parts.ReportPart]:
     """Returns the report of a record: its values, then each table that has rows."""
     declared = result.columns() if isinstance(result, ResultRecord) else {}
-    plain, found = [], []
+    plain = []
+    found = []
     for name, declaration in declared.items():
         if not declaration.is_reported:
             continue
@@ -291,7 +292,8 @@ def _reported_columns(
     for name in names or [
         name for name, declaration in declared.items() if declaration.is_reported
     ]:
-        declaration, values = declared.get(name, Column()), getattr(table, name)
+        declaration = declared.get(name, Column())
+        values = getattr(table, name)
         reported = (
             values
             if declaration.of is None

@@ -91,6 +91,7 @@ def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
         return "-"
     scale, unit = next((x for x in units if abs(value) >= x[0]), units[-1])
     if value == 0:
-        scale, unit = 1.0, dict(units).get(1.0, units[-1][1])
+        scale = 1.0
+        unit = dict(units).get(1.0, units[-1][1])
     number = value / scale
     return f"{number:,.0f} {unit}" if abs(number) >= 100 else f"{number:.3g} {unit}"

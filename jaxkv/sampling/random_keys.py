@@ -164,7 +164,8 @@ def _threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
     Source: Salmon et al. 2011, doi:10.1145/2063384.2063405.
     """
     keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
-    x0, x1 = x0 + keys[0], x1 + keys[1]
+    x0 = x0 + keys[0]
+    x1 = x1 + keys[1]
     for group in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             x0 = x0 + x1

@@ -229,7 +229,8 @@ def sample(
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
     al. 2025, arXiv:2407.01082 (min-p).
     """
-    own, raw = raw, logits if raw is None else raw
+    own = raw
+    raw = logits if raw is None else raw
     logits = top_k.wide(logits)
     top, greedy, invalid = top_k.argmax_checked(logits, own)
     warm = params.temperature > 0
@@ -344,7 +345,8 @@ def _logprobs(
     logits: Float[Array, "rows vocab"], values: Float[Array, "rows n"]
 ) -> Float[Array, "rows n"]:
     """Returns log-probabilities of tokens whose logits are `values`."""
-    top, bits = jnp.max(logits, axis=1), fixed_point.digit_bits(logits.shape[1])
+    top = jnp.max(logits, axis=1)
+    bits = fixed_point.digit_bits(logits.shape[1])
 
     def over(some: Array) -> Array:
         # 0 also if both are +inf.

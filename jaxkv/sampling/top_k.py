@@ -148,7 +148,8 @@ def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:
 
 def is_up_to(values: Array, ids: Array, last: tuple[Array, Array]) -> Array:
     """Marks tokens that rank at or before the last one, given as (value, id)."""
-    value, token = last[0][:, None], last[1][:, None]
+    value = last[0][:, None]
+    token = last[1][:, None]
     return (values > value) | ((values == value) & (ids <= token))
 
 

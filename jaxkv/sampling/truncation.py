@@ -72,7 +72,9 @@ def cut_from_candidates(
       Number of tokens kept, and True if that is exact; it is not if more tokens are
       kept than there are values, or if top-k keeps more than that before top-p.
     """
-    vocab, num, dtype = logits.shape[1], values.shape[1], logits.dtype
+    vocab = logits.shape[1]
+    num = values.shape[1]
+    dtype = logits.dtype
     bits = fixed_point.digit_bits(vocab)
     counted = (params.top_k > 0) & (params.top_k < vocab)
     inside = (counted & (params.top_k <= num)) | (num == vocab)
@@ -145,8 +147,10 @@ def _exact_cut(
     logits: Float[Array, "1 vocab"], top: Float[Array, " 1"], params: Params
 ) -> Cut:
     """Finds the cut of one row, which needs one and has no NaN and a finite maximum."""
-    vocab, dtype = logits.shape[1], logits.dtype
-    bits, order = fixed_point.digit_bits(vocab), top_k.to_ordered_bits(logits)
+    vocab = logits.shape[1]
+    dtype = logits.dtype
+    bits = fixed_point.digit_bits(vocab)
+    order = top_k.to_ordered_bits(logits)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
     def narrow(stage: Array, last: tuple[Array, Array]) -> tuple[Array, Array]:

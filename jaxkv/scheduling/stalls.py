@@ -61,7 +61,8 @@ class StepCounter:
         if not num_rows.size:
             return
         total = self._num_rows + np.cumsum(num_rows)
-        self._num_rows, moves = int(total[-1]), num_rows > 0
+        self._num_rows = int(total[-1])
+        moves = num_rows > 0
         if moves.any():
             moves &= total <= num_tokens()
         if waits is not None:

@@ -62,7 +62,8 @@ def rank_victims(
         return arrays.reduce_groups(jnp.where(c.running, values, 0), c.group, "add")
 
     a = interface.attributes_of(c.attributes)
-    frees, price = by_group(frees), by_group(cost)
+    frees = by_group(frees)
+    price = by_group(cost)
     enough = frees >= shortage
     keys = jnp.stack(
         [

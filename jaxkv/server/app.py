@@ -58,7 +58,8 @@ class HttpService:
     ):
         if backend.tokenizer is None:
             raise ValueError(f"{backend.model_name} has no tokenizer, which text needs")
-        self.backend, self._api_key = backend, api_key
+        self.backend = backend
+        self._api_key = api_key
         self._max_requests = validation.integer("max_requests", max_requests, low=1)
         self.deadline_s = validation.number(
             "deadline_s",
@@ -165,7 +166,8 @@ class HttpService:
 
     async def _stream(self, ask: GenerationRequest, i: int) -> AsyncGenerator[Event]:
         """Yields the events of one prompt and counts them."""
-        begin, first_s = time.perf_counter(), None
+        begin = time.perf_counter()
+        first_s = None
         stream: Any = self.backend.stream(
             ask.prompts[i],
             ask.samplings[i],
@@ -321,7 +323,8 @@ class _FramingCheck:
     """
 
     def __init__(self, app: Any, service: HttpService):
-        self._app, self._service = app, service
+        self._app = app
+        self._service = service
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         names = {name for name, _ in scope["headers"]}
@@ -426,7 +429,8 @@ async def _unless_disconnected[T](
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(leave())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -455,7 +459,9 @@ class _EventStream(Response):
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._lines, self._service, self._stack = lines, service, stack
+        self._lines = lines
+        self._service = service
+        self._stack = stack
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def write() -> None:
@@ -484,7 +490,8 @@ async def _read_body(request: Request) -> bytes:
     Raises:
       ApiError: the body is too large, or takes too long.
     """
-    body, stream = bytearray(), request.stream()
+    body = bytearray()
+    stream = request.stream()
     is_large = int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES
     try:
         async with asyncio.timeout(BODY_S):

@@ -39,7 +39,8 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, model_name: str = "model"):
-        self.engine, self.model_name = engine, model_name
+        self.engine = engine
+        self.model_name = model_name
         self._names = itertools.count()
         self._listeners: dict[int, _Listener] = {}
         self._failure: str | None = None
@@ -82,10 +83,12 @@ class AsyncEngine:
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, see `Backend.stream`."""
-        loop, due = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        due = None
         if deadline_s is not None:
             due = loop.time() + validation.seconds("deadline_s", deadline_s)
-        name, is_complete = next(self._names) % validation.INT32, False
+        name = next(self._names) % validation.INT32
+        is_complete = False
         if key_id is None:
             key_id = name
         listener = _Listener(loop, asyncio.Queue())

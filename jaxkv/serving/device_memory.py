@@ -38,7 +38,8 @@ def check_free_memory(tree: Any, name: str) -> None:
     Raises:
       ValueError: the arrays need more memory than is free.
     """
-    needed, free = num_bytes(tree), free_bytes()
+    needed = num_bytes(tree)
+    free = free_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"{needed:,} bytes are needed and {free:,} are free for {name}"

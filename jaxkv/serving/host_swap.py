@@ -65,14 +65,16 @@ class HostSpace:
 
         `move` is the compiled function `apply_transfer`.
         """
-        self.num_pages, self._move = num_pages, move
+        self.num_pages = num_pages
+        self._move = move
         self._kept: dict[int, tuple[np.ndarray, Pages]] = {}
         self._is_compiled = False
 
     def copy(self) -> "HostSpace":
         """Returns a space with the same pages, which are never modified in place."""
         other = HostSpace(self.num_pages, self._move)
-        other._kept, other._is_compiled = {**self._kept}, self._is_compiled
+        other._kept = {**self._kept}
+        other._is_compiled = self._is_compiled
         return other
 
     @property
@@ -101,7 +103,8 @@ class HostSpace:
         """
         s = state.staging
         assert s is not None
-        owner, on_host = np.asarray(s.owner), np.asarray(s.on_host)
+        owner = np.asarray(s.owner)
+        on_host = np.asarray(s.on_host)
         # A request that the device no longer has was cancelled.
         self._kept = {row: kept for row, kept in self._kept.items() if on_host[row]}
         staged = set(owner[owner >= 0].tolist())
@@ -110,7 +113,8 @@ class HostSpace:
         moves = empty_transfer(s)
         if not out:
             return state
-        first, rest = out[0], out[1:]
+        first = out[0]
+        rest = out[1:]
         comes = self._kept.pop(first, None)
         for row in rest:
             places = np.flatnonzero(owner == row)

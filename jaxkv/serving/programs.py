@@ -103,7 +103,8 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     devices compute the same.
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
-    whole, staging_of = WHOLE, state_of.staging
+    whole = WHOLE
+    staging_of = state_of.staging
     made = state_of, whole
 
     def mapped(function: Any, *given: Any, made: Any) -> Any:

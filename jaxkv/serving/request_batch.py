@@ -156,7 +156,8 @@ def pad_pages(
     Raises:
       ValueError: the arrays do not fit the engine's.
     """
-    most, leaves = int(prefix.num_pages), jax.tree.leaves(pages)
+    most = int(prefix.num_pages)
+    leaves = jax.tree.leaves(pages)
     fits = jax.tree.structure(pages) == jax.tree.structure(like) and all(
         isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )

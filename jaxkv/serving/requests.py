@@ -73,7 +73,8 @@ class RequestRecord:
         part = self.answers[sample]
         if self.sampling.beam_width is not None:
             # Beams have no answers before the search is done, see `close`.
-            part.reason, self.finish_s = reason, now
+            part.reason = reason
+            self.finish_s = now
             return Event(self.request_id, [], "", None, sample, reason)
         old = len(part.tokens)
         if tokens and self.first_token_s is None:
@@ -96,7 +97,8 @@ class RequestRecord:
         end = len(part.text)
         if part.search is not None and not reason:
             end = max(part.num_delivered, part.search.num_safe(part.text))
-        text, part.num_delivered = part.text[part.num_delivered : end], end
+        text = part.text[part.num_delivered : end]
+        part.num_delivered = end
         return Event(self.request_id, part.tokens[old:], text, None, sample, reason)
 
     def cancel_sequence(self, sample: int) -> None:
@@ -122,8 +124,11 @@ class RequestRecord:
 
     def close(self, sample: int, drained: DrainedSequences | None, row: int) -> None:
         """Completes a sequence; `drained` is None if the device never ran it."""
-        part, ask, num = self.answers[sample], self.sampling, len(self.prompt)
-        top_logprobs, score = None, None
+        part = self.answers[sample]
+        ask = self.sampling
+        num = len(self.prompt)
+        top_logprobs = None
+        score = None
         if outputs.needs_logprobs(ask):
             score = sum(part.logprobs)
         if drained is not None and ask.beam_width is not None:
@@ -210,13 +215,15 @@ def _most_likely(
     two in different passes, which may differ by rounding.
     """
     s = drained.sequences
-    ids, values = np.asarray(s.top_ids), np.asarray(s.top_logprobs)
+    ids = np.asarray(s.top_ids)
+    values = np.asarray(s.top_logprobs)
     found = []
     for place, (token, logprob) in enumerate(known, start):
         if place == ids.shape[1]:  # the token after the largest length is not stored
             found.append({token: logprob})
             break
-        names, scores = ids[row, place, :num].tolist(), values[row, place, :num]
+        names = ids[row, place, :num].tolist()
+        scores = values[row, place, :num]
         best = dict(zip(names, scores.tolist(), strict=True))
         if token in best:
             best[token] = logprob

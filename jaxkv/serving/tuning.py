@@ -20,7 +20,8 @@ from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
 from jaxkv.speculation import AdaptiveState, StepCosts, set_costs
 
-_ROUNDS, _MOST_ROUNDS = 3, 9
+_ROUNDS = 3
+_MOST_ROUNDS = 9
 """Measurements of every length: least and largest number."""
 _SECONDS = 1.0
 """Seconds per batch size after which only the least number of measurements follows."""
@@ -127,7 +128,8 @@ def tune(
       The state, idle again.
     """
     assert isinstance(state.memory, AdaptiveState)
-    batches, table = np.asarray(state.memory.costs.batches), []
+    batches = np.asarray(state.memory.costs.batches)
+    table = []
     for num in batches:
         state, found = _measure(state, programs, config, plan, int(num))
         table.append(found)
@@ -153,7 +155,9 @@ def _measure(
     and disturbances.
     """
     names = np.arange(config.max_sequences, dtype=np.int32)
-    rounds, names, begun = [], np.where(names < num, names, -1), time.perf_counter()
+    rounds = []
+    names = np.where(names < num, names, -1)
+    begun = time.perf_counter()
     most = config.max_length - plan.context
     ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
     requests = request_batch.make_requests(

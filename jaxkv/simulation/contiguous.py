@@ -159,7 +159,8 @@ def find_blocks(
 
     def body(carry: tuple[Array, ...]) -> tuple[Array, ...]:
         k, free, starts = carry
-        start, size = find_block(free, order[k]), _two_to(order[k])
+        start = find_block(free, order[k])
+        size = _two_to(order[k])
         taken = (start >= 0) & (leaf >= start) & (leaf < start + size)
         starts = jnp.where(head == k, start, starts)
         return jnp.where(start >= 0, k + 1, num), free & ~taken, starts

@@ -57,7 +57,8 @@ def num_owned(
     pages = pages_for(places, page_size=page_size)
     if slots.fork is None or group is None:
         return pages, jnp.zeros_like(pages)
-    shares, joint = _shares(slots), _is_joint(slots, length, page_size)
+    shares = _shares(slots)
+    joint = _is_joint(slots, length, page_size)
     full = jnp.where(shares & ~group.is_first, slots.fork.num_common // page_size, 0)
     theirs = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
     return pages - theirs, theirs
@@ -105,7 +106,8 @@ def break_down(
       The places, and the number of pages saved by sharing.
     """
     owned, theirs = num_owned(slots, pages.length, group, pages.places, page_size)
-    runs, before = is_running(slots), theirs * page_size
+    runs = is_running(slots)
+    before = theirs * page_size
     there = jnp.where(slots.sequence >= 0, owned * page_size, 0)
     if asked is not None:
         there = jnp.minimum(there, asked)

@@ -200,13 +200,16 @@ def simulate_placements(
         for k in range(p.num_prefill)
     ]
     read = iter(simulate_jobs(reads, seconds, max_slots=max_slots, progress=progress))
-    found, parts, jobs = [], [], []
+    found = []
+    parts = []
+    jobs = []
     for p, x in asked:
         first_s = np.full(x.arrival_s.shape, np.nan)
         for k in range(p.num_prefill):
             first_s[k :: p.num_prefill] = next(read).first_s
         sent_s = transfer_times(p, x, first_s)
-        ready_s, several = first_s + sent_s, x.tokens.output > 1
+        ready_s = first_s + sent_s
+        several = x.tokens.output > 1
         finish_s = np.where(several, np.nan, first_s)
         found.append(
             RequestTiming(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
@@ -266,7 +269,8 @@ def transfer_times(
 
 
 def _member(job: Job) -> SimulationMember:
-    x, receives = job.requests, job.role == "decode"
+    x = job.requests
+    receives = job.role == "decode"
     columns = x.arrival_s, x.tokens.prompt, x.tokens.output
     if receives:
         columns = x.arrival_s, x.tokens.prompt + 1, x.tokens.output - 1

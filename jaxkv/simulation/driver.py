@@ -161,7 +161,8 @@ def simulate(
         )
     members = jax.tree.map(np.asarray, members)
     num = members.workload.prompt.shape[0]
-    size, num_threads = part_size(num, max_slots), os.cpu_count() or 1
+    size = part_size(num, max_slots)
+    num_threads = os.cpu_count() or 1
     num_parts = -(-num // size)
     # Equal sizes share a program; the last member may be simulated twice.
     places = np.minimum(
@@ -181,7 +182,8 @@ def simulate(
     for runner in runners:  # in sequence, since the first one compiles for all
         runner.start()
     total = sum(float(runner.num_served.sum()) for runner in runners)
-    bar, lock = progress.bar("simulated", total, "requests"), threading.Lock()
+    bar = progress.bar("simulated", total, "requests")
+    lock = threading.Lock()
 
     def finish(runner: MemberBatch) -> SimulationResult:
         while not runner.done.all() and not progress.stopped:

@@ -70,7 +70,8 @@ def read_outcomes(
     Returns:
       The outcomes.
     """
-    members, num = state.num_done.shape, workload.prompt.shape[-1]
+    members = state.num_done.shape
+    num = workload.prompt.shape[-1]
     own = {"arrival": (num, 2), "clients": ()}
     names = ("arrival", "prompt", "output", "samples", "clients")
     spread: Any = {
@@ -94,7 +95,8 @@ def read_outcomes(
     finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=-1)
     finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
     served = np.zeros(finish_s.shape, bool)
-    all_order, num_served = np.asarray(state.order), np.asarray(state.num_served)
+    all_order = np.asarray(state.order)
+    num_served = np.asarray(state.num_served)
     arrival_s = np.where(w.samples > 0, clock.to_seconds(w.arrival), np.nan)
     for member in np.ndindex(finish_s.shape[:-1]):
         at = (*member, all_order[member][: num_served[member]])

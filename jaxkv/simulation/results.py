@@ -105,7 +105,8 @@ class SimulationResult(Outcome):
         fraction of the fed tokens, and `saved_pages_share` of the pages in use without
         sharing.
         """
-        means, totals = self.means, self.totals
+        means = self.means
+        totals = self.totals
         fed = totals.decoded + totals.drafted + totals.read
         found = {
             "batch": means.batch,

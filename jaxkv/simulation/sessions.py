@@ -164,7 +164,8 @@ def release_followers(
 
     `answered` are the requests that are answered now, or `NO_SEQUENCE`.
     """
-    s, d = sessions, dependencies
+    s = sessions
+    d = dependencies
     follower = arrays.take(d.followers, answered, fill=NO_SEQUENCE).reshape(-1)
     num_open = arrays.put(s.num_open, follower, NO_SEQUENCE, "add")
     is_released = arrays.take(num_open, follower, fill=NO_SEQUENCE) == 0

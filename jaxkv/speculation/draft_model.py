@@ -88,8 +88,10 @@ class DraftModel(Drafter):
         weights = params.draft if self.has_own_model else params
         assert own is not None
         s = state.sequences
-        row, slot = jnp.maximum(state.slots.sequence, 0), _count(granted.shape[0])
-        known, tokens = state.slots.num_tokens, s.tokens[row]
+        row = jnp.maximum(state.slots.sequence, 0)
+        slot = _count(granted.shape[0])
+        known = state.slots.num_tokens
+        tokens = s.tokens[row]
 
         def sample_next(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
             tokens, probs, own = carry
@@ -98,7 +100,8 @@ class DraftModel(Drafter):
             result = self.forward(weights, own, make_slot_rows(state, tokens, place))
             params = jax.tree.map(lambda x: x[row], s.params)
             warm = jnp.where(drafts, params.temperature, 0.0)
-            params, length = params._replace(temperature=warm), known + index
+            params = params._replace(temperature=warm)
+            length = known + index
             logits = sampling.penalise(
                 result.logits, tokens, s.prompt_length[row], length, params
             )

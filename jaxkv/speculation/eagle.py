@@ -139,7 +139,8 @@ class EagleConfig:
 
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
-        size, dtype = self.target.hidden_size, jnp.dtype(dtype)
+        size = self.target.hidden_size
+        dtype = jnp.dtype(dtype)
         own = models.param_shapes(self.layer, dtype=dtype)
 
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -157,7 +158,8 @@ class EagleConfig:
         keys = jax.random.split(key)
         own = models.init_params(self.layer, keys[0])
         own = {name: own[name] for name in own if name not in SHARED_PARAMS}
-        size, num = self.target.hidden_size, len(self.taps)
+        size = self.target.hidden_size
+        num = len(self.taps)
         draw = jax.random.normal(keys[1], (size, 2 * size)) * jnp.float32(0.02)
         mean = jnp.tile(jnp.eye(size) / jnp.float32(num), (1, num))
         return own | {
@@ -250,7 +252,8 @@ class MTPConfig:
         found = {**target, "ahead": params}
         module, model = merge_ahead(self.target, found, index)
         token = divide_rows(rows).own(rows.token)
-        columns, num_words = COLUMNS, self.target.vocab_size
+        columns = COLUMNS
+        num_words = self.target.vocab_size
         embeddings = columns.embed(model.embed.weight[...], token, num_words)
         x = module.inputs(embeddings, before.T, columns)
         forward = PagedForward(self.layer, layers=(index,))
@@ -297,7 +300,8 @@ def make_layer_inputs(
       Columns: the states plus a projection of normalised tokens and states.
     """
     norm = functools.partial(models.norm, kind="rms", eps=config.target.norm_eps)
-    table, num_words = target["embed"]["weight"], config.target.vocab_size
+    table = target["embed"]["weight"]
+    num_words = config.target.vocab_size
     found = embed_tokens(table, tokens, num_words)
     token = norm(found, **params["token_norm"])
     feature = norm(states, **params["feature_norm"])
@@ -347,7 +351,8 @@ def unroll_drafts(
         x = make_layer_inputs(params, target, tokens.reshape(-1), before, config=config)
         attend = functools.partial(_attend, config=config.layer, shape=(batch, seq))
         run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
-        states, keys = run.last.T, run.carry
+        states = run.last.T
+        keys = run.carry
         found.append(model.logits(run.last).reshape(batch, seq, -1))
     return jnp.stack(found)
 

@@ -52,10 +52,12 @@ class TargetWithEagle:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.draft_pages is not None
         result = self.target(params.target, pages._replace(draft_pages=None), rows)
-        parents, parts = parent_places(rows), divide_rows(rows)
+        parents = parent_places(rows)
+        parts = divide_rows(rows)
         found = read_features(result.pages, rows, parents)
         before = self.config.first_states(params.draft, parts.own(found.T).T)
-        own, states = pages.draft_pages, []
+        own = pages.draft_pages
+        states = []
         for index in range(self.config.num_modules):
             ran = self.config.run_module(
                 index, params.draft, params.target, own, rows, before
@@ -143,10 +145,13 @@ class Eagle(Drafter):
         assert own is not None
         step = _DraftingStep(self, params, state, row, root, granted)
         nodes, own = step.feed_root(own)
-        found, start, offset = [nodes], 0, 0
+        found = [nodes]
+        start = 0
+        offset = 0
         for depth, beam in enumerate(self.beams, 1):
             chosen, index = _top_guesses(nodes, beam)
-            name, start = start + 1 + index, start + nodes.token.shape[1]
+            name = start + 1 + index
+            start = start + nodes.token.shape[1]
             nodes, own = step.feed_guesses(own, chosen, name, offset, depth)
             found.append(nodes)
             offset += beam
@@ -264,9 +269,11 @@ class _DraftingStep(NamedTuple):
         `before` has a state for each of the last modules; the first of them makes the
         guesses.
         """
-        config, width = self.drafter.config, self.drafter.branching
+        config = self.drafter.config
+        width = self.drafter.branching
         num_slots, num = score.shape
-        draft, target = self.params.draft, self.params.target
+        draft = self.params.draft
+        target = self.params.target
 
         def spread(x: Array) -> Array:
             return jnp.repeat(x.reshape(num_slots, num, -1), width, axis=1)

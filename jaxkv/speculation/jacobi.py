@@ -61,7 +61,8 @@ class Jacobi(Drafter):
 
         Places beyond those evaluated repeat the last output.
         """
-        v, width = verified, memory.tokens.shape[1]
+        v = verified
+        width = memory.tokens.shape[1]
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         place = jnp.minimum(v.accepted[:, None] + 1 + index, v.num_drafts[:, None])
         guesses = jnp.take_along_axis(v.follows, place, axis=1)

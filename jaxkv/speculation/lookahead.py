@@ -117,9 +117,11 @@ class Lookahead(Drafter):
         config: EngineConfig,
     ) -> tuple[LookaheadState, Pages, Drafts]:
         """Packs candidates and window as a tree; new sequences get a new window."""
-        s, sequence = state.sequences, state.slots.sequence
+        s = state.sequences
+        sequence = state.slots.sequence
         row = jnp.maximum(sequence, 0)
-        known, tokens = state.slots.num_tokens, s.tokens[row]
+        known = state.slots.num_tokens
+        tokens = s.tokens[row]
         begins = (granted > 0) & (known == s.prompt_length[row] + 1)
         target = jnp.where(begins, sequence, -1)
         # A new window holds the last tokens of the text, with an empty pool.
@@ -136,7 +138,8 @@ class Lookahead(Drafter):
         candidates = find_ngrams(
             memory.pool[row], memory.num_written[row], last, num=self.candidates
         )
-        window, num_slots = memory.window[row], row.shape[0]
+        window = memory.window[row]
+        num_slots = row.shape[0]
         above = self._window_parents(num_slots)
         parents = jnp.concatenate([_trie_parents(candidates), above], axis=1)
         drafted = jnp.concatenate(
@@ -159,8 +162,10 @@ class Lookahead(Drafter):
         A column belongs to one position of the text, so the window shifts by the
         accepted tokens.
         """
-        v, row = verified, jnp.maximum(state.slots.sequence, 0)
-        window, columns = memory.window[row], _count(self.columns)
+        v = verified
+        row = jnp.maximum(state.slots.sequence, 0)
+        window = memory.window[row]
+        columns = _count(self.columns)
         first = 1 + self.num_drafts - self.columns
         newest = v.follows[:, first : first + self.columns]
         # For each column: its states, and the model's output after the last one.
@@ -217,7 +222,8 @@ def find_ngrams(
       num: n-grams to return, static.
     """
     entries = pool.shape[1]
-    place, newest = _count(entries)[None, :], num_written[:, None] - 1
+    place = _count(entries)[None, :]
+    newest = num_written[:, None] - 1
     written = newest - (newest - place) % entries
     matches = (pool[:, :, 0] == last[:, None]) & (written >= 0)
     age, entry = lax.top_k(jnp.where(matches, written, -1), min(num, entries))
@@ -240,7 +246,8 @@ def store_ngrams(
     """
     is_equal = jnp.all(pool[:, None] == ngrams[:, :, None], axis=3)
     pool = jnp.where(jnp.any(is_equal, axis=1)[:, :, None], -1, pool)
-    entries, columns = pool.shape[1], ngrams.shape[1]
+    entries = pool.shape[1]
+    columns = ngrams.shape[1]
     place = (num_written[:, None] + _count(columns)[None, :]) % entries
     slot = jnp.broadcast_to(_count(pool.shape[0])[:, None], place.shape)
     return arrays.put(pool, (slot, place), ngrams), num_written + columns

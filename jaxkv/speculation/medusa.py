@@ -55,7 +55,8 @@ class MedusaConfig:
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         size = self.target.hidden_size
-        lead, dtype = (self.num_heads, self.num_blocks), jnp.dtype(dtype)
+        lead = (self.num_heads, self.num_blocks)
+        dtype = jnp.dtype(dtype)
         weight = jax.ShapeDtypeStruct((*lead, size, size), dtype)
         bias = jax.ShapeDtypeStruct((*lead, size), dtype)
         return {"layers": {"bias": bias, "weight": weight}}
@@ -137,10 +138,12 @@ class Medusa(Drafter):
             vocabulary.
         """
         validation.check_fields(self)
-        depth, num = max(self.topology.depths), self.config.num_heads
+        depth = max(self.topology.depths)
+        num = self.config.num_heads
         if depth > num:
             raise ValueError(f"the tree is {depth} deep, there are {num} heads")
-        rank, vocab = max(self.topology.ranks), self.config.target.vocab_size
+        rank = max(self.topology.ranks)
+        vocab = self.config.target.vocab_size
         if rank >= vocab:
             raise ValueError(f"{rank=} must be below vocab_size={vocab}")
 

@@ -105,7 +105,8 @@ def look_up_drafts(
         matches += (extends & there).astype(jnp.int32)
     # The longest match; ties go to the latest.
     best = jnp.max(matches * max_length + end, axis=1)
-    length, start = best // max_length, best % max_length + 1
+    length = best // max_length
+    start = best % max_length + 1
     found = (length >= shortest) & (known > 0)
     period = jnp.maximum(known - start, 1)
     index = jnp.arange(num, dtype=jnp.int32)[None, :] % period[:, None]

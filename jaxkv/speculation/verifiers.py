@@ -161,7 +161,8 @@ class Rejection:
           all is impossible, `target_probs`.
         """
         dtype = target_probs.dtype
-        accept, rest = jnp.zeros(children.shape, dtype), target_probs
+        accept = jnp.zeros(children.shape, dtype)
+        rest = target_probs
         ids = jnp.arange(target_probs.shape[1], dtype=jnp.int32)[None, :]
         left = None if draft_probs is None else draft_probs.astype(dtype)
         for rank in range(children.shape[1]):

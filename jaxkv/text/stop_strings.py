@@ -26,9 +26,11 @@ class StopSearch:
         special_stops: Sequence[str] = (),
         stream: TextStream | None = None,
     ):
-        self._stops, self._special_stops = stops, special_stops
+        self._stops = stops
+        self._special_stops = special_stops
         self._stream = stream
-        self._num_final, self._shown = 0, ""
+        self._num_final = 0
+        self._shown = ""
         # Characters with and without special tokens after 0, 1, 2, ... tokens.
         self._lengths = [(0, 0)]
 

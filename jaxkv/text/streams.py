@@ -112,7 +112,8 @@ class _LastTokenStage(_Stage):
         self._last: str | None = None
 
     def push(self, piece: str) -> Sequence[str]:
-        before, self._last = self._last, piece
+        before = self._last
+        self._last = piece
         return () if before is None else (self._decode([before, ""]),)
 
     def held(self, is_over: bool) -> Sequence[str]:
@@ -148,7 +149,8 @@ class _ByteRunStage(_Stage):
         try:
             text, num = codecs.utf_8_decode(data, "strict", False)
         except UnicodeDecodeError:
-            self._is_valid, self._text = False, []
+            self._is_valid = False
+            self._text = []
             return (REPLACEMENT,) * self._length
         if text:
             self._text.append(text)
@@ -187,7 +189,9 @@ class _StripStage(_Stage):
     """Strip after Fuse: removes a character at the start and the end of a text."""
 
     def __init__(self, content: str, start: int, stop: int):
-        self._content, self._start, self._stop = content, start, stop
+        self._content = content
+        self._start = start
+        self._stop = stop
         self._last = ""
 
     def push(self, piece: str) -> Sequence[str]:
@@ -200,7 +204,8 @@ class _StripStage(_Stage):
             piece = self._last + piece
             most = len(piece) - len(piece.rstrip(self._content))
             end = len(piece) - min(most, self._stop)
-            piece, self._last = piece[:end], piece[end:]
+            self._last = piece[end:]
+            piece = piece[:end]
         return (piece,)
 
 
@@ -208,7 +213,8 @@ class _ReplaceStage(_Stage):
     """Replace after Fuse: a match may span several pieces."""
 
     def __init__(self, pattern: str, content: str):
-        self._pattern, self._content = pattern, content
+        self._pattern = pattern
+        self._content = content
         self._last = ""  # may begin the pattern
 
     def push(self, piece: str) -> Sequence[str]:
@@ -229,7 +235,8 @@ class _BufferStage(_Stage):
     """Any other decoder: holds all pieces back until the text ends."""
 
     def __init__(self, decode: Decode, is_joined: bool):
-        self._decode, self._is_joined = decode, is_joined
+        self._decode = decode
+        self._is_joined = is_joined
         self._pieces: list[str] = []
 
     def copy(self) -> Any:
@@ -258,7 +265,8 @@ class TextStream:
     """
 
     def __init__(self, decoder: "StreamDecoder", context: Sequence[int] = ()):
-        self._decoder, self._pieces = decoder, decoder.pieces
+        self._decoder = decoder
+        self._pieces = decoder.pieces
         self._stages = decoder.stages()
         # Text of the context that the stream must not repeat.
         self._known = ""
@@ -266,7 +274,8 @@ class TextStream:
             return
         # The last tokens suffice if some of them have text of their own and part of it
         # is final.
-        num, start = 0, len(context)
+        num = 0
+        start = len(context)
         while start and (num < _NUM_CONTEXT or not decoder.is_local):
             start -= 1
             piece = self._pieces[int(context[start])]
@@ -300,7 +309,8 @@ class TextStream:
     def finish(self) -> str:
         """Ends the text; returns its remainder and resets the stream."""
         text = self._without_known(self._held(True))
-        self._stages, self._known = self._decoder.stages(), ""
+        self._stages = self._decoder.stages()
+        self._known = ""
         return text
 
     def _held(self, is_over: bool) -> str:
@@ -364,7 +374,8 @@ class StreamDecoder:
 
 class _Pieces(dict[int, Any]):
     def __init__(self, piece_of: Callable[[int], Any], functions: Sequence[Callable]):
-        self._piece_of, self._functions = piece_of, functions
+        self._piece_of = piece_of
+        self._functions = functions
 
     def __missing__(self, token: int) -> Any:
         piece = self._piece_of(token)
@@ -390,7 +401,9 @@ def stage_makers(
     after = [partial(_ReplaceStage, *pair) for pair in replaced]
     if state is None:
         return [partial(_FirstTokenStage, " ".join), *after]
-    decoders, makers, is_joined = _flat(state), [], False
+    decoders = _flat(state)
+    makers = []
+    is_joined = False
     for i, each in enumerate(decoders):
         made = _joined(each, build) if is_joined else _separate(each, build)
         if made is None:

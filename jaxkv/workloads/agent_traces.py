@@ -164,7 +164,8 @@ class _Reader:
         """
         if not isinstance(entries, list):
             raise ValueError(f"{place} is not a list")
-        tips, previous = first_after, [-1]
+        tips = first_after
+        previous = [-1]
         pending: list[_Answered] = []
         agents: list[_Answered] = []  # sub-agents since the last request
 
@@ -187,7 +188,8 @@ class _Reader:
                 if sent_s - duration_s >= answered_s - _TOLERANCE_S:
                     sent_s -= duration_s
                 move_on(sent_s)
-                inner, inner_start_s = entry.get("requests"), sent_s
+                inner = entry.get("requests")
+                inner_start_s = sent_s
                 if isinstance(inner, list) and inner and isinstance(inner[0], dict):
                     first_s = _seconds(inner[0], "t", f"{where}.requests[0]")
                     if first_s >= sent_s - _TOLERANCE_S:
@@ -204,7 +206,8 @@ class _Reader:
                 continue
             if output == 0:
                 raise ValueError(f"{where}: the output has 0 tokens")
-            pending, agents = pending + agents, []
+            pending = pending + agents
+            agents = []
             move_on(sent_s)
             think_s = _seconds(entry, "think_time", where, default=math.nan)
             after = tips
@@ -282,7 +285,8 @@ def _gap_s(entries: list[Any], index: int, sent_s: float) -> float:
     later = itertools.islice(entries, index + 1, None)
     for entry in later:
         if isinstance(entry, dict) and entry.get("type") != "subagent":
-            think_s, next_s = entry.get("think_time"), entry.get("t")
+            think_s = entry.get("think_time")
+            next_s = entry.get("t")
             if isinstance(think_s, int | float) and isinstance(next_s, int | float):
                 return max(0.0, next_s - think_s - sent_s)
             break

@@ -124,7 +124,8 @@ def make_workload(
     if not num or any(x.shape != (num,) for x in columns.values()):
         shapes = [x.shape for x in (arrival_s, *columns.values())]
         raise ValueError(f"a workload needs columns of one length, not {shapes}")
-    dependencies, is_sent_later = None, np.zeros(num, bool)
+    dependencies = None
+    is_sent_later = np.zeros(num, bool)
     if after is not None:
         if clients is not None:
             raise ValueError(f"{clients=} must be None for requests with `after`")
@@ -208,7 +209,8 @@ def _make_dependencies(after: Any, delay_s: Any, num: int) -> Dependencies:
 
     num_waiting = np.bincount(after[after >= 0], minlength=num)
     followers = np.full((num, max(int(num_waiting.max(initial=0)), 1)), -1)
-    lane, starts = np.full(num, -1), []
+    lane = np.full(num, -1)
+    starts = []
     free: dict[int, list[int]] = {}
     num_placed = np.zeros(num, np.int64)
     for i in np.flatnonzero(waits).tolist():
@@ -224,7 +226,8 @@ def _make_dependencies(after: Any, delay_s: Any, num: int) -> Dependencies:
         if not mine:
             mine = [len(starts)]
             starts.append(i)
-        lane[i], free[i] = mine[0], mine
+        lane[i] = mine[0]
+        free[i] = mine
     columns = after, clock.from_seconds(delay_s), followers, lane, starts or [-1]
     return Dependencies(*(jnp.asarray(x, jnp.int32) for x in columns))
 
@@ -260,7 +263,9 @@ def bursty(
     Source: Li et al. 2023 (AlpaServe), arXiv:2302.11665, where rate and cv vary.
     """
     validation.instance("rng", rng, np.random.Generator)
-    largest, above_0 = 1e100, 1e-100  # squares and ratios are finite
+    # squares and ratios are finite
+    largest = 1e100
+    above_0 = 1e-100
     rate = validation.number(
         "rate",
         rate,

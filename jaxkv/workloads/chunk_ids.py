@@ -14,7 +14,8 @@ from typing import overload
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-_BLOCK, _NUM_PARTS = 1 << 20, 16
+_BLOCK = 1 << 20
+_NUM_PARTS = 16
 """Ids, and parts of the ids, that are searched at a time."""
 
 
@@ -31,7 +32,8 @@ class ChunkIds(Sequence[np.ndarray]):
         self, flat: Int64[np.ndarray, " ids"], starts: Int64[np.ndarray, " bounds"]
     ) -> None:
         """Takes the ids, and one bound more than there are prompts."""
-        self.flat, self.starts = flat, starts
+        self.flat = flat
+        self.starts = starts
 
     def __len__(self) -> int:
         return self.starts.size - 1
@@ -76,7 +78,8 @@ class ChunkIds(Sequence[np.ndarray]):
         """
         places, ends = self._find_partial(num_tokens, size)
         order = np.argsort(self.flat[places], kind="stable")
-        places, ends = places[order], ends[order]
+        places = places[order]
+        ends = ends[order]
         found = self._find_pair(places, ends)
         if found is not None:
             return (*found, "ends after another number of tokens than")

@@ -47,7 +47,8 @@ class Fixed:
     def __post_init__(self) -> None:
         """Validates the field."""
         hint = f"in [1, {LONGEST}], whole"
-        tokens, below = self.tokens, LONGEST + 1
+        tokens = self.tokens
+        below = LONGEST + 1
         validation.integer("tokens", tokens, low=1, below=below, hint=hint)
 
     @property
@@ -101,7 +102,8 @@ class LogNormal:
         """Validates the fields."""
         _check_mean(self.mean)
         largest = sys.float_info.max
-        sigma, hint = self.sigma, "at least 0"
+        sigma = self.sigma
+        hint = "at least 0"
         validation.number("sigma", sigma, low=0.0, high=largest, hint=hint)
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
@@ -122,7 +124,8 @@ class Gamma:
     def __post_init__(self) -> None:
         """Validates the fields."""
         _check_mean(self.mean)
-        low, high = math.ulp(0.0), sys.float_info.max
+        low = math.ulp(0.0)
+        high = sys.float_info.max
         validation.number("shape", self.shape, low=low, high=high, hint="above 0")
 
     def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
@@ -172,7 +175,8 @@ class Pair:
         validation.instance("rng", rng, np.random.Generator)
         num = validation.integer("num", num, low=1)
         stretch = _scale_factors(self)
-        prompt, output = np.empty(0, np.int64), np.empty(0, np.int64)
+        prompt = np.empty(0, np.int64)
+        output = np.empty(0, np.int64)
         drawn = 0
         while prompt.size < num:
             lengths = _draw(self, rng, 2 * num + 100) * stretch
@@ -238,7 +242,8 @@ def rescale_to_means(
         kept = fits(unit * scale)
         if not kept.any():
             return None
-        before, scale = scale, means / unit[kept].mean(0)
+        before = scale
+        scale = means / unit[kept].mean(0)
         if np.allclose(before, scale, rtol=1e-9, atol=0):
             break
     return scale

@@ -115,7 +115,8 @@ def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
     k = int(over[0])
     if k == 0:
         return SustainedRate(float(rates[0]), "below")
-    low, high = math.log(latency[k - 1]), math.log(latency[k])
+    low = math.log(latency[k - 1])
+    high = math.log(latency[k])
     part = (math.log(bound) - low) / (high - low)
     return SustainedRate(float(rates[k - 1] + part * (rates[k] - rates[k - 1])), "is")
 
@@ -123,7 +124,8 @@ def sustained_rate(curve: LatencyCurve, bound: int | float) -> SustainedRate:
 @validation.checks_numbers(bound=0)
 def load_ratio(first: LatencyCurve, second: LatencyCurve, bound: int | float) -> float:
     """Returns the ratio of the sustained rates of two systems; NaN if unknown."""
-    one, two = sustained_rate(first, bound), sustained_rate(second, bound)
+    one = sustained_rate(first, bound)
+    two = sustained_rate(second, bound)
     return one.rate / two.rate if one.relation == two.relation == "is" else math.nan
 
 

@@ -52,7 +52,8 @@ def normalised_latency_s(
     is_asked = np.isfinite(arrival_s)
     each = (finish_s - arrival_s) / output
     _warn_of_missing("normalised latency", each, is_asked)
-    num, total = is_asked.sum(-1), np.where(is_asked, each, 0.0).sum(-1)
+    num = is_asked.sum(-1)
+    total = np.where(is_asked, each, 0.0).sum(-1)
     return np.asarray(np.where(num > 0, total / np.maximum(num, 1), np.nan))
 
 
@@ -166,7 +167,8 @@ def find_jobs(arrival_s: Seconds, finish_s: Seconds, session: Tokens) -> JobTime
     found = []
     for arrival, finish, job in rows:
         names, index = np.unique(job[job >= 0], return_inverse=True)
-        first, last = np.full(names.size, np.inf), np.full(names.size, -np.inf)
+        first = np.full(names.size, np.inf)
+        last = np.full(names.size, -np.inf)
         np.fmin.at(first, index, arrival[job >= 0])
         unanswered = np.isnan(finish)
         np.maximum.at(last, index, np.where(unanswered, np.inf, finish)[job >= 0])
@@ -254,7 +256,8 @@ def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
     k = int(below[0])
     if k == 0:
         return 0.0
-    high, low = values[k - 1], values[k]
+    high = values[k - 1]
+    low = values[k]
     share = (high - least) / (high - low) if np.isfinite(low) else 0.0
     return float(rates[k - 1] + share * (rates[k] - rates[k - 1]))
 
@@ -284,10 +287,12 @@ def gaps_between_tokens(
     step, slot = np.nonzero(drew >= 0)
     if num_drawn is not None:
         times = num_drawn[step, slot]
-        step, slot = np.repeat(step, times), np.repeat(slot, times)
+        step = np.repeat(step, times)
+        slot = np.repeat(slot, times)
     sequence = drew[step, slot]
     order = np.argsort(sequence, kind="stable")
-    sequence, time = sequence[order], end_s[step[order]]
+    sequence = sequence[order]
+    time = end_s[step[order]]
     same = sequence[1:] == sequence[:-1]
     return Gaps(sequence[1:][same], np.diff(time)[same])
 

@@ -186,7 +186,8 @@ def read_recording(
         assert found.chunk_ids is not None
         assert found.chunk_tokens is not None
         numbers = np.arange(1, found.prompt.size + 1)
-        ids, size = found.chunk_ids, found.chunk_tokens
+        ids = found.chunk_ids
+        size = found.chunk_tokens
         doubts = _find_contradiction(ids, found.prompt, size, "request", numbers)
         return found._replace(doubts=doubts)
     columns = read_trace_columns(path, skip_empty=skip_empty)
@@ -283,7 +284,8 @@ def cached_tokens(
     """
     if not cache_tokens >= 0:
         raise ValueError(f"{cache_tokens=} must be at least 0 tokens")
-    ids, size = recording.chunk_ids, recording.chunk_tokens
+    ids = recording.chunk_ids
+    size = recording.chunk_tokens
     if ids is None or size is None:
         raise ValueError("the recording has no chunk ids")
     if cache_tokens == math.inf:
@@ -308,11 +310,13 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
       ValueError: a prompt is longer than any model takes, or a turn is sent before the
         one before it.
     """
-    session, kind = columns.session, columns.format
+    session = columns.session
+    kind = columns.format
     turns = np.flatnonzero(session >= 0)
     if not kind.has_turns or not turns.size:
         return columns
-    time, prompt = columns.time.copy(), columns.prompt.copy()
+    time = columns.time.copy()
+    prompt = columns.prompt.copy()
     latest: dict[int, int] = {}
     before = np.full(session.size, -1)
     for turn in turns.tolist():

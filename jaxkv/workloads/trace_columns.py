@@ -125,7 +125,8 @@ class _Reader:
         Raises:
           ValueError: a row is impossible.
         """
-        kind, num = self._kind, len(block.lines)
+        kind = self._kind
+        num = len(block.lines)
         problems: list[_Problem] = []
 
         def cells(name: str) -> Sequence[Any]:
@@ -218,7 +219,8 @@ class _Reader:
             name: np.frombuffer(x, dtypes[x.typecode])
             for name, x in self.columns.items()
         }
-        flat, counts = found.pop("chunk_ids"), found.pop("num_chunks")
+        flat = found.pop("chunk_ids")
+        counts = found.pop("num_chunks")
         starts = np.concatenate([[0], np.cumsum(counts)])
         doubts = self._doubts
         if self._num_unequal:
@@ -243,7 +245,8 @@ class _Reader:
     def _read_sessions(self, cells: Sequence[Any]) -> np.ndarray:
         if not cells or (cells[0] is MISSING and not self._kind.session):
             return np.full(len(cells), -1)
-        known, absent = self._sessions, (MISSING, None, "")
+        known = self._sessions
+        absent = (MISSING, None, "")
         return np.fromiter(
             (-1 if x in absent else known.setdefault(x, len(known)) for x in cells),
             np.int64,
@@ -320,7 +323,8 @@ def _convert(
 
     Optional cells may be absent or empty: they are NaN.
     """
-    num, is_whole = len(cells), convert is _to_integer
+    num = len(cells)
+    is_whole = convert is _to_integer
     types = {*map(type, cells)}
     try:  # whole columns of one type, which have no other readings
         if is_whole and types <= {int}:

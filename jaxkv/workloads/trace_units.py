@@ -20,7 +20,8 @@ def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]
     Raises:
       ValueError: the unit is open, or it is asked for and the times are dates.
     """
-    kind, name = columns.format, columns.format.time
+    kind = columns.format
+    name = columns.format.time
     if kind.unit == DATE:
         if asked is not None:
             raise ValueError(f"{name} has dates: time_unit={asked!r} must be left out")
@@ -49,7 +50,8 @@ def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]
     return kind.unit, _unit_warnings(name, kind.unit, times)
 
 
-_LONG_BREAK_S, _BREAK_SHARE = 86_400.0, 100.0
+_LONG_BREAK_S = 86_400.0
+_BREAK_SHARE = 100.0
 """Length in s of a gap, and its ratio to all other gaps together, above which the rows
 before and after it may have two clocks."""
 
@@ -66,7 +68,8 @@ def _clock_warnings(columns: TraceColumns, unit: str) -> list[str]:
     longest_s = float(gaps[at])
     if longest_s <= max(_LONG_BREAK_S, _BREAK_SHARE * (gaps.sum() - longest_s)):
         return []
-    before, after = order[: at + 1], order[at + 1 :]
+    before = order[: at + 1]
+    after = order[at + 1 :]
     few = min(after, before, key=len)
     row = int(few.min())
     return [
@@ -78,7 +81,8 @@ def _clock_warnings(columns: TraceColumns, unit: str) -> list[str]:
 
 _LONG_GAP_S = 60.0
 """Mean time between requests above which integer seconds may be milliseconds."""
-_HIGH_RATE, _HIGH_RATE_OF_FRACTIONS = 1e3, 50.0
+_HIGH_RATE = 1e3
+_HIGH_RATE_OF_FRACTIONS = 50.0
 """Requests per second above which milliseconds may be seconds; for integers and for
 fractions."""
 
@@ -87,7 +91,8 @@ def _unit_warnings(
     name: str, unit: str, times: Float[np.ndarray, " requests"]
 ) -> list[str]:
     """Returns warnings about times that look like another unit."""
-    num, start = times.size, float(times.min())
+    num = times.size
+    start = float(times.min())
     span = (float(times.max()) - start) / SECONDS[unit]
     words = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
     text = f"{name} is read as {words[unit]}: {num:,} requests in {span:,.4g} s"
@@ -102,7 +107,8 @@ def _unit_warnings(
 
 def to_arrival_s(columns: TraceColumns, unit: str) -> Float[np.ndarray, " requests"]:
     """Converts sorted times to s; differences are taken first, which is exact."""
-    times, kind = columns.time, columns.format
+    times = columns.time
+    kind = columns.format
     is_plain = kind.time.startswith("arrival") and kind.unit != DATE
     is_unix = _UNIX[unit][0] <= times[0] < _UNIX[unit][1]
     start = 0.0 if is_plain and not is_unix else times[0]
@@ -122,7 +128,8 @@ def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
         if asked is not None:
             raise ValueError(f"chunk_tokens={asked} must be left out without hash_ids")
         return None
-    num, ids = columns.prompt, columns.chunk_ids.counts
+    num = columns.prompt
+    ids = columns.chunk_ids.counts
     size = asked or columns.format.chunk_tokens
     all_chunks, full_chunks = _fitting_sizes(num, ids)
     fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
@@ -151,7 +158,8 @@ def _fitting_sizes(
     some = ids > 0
     if not some.any():
         return (1, 0), (1, 0)
-    most, many = ids[some], ids > 1
+    most = ids[some]
+    many = ids > 1
     low = int((-(-num[some] // most)).max())
     high = int(((num[many] - 1) // (ids[many] - 1)).min(initial=LONGEST))
     full_low = int((num // (ids + 1)).max()) + 1

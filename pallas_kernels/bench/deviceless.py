@@ -170,7 +170,8 @@ def compile_function(
     with _dumping() as folder, _without_program_cache(), jax.set_mesh(mesh):
         program = jitted.lower(*shapes).compile(dict(options or {}))
         kernels = tuple(_read_kernel(path) for path in sorted(folder.glob("*.ptxas")))
-    text, memory = program.as_text(), program.memory_analysis()
+    text = program.as_text()
+    memory = program.memory_analysis()
     assert text is not None
     assert memory is not None
     if "mosaic_gpu" in text and not kernels:

@@ -98,7 +98,9 @@ class AttentionProblem:
     @functools.cached_property
     def samples(self) -> list[tuple[np.ndarray, int, np.ndarray]]:
         """Rows, a KV head, and attention with the first table in float64."""
-        spec, rng, found = self.spec, np.random.default_rng(1), []
+        spec = self.spec
+        rng = np.random.default_rng(1)
+        found = []
         # The longest sequence is always among them.
         others = rng.integers(0, spec.batch, NUM_CHECKED - 1)
         rows = np.unique(np.linspace(0, spec.rows - 1, MAX_CHECKED_ROWS, dtype=int))
@@ -110,7 +112,8 @@ class AttentionProblem:
 
     def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
         """Returns a mask of the keys that rows attend to: `[rows, length]`."""
-        context, place = self.spec.contexts()[sequence], np.arange(length)
+        context = self.spec.contexts()[sequence]
+        place = np.arange(length)
         back = context + rows[:, None] - place
         if self.ancestors is None:
             seen = back >= 0
@@ -167,7 +170,8 @@ class GroupedProblem:
     @functools.cached_property
     def samples(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Some rows and columns, and their products in the first turn, in float64."""
-        rng, spec = np.random.default_rng(1), self.spec
+        rng = np.random.default_rng(1)
+        spec = self.spec
         ends = np.cumsum(np.asarray(self.group_sizes[0]))
         # At the edges of groups, and at random rows.
         edges = np.concatenate([ends - 1, ends, rng.integers(0, spec.num_rows, 99)])
@@ -205,7 +209,8 @@ def make_attention(
       seed: seed of all random numbers.
       feature: one of `FEATURES`, or "".
     """
-    rng, heads = np.random.default_rng(seed), spec.heads
+    rng = np.random.default_rng(seed)
+    heads = spec.heads
     lengths = spec.contexts() + spec.rows
     page_ids, used = _lay_out(spec, lengths, num_turns, rng)
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -221,7 +226,8 @@ def make_attention(
         "sinks": {"sinks": by_head},
     }.get(feature, {})
     if heads.value_width is not None:
-        v, options["value_width"] = None, heads.value_width
+        v = None
+        options["value_width"] = heads.value_width
     if feature in quantizing.NUMBERS:
         kind: Any = feature
         k, options["k_scales"] = quantizing.quantize(k, kind)
@@ -259,7 +265,8 @@ def make_copy(spec: Spec, *, seed: int = 0) -> CopyProblem:
     """
     ids = np.random.default_rng(seed).permutation(2 * spec.batch).astype(np.int32)
     shape = (spec.heads.kv_heads, spec.page_size, spec.heads.head_dim)
-    key, dtype = jax.random.key(seed), jnp.dtype(spec.dtype)
+    key = jax.random.key(seed)
+    dtype = jnp.dtype(spec.dtype)
     return CopyProblem(
         spec=spec,
         pages=jax.random.normal(key, (2 * spec.batch, *shape), dtype),
@@ -278,7 +285,8 @@ def make_grouped(
       num_turns: number of draws of experts.
       seed: seed of rows and weights.
     """
-    keys, dtype = jax.random.split(jax.random.key(seed)), jnp.dtype(spec.dtype)
+    keys = jax.random.split(jax.random.key(seed))
+    dtype = jnp.dtype(spec.dtype)
     shape = (spec.experts.groups, spec.width, spec.columns)
     scale = jnp.asarray(spec.width**-0.5, dtype)
     weights = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * scale)
@@ -348,7 +356,8 @@ def _attend(
     problem: AttentionProblem, sequence: int, head: int, rows: np.ndarray
 ) -> np.ndarray:
     """Returns attention of rows of a KV head: `[rows, group, value_width]`."""
-    spec, options = problem.spec, problem.options
+    spec = problem.spec
+    options = problem.options
     length = int(problem.lengths()[sequence])
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
 

@@ -127,7 +127,8 @@ class Spec:
 
     def contexts(self) -> np.ndarray:
         """Returns the tokens before the rows of each sequence: `[batch]`."""
-        rng, free = np.random.default_rng(0), self.context - self.shared
+        rng = np.random.default_rng(0)
+        free = self.context - self.shared
         draw = {
             "equal": np.ones,
             "uniform": rng.random,
@@ -150,7 +151,8 @@ class Spec:
         if self.kind == "copy":
             return 2 * self.batch * self.page_bytes
         tokens = int(np.sum(self.contexts() + self.rows - self.shared)) + self.shared
-        heads, reads = self.heads, 2
+        heads = self.heads
+        reads = 2
         if heads.value_width is not None:
             reads = heads.row_reads
         kv = reads * tokens * heads.kv_heads * heads.head_dim

@@ -115,7 +115,8 @@ def measure_empty(*, num_kernels: int = 1, num_calls: int = 10) -> Timing:
       num_kernels: kernels of a call, at least 1; each depends on the one before.
       num_calls: number of timed calls.
     """
-    one, plus = jnp.zeros((1,), jnp.float32), jax.jit(lambda x: x + 1)
+    one = jnp.zeros((1,), jnp.float32)
+    plus = jax.jit(lambda x: x + 1)
 
     def call(index: int) -> jax.Array:
         x = one

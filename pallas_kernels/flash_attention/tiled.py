@@ -83,7 +83,9 @@ def flash_attention(
       ValueError: shapes, types or bounds do not match, or the requested implementation
         does not support the call.
     """
-    q_heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    q_heads = q.shape[2]
+    kv_heads = k.shape[2]
+    head_dim = q.shape[3]
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads=} must be a multiple of {kv_heads=}")
     if window is not None and (window < 1 or not causal):
@@ -205,7 +207,8 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     padded = _pad(q, 3, sizes.rows), _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
     wide = np.promote_types(q.dtype, np.float32)
-    lead, width = q.shape[:3], v.shape[3]
+    lead = q.shape[:3]
+    width = v.shape[3]
 
     def row(index: Array) -> tuple[Array, Array]:
         queries = _cut(padded[0], index, 3, sizes.rows)
@@ -254,7 +257,8 @@ def _backward(
     lse = jnp.where(jnp.isneginf(lse), jnp.zeros_like(lse), lse)
     delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1) - d_lse
     q, d_out, lse, delta = (_pad(x, 3, sizes.rows) for x in (q, d_out, lse, delta))
-    k, v = _pad(k, 2, sizes.tile), _pad(v, 2, sizes.tile)
+    k = _pad(k, 2, sizes.tile)
+    v = _pad(v, 2, sizes.tile)
 
     def column(d_q: Array, other: Array) -> tuple[Array, tuple[Array, Array]]:
         keys, values = (_cut(x, other, 2, sizes.tile) for x in (k, v))

@@ -131,7 +131,8 @@ def multiply_mosaic_gpu(
         line = LINE_BYTES // jnp.dtype(dtype).itemsize
         return [plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(LINE_BYTES)]  # ty: ignore[abstract-class-instantiation]
 
-    stages, lanes = tiling.stages, (num_warpgroups, WGMMA_ROWS)
+    stages = tiling.stages
+    lanes = (num_warpgroups, WGMMA_ROWS)
     tile = (tiling.columns, depth) if transposed else (depth, tiling.columns)
     shared = _Shared(
         x=plgpu.SMEM((stages, *lanes, depth), x.dtype, transforms=tiled(x.dtype)),
@@ -161,8 +162,10 @@ def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Any:
     Items are ordered by panels of a few column ranges, so that concurrent programs
     share both rows and weights in the cache.
     """
-    program, programs = lax.axis_index("program"), lax.axis_size("program")
-    num_groups, num_blocks = inputs.w.shape[0], inputs.num[0]
+    program = lax.axis_index("program")
+    programs = lax.axis_size("program")
+    num_groups = inputs.w.shape[0]
+    num_blocks = inputs.num[0]
     num_steps = inputs.x.shape[1] // DEPTH
     per_panel = num_blocks * panel
     num_items = num_blocks * num_stretches
@@ -213,7 +216,8 @@ def _produce(
             def _():
                 plgpu.barrier_wait(shared.free.at[stage])
 
-            full, deep = shared.full.at[stage], pl.ds(i * depth, depth)
+            full = shared.full.at[stage]
+            deep = pl.ds(i * depth, depth)
             for j in range(num_warpgroups):
                 source = inputs.x.at[pl.ds(item.first + j * WGMMA_ROWS, moved), deep]
                 target = shared.x.at[stage, j, pl.ds(0, moved)]
@@ -241,7 +245,8 @@ def _consume(
     transposed: bool,
 ) -> None:
     """Runs a consumer warpgroup, which multiplies 64 rows."""
-    warpgroup, stages = lax.axis_index("warpgroup"), shared.x.shape[0]
+    warpgroup = lax.axis_index("warpgroup")
+    stages = shared.x.shape[0]
 
     def visit(item: _Item) -> None:
         def release(index):
@@ -288,7 +293,8 @@ def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
     The last copies are still in flight when this returns. The row count of a copy is
     static, so fewer than 64 rows are written in powers of two.
     """
-    warpgroup, width = lax.axis_index("warpgroup"), shared.whole.shape[2]
+    warpgroup = lax.axis_index("warpgroup")
+    width = shared.whole.shape[2]
     num_rows = high - low
     powers = [x for x in (32, 16, 8, 4, 2, 1) if x <= out.shape[0]]
     for begin in range(0, sums.shape[1], width):

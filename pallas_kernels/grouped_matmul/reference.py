@@ -50,7 +50,8 @@ def multiply_reference(
     Returns:
       The products; 0 in rows past the last group, for any content of `x`.
     """
-    num_rows, num_groups = x.shape[0], w.shape[0]
+    num_rows = x.shape[0]
+    num_groups = w.shape[0]
     if num_rows == 0 or num_groups == 0:
         return jnp.zeros((num_rows, w.shape[1 if transposed else 2]), dtype)
     wide = _wide(dtype)
@@ -95,7 +96,8 @@ def sum_outer_products(
     Rows are sorted by group. Sums have at least 32 bits, and are 0 for groups without
     rows. Rows past the last group are ignored.
     """
-    num_rows, num_groups = x.shape[0], group_sizes.shape[0]
+    num_rows = x.shape[0]
+    num_groups = group_sizes.shape[0]
     wide = _wide(dtype)
     x, y = (_zero_ungrouped_rows(rows, group_sizes) for rows in (x, y))
     if devices.current_target().platform != "cpu":

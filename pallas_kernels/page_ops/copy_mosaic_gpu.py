@@ -51,14 +51,17 @@ def copy_pages_mosaic_gpu(
     num_lines = page_bytes // LINE_BYTES
     most = min(num_lines, MAX_LINES, part_bytes // LINE_BYTES)
     lines = max(x for x in range(1, most + 1) if num_lines % x == 0)
-    shape, num_pages = (-1, num_lines // lines, lines, line), pages.shape[0]
+    shape = (-1, num_lines // lines, lines, line)
+    num_pages = pages.shape[0]
     num_readable = num_pages if origin is None else origin.shape[0]
 
     def copy_part(*references):
         *given, written, source_ids, target_ids, buffer, arrived = references
         read = given[0] if given else written
-        entry, index = lax.axis_index("entry"), lax.axis_index("part")
-        start, end = source_ids[entry], target_ids[entry]
+        entry = lax.axis_index("entry")
+        index = lax.axis_index("part")
+        start = source_ids[entry]
+        end = target_ids[entry]
         is_read = jnp.logical_and(start >= 0, start < num_readable)
         is_written = jnp.logical_and(end >= 0, end < num_pages)
 

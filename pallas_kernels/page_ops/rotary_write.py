@@ -102,7 +102,9 @@ def write_rotated_kv(
             )
         )
     turned = apply_rotary(qkv[:, :, :-1], cos_sin)
-    q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
+    q = turned[:, :, :-1]
+    k = turned[:, :, -1]
+    v = qkv[:, :, -1]
     num_pages = k_pages.shape[0] // num_layers
     ids = layered.flat_ids(page_ids, layer, num_layers=num_layers, num_pages=num_pages)
     k_pages, _ = write_rows(k_pages, ids, offsets, k)

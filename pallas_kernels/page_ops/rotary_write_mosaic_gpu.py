@@ -55,8 +55,11 @@ def write_rotated_kv_mosaic_gpu(
     """
     rows, kv_heads, wide, head_dim = qkv.shape
     (num_pages, _, page_size, _), group = k_pages.shape, wide - 2
-    half, dtype, layer_pages = head_dim // 2, qkv.dtype, num_pages // num_layers
-    low, high = pl.ds(0, half), pl.ds(half, half)
+    half = head_dim // 2
+    dtype = qkv.dtype
+    layer_pages = num_pages // num_layers
+    low = pl.ds(0, half)
+    high = pl.ds(half, half)
     places = [] if packing is None else [packing.block, packing.token]
     num_places = len(places)
 
@@ -89,7 +92,8 @@ def write_rotated_kv_mosaic_gpu(
                 plgpu.copy_smem_to_gmem(q_low, blocks.at[block, :, heads, low])
                 plgpu.copy_smem_to_gmem(q_high, blocks.at[block, :, heads, high])
 
-        page, place = page_ids[row], offsets[row]
+        page = page_ids[row]
+        place = offsets[row]
         is_page = jnp.logical_and(page >= 0, page < layer_pages)
         is_place = jnp.logical_and(place >= 0, place < page_size)
 
@@ -129,6 +133,7 @@ def write_rotated_kv_mosaic_gpu(
 
 def _rotate_pairs(low: Any, high: Any, cos: Array, sin: Array) -> None:
     """Rotates pairs of features in shared memory."""
-    first, second = low[...].astype(jnp.float32), high[...].astype(jnp.float32)
+    first = low[...].astype(jnp.float32)
+    second = high[...].astype(jnp.float32)
     low[...] = (first * cos - second * sin).astype(low.dtype)
     high[...] = (second * cos + first * sin).astype(high.dtype)

@@ -144,7 +144,8 @@ def paged_attention(
         )
     elif numerics == "fast":
         attend = reference.attend_per_tile
-    slopes, sinks = scoring.slopes, scoring.sinks
+    slopes = scoring.slopes
+    sinks = scoring.sinks
     out, lse = reference.differentiable(
         attend,
         q.reshape(rows, *by_head, head_dim),

@@ -18,10 +18,14 @@ from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.stream_k import StreamKSchedule, Tiling
 from pallas_kernels.row_packing import Packing
 
-FIRST, LIMIT, POSITION, WORDS = 0, 1, 2, 3
+FIRST = 0
+LIMIT = 1
+POSITION = 2
+WORDS = 3
 """Lines of `DecodePlan.rows`; words of ancestors are the lines from `WORDS` on."""
 
-LATENT_WIDTH, LATENT_VALUE_WIDTH = 576, 512
+LATENT_WIDTH = 576
+LATENT_VALUE_WIDTH = 512
 """Numbers of a latent row of DeepSeek-V2 and V3, and those of them that are values."""
 
 
@@ -153,7 +157,8 @@ def plan_decode(
     start = jnp.zeros_like(positions)
     if window is not None:
         start = jnp.maximum(start, positions - window + 1)
-    limit, lines = positions + 1, []
+    limit = positions + 1
+    lines = []
     if context is not None:
         limit = context if slots is None else context[jnp.where(live, slots, 0)]
         limit = jnp.where(limit < 0, positions + 1, limit)
@@ -168,7 +173,8 @@ def plan_decode(
         return row_packing.pack_values(values.astype(jnp.int32), packed, fill=fill)
 
     # A row may have no key, as under a window with all ancestors before it.
-    sees, big = live & (start < past), jnp.iinfo(jnp.int32).max
+    sees = live & (start < past)
+    big = jnp.iinfo(jnp.int32).max
     low = jnp.min(pack(jnp.where(sees, start, big), big), axis=1)
     high = jnp.max(pack(jnp.where(sees, past, 0), 0), axis=1)
     # Padding rows are ignored, so they may attend to any position.

@@ -105,7 +105,8 @@ def make_step_plan(
     `has_prefill_rows`, and trees. Only prefill gets the rows of a single slot: they are
     a chunk, except for its last piece.
     """
-    few, tiling = PACKED_ROWS // group, tiling or default_tilings(head_dim)
+    few = PACKED_ROWS // group
+    tiling = tiling or default_tilings(head_dim)
     num_rows = positions.shape[0]
     prefills = has_prefill_rows(
         num_rows, num_slots=num_slots, group=group, has_slots=slots is not None
@@ -180,7 +181,9 @@ def dispatch_attention(
         supports_fused_merge,
     )
 
-    arrays, few, of_few = (q, k_pages, v_pages, page_ids), plan.few, plan.tiling.decode
+    arrays = (q, k_pages, v_pages, page_ids)
+    few = plan.few
+    of_few = plan.tiling.decode
     how: Any = {"layer": layer, "num_layers": num_layers, "interpret": interpret}
     how |= {"scoring": scoring}
     prefill = functools.partial(

@@ -115,7 +115,8 @@ def merge_parts(
     """
     out, lse, part_out, part_lse = states
     (programs, _, rows, head_dim), shape = part_out.shape, out.shape
-    first, last = parts[:, 0, None], parts[:, 1, None]
+    first = parts[:, 0, None]
+    last = parts[:, 1, None]
     program = jnp.arange(programs, dtype=jnp.int32)[None]
     begins = (program == first) & (first < last)
     goes_on = (program > first) & (program <= last)

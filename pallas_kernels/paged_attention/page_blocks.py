@@ -94,7 +94,8 @@ def product_dtype(q_type: DTypeLike, memory: PagedKV) -> np.dtype:
     8-bit numbers are exact in every type. But weights times the scales of values are
     often too small for float16.
     """
-    q_type, page_type = np.dtype(q_type), np.dtype(memory.k.dtype)
+    q_type = np.dtype(q_type)
+    page_type = np.dtype(memory.k.dtype)
     narrow = page_type.itemsize == 1 and q_type != np.float16
     if q_type == page_type or narrow:
         return q_type
@@ -130,7 +131,8 @@ def read_block(
     (rows, size), (_, width) = used.shape, page_ids.shape
     # A block is a whole number of equal parts of pages.
     part = math.gcd(page_size, size)
-    parts_per_page, parts = page_size // part, size // part
+    parts_per_page = page_size // part
+    parts = size // part
     used = used.reshape(rows, parts, part)
     which = index * parts + jnp.arange(parts, dtype=jnp.int32)
     column = which // parts_per_page

@@ -108,7 +108,8 @@ def plan_prefill(
     """
     num_rows = positions.shape[0]
     num_tiles = max_tiles(num_rows=num_rows, num_slots=num_slots, few=few)
-    live, positions = (positions >= 0) & (slots >= 0), positions.astype(jnp.int32)
+    live = (positions >= 0) & (slots >= 0)
+    positions = positions.astype(jnp.int32)
     if runs is None:
         runs = row_packing.find_slot_runs(slots, live)
     many = live & (runs.count > few)
@@ -153,13 +154,17 @@ def _lines_of_rows(
     start = runs.begin - lax.rem(runs.begin, jnp.int32(ROW_ALIGNMENT))
     cut = index - lax.rem(index - start, jnp.int32(TILE_ROWS))
     row = jnp.clip(cut, 0, num_padded(num_rows) - TILE_ROWS)
-    begin, end = jnp.maximum(cut, runs.begin), jnp.minimum(cut + TILE_ROWS, runs.end)
+    begin = jnp.maximum(cut, runs.begin)
+    end = jnp.minimum(cut + TILE_ROWS, runs.end)
     # The first row of a slot identifies a tile.
-    tile, half = jnp.where(many, begin, -1), row + WGMMA_ROWS
+    tile = jnp.where(many, begin, -1)
+    half = row + WGMMA_ROWS
     tile, half = lax.optimization_barrier((tile, half))
-    own, is_second = tile[None, :] == tile[:, None], index[None, :] >= half[:, None]
+    own = tile[None, :] == tile[:, None]
+    is_second = index[None, :] >= half[:, None]
     # Both counts are packed into one sum: neither half has more than 64 rows.
-    unit, big = jnp.where(is_second, TILE_ROWS, 1), jnp.iinfo(jnp.int32).max
+    unit = jnp.where(is_second, TILE_ROWS, 1)
+    big = jnp.iinfo(jnp.int32).max
     first, owned, lowest, highest = row_packing.reduce_together(
         (lax.min, num_rows, jnp.where(own, index[None, :], num_rows)),
         (lax.add, 0, jnp.where(own, unit, 0)),
@@ -189,7 +194,9 @@ def _spans(
     window: int | None,
 ) -> list[Int32[Array, " rows"]]:
     """Returns the lines of `PrefillPlan.tiles` from `LOW` on, for these positions."""
-    low, inner_low, high = jnp.zeros_like(highest), jnp.zeros_like(highest), highest + 1
+    low = jnp.zeros_like(highest)
+    inner_low = jnp.zeros_like(highest)
+    high = highest + 1
     if window is not None:
         low = jnp.maximum(jnp.minimum(lowest, highest) - window + 1, 0)
         inner_low = jnp.maximum(high - window, 0)

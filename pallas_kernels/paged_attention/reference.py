@@ -30,10 +30,12 @@ BLOCK = 64
 MAX_BLOCK = 256
 """Block size for few rows, where starting an operation costs more than its work, and
 for many rows over positions that all of them attend to, without a mask."""
-FEW_SLOTS, FEW_QUERIES = 4, 6
+FEW_SLOTS = 4
+FEW_QUERIES = 6
 """Numbers of slots, and of queries of a KV head, up to which a CPU is faster with
 matrix-vector products than with matrix products."""
-TILE, MAX_TILE = 64, 128
+TILE = 64
+MAX_TILE = 128
 """Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
 
@@ -112,7 +114,8 @@ def attend_per_slot(
     each = rows // num_slots
     if view.context is not None and each > 1:
         view = view._replace(context=jnp.repeat(view.context, each))
-    last, first = _last_seen(view), _first_seen(view)
+    last = _last_seen(view)
+    first = _first_seen(view)
     slopes = None if terms.slopes is None else terms.slopes[None, :, None, :, None]
     sinks = None if terms.sinks is None else terms.sinks[None, :, None, :]
     dtype = page_blocks.product_dtype(q.dtype, memory)
@@ -154,7 +157,8 @@ def attend_per_slot(
         is_bounded=is_bounded,
     )
     out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)
-    out, lse = out.swapaxes(1, 2), lse.swapaxes(1, 2)
+    out = out.swapaxes(1, 2)
+    lse = lse.swapaxes(1, 2)
     return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
 
@@ -184,17 +188,21 @@ def attend_per_tile(
         [(0, size)] + [(0, 0)] * (x.ndim - 1),
         constant_values=jnp.asarray(fill, x.dtype),
     )
-    q, slots, positions = pad(q, 0), pad(view.slots, -1), pad(view.positions, -1)
+    q = pad(q, 0)
+    slots = pad(view.slots, -1)
+    positions = pad(view.positions, -1)
     ancestors = None if view.ancestors is None else pad(view.ancestors, False)
     # Queries of a KV head are on one axis: XLA's loops over two axes are slower.
-    slopes, sinks = terms.slopes, terms.sinks
+    slopes = terms.slopes
+    sinks = terms.sinks
     slopes = None if slopes is None else jnp.repeat(slopes, size, axis=1)[:, :, None]
     sinks = None if sinks is None else jnp.repeat(sinks, size, axis=1)
     dtype = page_blocks.product_dtype(q.dtype, memory)
     factor = 1.0
     if math.frexp(terms.scale)[0] == 0.5 and dtype != np.float16:
         # Scaling by a power of two is exact, and queries are fewer than products.
-        factor, terms = terms.scale, terms._replace(scale=1.0)
+        factor = terms.scale
+        terms = terms._replace(scale=1.0)
 
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], size)  # noqa: E731
@@ -219,7 +227,8 @@ def attend_per_tile(
             width: int, all_see: bool, index: Array, state: SoftmaxState
         ) -> SoftmaxState:
             places = index * width + jnp.arange(width, dtype=jnp.int32)
-            seen, used = None, jnp.ones((1, width), jnp.bool_)
+            seen = None
+            used = jnp.ones((1, width), jnp.bool_)
             if not all_see:
                 seen = _visible(places, here)
                 used = jnp.any(seen, axis=0, keepdims=True)
@@ -255,7 +264,8 @@ def attend_per_tile(
 
         shape = kv_heads, group * size
         state = online_softmax.init_softmax(shape, memory.output_width, q.dtype)
-        begin, end = first // BLOCK, last // BLOCK + 1
+        begin = first // BLOCK
+        end = last // BLOCK + 1
         if is_wide:
             # Number of leading positions that each row attends to.
             if here.ancestors is None or here.context is None:
@@ -347,7 +357,8 @@ def _visible(
     places: Int[Array, " places"], view: RowView
 ) -> Bool[Array, "rows places"]:
     """Returns the mask of each row's positions; `context` may have one entry."""
-    place, position = places[None, :], view.positions[:, None]
+    place = places[None, :]
+    position = view.positions[:, None]
     seen = place <= position
     if view.ancestors is not None and view.context is not None:
         context = view.context[:, None]

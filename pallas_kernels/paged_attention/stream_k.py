@@ -133,10 +133,12 @@ def item_programs(
       kv_heads: items of each block, static.
       tiling: tiling of the schedule, static.
     """
-    end, before = ends[block], ends[jnp.maximum(block - 1, 0)]
+    end = ends[block]
+    before = ends[jnp.maximum(block - 1, 0)]
     begin = jnp.where(block > 0, before, 0)
     size = lax.div(end - begin, jnp.full_like(end, kv_heads))
-    place, total = begin + size * head, ends[ends.shape[0] - 1]
+    place = begin + size * head
+    total = ends[ends.shape[0] - 1]
     first, last = (
         jnp.where(size > 0, _holder(total, x, tiling), none)
         for x, none in ((place, 0), (place + size - 1, -1))
@@ -149,7 +151,8 @@ def all_item_programs(
 ) -> Int32[Array, "items 2"]:
     """Returns `item_programs` of all items, ordered by block and head."""
     item = jnp.arange(ends.shape[0] * kv_heads, dtype=jnp.int32)
-    block, head = item // kv_heads, item % kv_heads
+    block = item // kv_heads
+    head = item % kv_heads
     return jnp.stack(
         item_programs(ends, block, head, kv_heads=kv_heads, tiling=tiling), 1
     )
@@ -158,7 +161,8 @@ def all_item_programs(
 def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
     """Returns the program of a tile of the sequence: the inverse of `stretch_begin`."""
     busy = _num_busy(total, tiling)
-    size, longer = lax.div(total, busy), lax.rem(total, busy)
+    size = lax.div(total, busy)
+    longer = lax.rem(total, busy)
     behind = place - longer * (size + 1)
     # One of the two quotients is used; the other may have any value.
     early = lax.div(place, jnp.full_like(place, size + 1))

@@ -255,7 +255,8 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
     mean = float(nominal)
     if c.has("prompt_tokens_mean"):
         mean = c.number("prompt_tokens_mean", low=1.0)
-    answer, longest = c.integer("answer_tokens"), max(nominal, math.ceil(mean))
+    answer = c.integer("answer_tokens")
+    longest = max(nominal, math.ceil(mean))
     if c.has("prompt_tokens_max"):
         longest = c.integer("prompt_tokens_max")
         if longest < mean:

@@ -58,7 +58,8 @@ NUM_ROUNDS = 3
 """Times that a fit simulates each stage."""
 _DRAWS_PER_ROUND = 8
 _NUM_PROPOSALS = 20_000
-_MAX_GAUSS_NEWTON, _LONGEST_STEP = 40, 2.0
+_MAX_GAUSS_NEWTON = 40
+_LONGEST_STEP = 2.0
 
 
 class LoadSizes(NamedTuple):
@@ -281,7 +282,8 @@ def find_latency_factors(
       model: name of the model's shape.
       sizes: sizes of the load; None means that they are among the fitted ones.
     """
-    mean, variance = np.zeros((len(posterior.deviations), 2)), DISCREPANCY**2
+    mean = np.zeros((len(posterior.deviations), 2))
+    variance = DISCREPANCY**2
     if model in posterior.residuals:
         # The discrepancy given the residuals of the model's stages.
         share = variance / (variance + NOISE**2 / posterior.num_stages[model])
@@ -408,7 +410,8 @@ def _find_mode(
         rows = _whiten(whitener, np.moveaxis(found, -1, 0)).T
         return np.concatenate([rows, np.eye(at.size)])
 
-    at, error = start, errors(start)
+    at = start
+    error = errors(start)
     for _ in range(_MAX_GAUSS_NEWTON):
         step, *_ = np.linalg.lstsq(slopes(at), error, rcond=None)
         step *= min(1.0, _LONGEST_STEP / np.linalg.norm(step))
@@ -416,7 +419,9 @@ def _find_mode(
         better = (x for x in trials if np.sum(errors(x) ** 2) < np.sum(error**2))
         if (there := next(better, None)) is None:
             break
-        at, before, error = there, error, errors(there)
+        at = there
+        before = error
+        error = errors(there)
         if np.sum(before**2) - np.sum(error**2) < 1e-6:
             break
     matrix = slopes(at)

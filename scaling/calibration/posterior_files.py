@@ -81,7 +81,8 @@ def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
             "`jaxkv calibrate` fits it again"
         )
     try:
-        models, columns = document["models"], document["coefficients"]
+        models = document["models"]
+        columns = document["coefficients"]
         if tuple(columns) != ServerCoefficients._fields:
             raise ValueError(f"coefficients must be {ServerCoefficients._fields}")
         draws, modes = (

@@ -171,7 +171,9 @@ class ServerCost(NamedTuple):
     def __call__(self, work: Work) -> Float[Array, ""]:
         """Returns the time of a step in s; 0 for a step without tokens."""
         w: Work = jax.tree.map(lambda x: x.astype(jnp.float32), work)
-        c, f, layers = self.counts, self.coefficients, self.num_layers
+        c = self.counts
+        f = self.coefficients
+        layers = self.num_layers
         rows = w.num_decode_rows + w.num_prompt_rows
         flops = rows * c.flops_per_token + w.num_logits * c.flops_per_logit
         met = 1.0 - (1.0 - c.expert_share) ** rows
@@ -212,7 +214,8 @@ def smooth_maximum(
 
     Computed relative to the larger one, so that no power underflows in float32.
     """
-    large, small = jnp.maximum(first, second), jnp.minimum(first, second)
+    large = jnp.maximum(first, second)
+    small = jnp.minimum(first, second)
     ratio = small / jnp.maximum(large, jnp.finfo(jnp.float32).tiny)
     return large * (1.0 + ratio**power) ** (1.0 / power)
 
@@ -244,7 +247,8 @@ def make_server_cost(
         raise ValueError(
             f"{max_length=} must be at most {window}, the window of {model.name}"
         )
-    degree, layout = tensor_parallel, Layout(tensor=tensor_parallel)
+    degree = tensor_parallel
+    layout = Layout(tensor=tensor_parallel)
     traffic = decode_traffic(model, layout, batch=1)
     heads = 1
     if isinstance(model.attention, HeadAttention):

@@ -189,7 +189,8 @@ def simulate_server(
 
 def _refuse_misfits(setup: ServerSetup, load: ServerLoad) -> None:
     w = load.workload
-    prompt, output = np.asarray(w.prompt), np.asarray(w.output)
+    prompt = np.asarray(w.prompt)
+    output = np.asarray(w.output)
     context = 0 if w.context is None else np.asarray(w.context)
     length = prompt + output + context
     if length.max() > setup.max_model_len:
@@ -251,7 +252,8 @@ def _read_run(
     found: SimulationResult,
 ) -> tuple[ServerRun, int]:
     """Returns the run of a load, and the largest number of requests in the system."""
-    load, step = loads[place], len(loads)
+    load = loads[place]
+    step = len(loads)
     output = np.asarray(load.workload.output)
     arrival, first, finish = (
         x[place::step, : output.size]

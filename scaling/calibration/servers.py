@@ -20,14 +20,17 @@ from scaling.shapes import HeadAttention, ModelShape
 
 type ArrivalProcess = Literal["constant", "poisson"]
 
-WARM_UP_S, WINDOW_S = 8.0, 25.0
+WARM_UP_S = 8.0
+WINDOW_S = 25.0
 """Least seconds of load before the window, and length of the window."""
 _ANSWERS_IN_WARM_UP = 1.2
 _JITTER_S = 5e-3
 """Largest delay of an arrival of a "constant" load, in s."""
-_TAIL_S_PER_TOKEN, _MAX_TAIL_S = 0.02, 30.0
+_TAIL_S_PER_TOKEN = 0.02
+_MAX_TAIL_S = 30.0
 """Load after the window: seconds per token of an answer, and limit in s."""
-RESERVED_BYTES, RESERVED_BYTES_PER_WORD = 0.57e9, 1e4
+RESERVED_BYTES = 0.57e9
+RESERVED_BYTES_PER_WORD = 1e4
 """Memory of a device without weights and blocks: a constant, and bytes for each entry
 of the vocabulary, since vLLM samples from float32 logits when it measures its peak.
 

@@ -59,7 +59,9 @@ def find_steady_state(load: SteadyLoad, cost: ServerCost) -> SteadyState:
       load: the load.
       cost: cost of a step, with single coefficients.
     """
-    prompt, new, answer = load.prompt_tokens, load.new_tokens, load.answer_tokens
+    prompt = load.prompt_tokens
+    new = load.new_tokens
+    answer = load.answer_tokens
     context = prompt + answer / 2
     zero = make_work()
 

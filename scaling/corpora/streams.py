@@ -19,7 +19,8 @@ MAX_TOKENS = 2**31 - 1
 """Largest number of tokens of a stream that `draw_windows` can index."""
 # The digest of a longer stream reads evenly spaced pieces.
 _DIGESTED_WHOLE = 2**28
-_NUM_PIECES, _PIECE = 256, 2**20
+_NUM_PIECES = 256
+_PIECE = 2**20
 
 
 class Corpus(NamedTuple):
@@ -183,7 +184,8 @@ def draw_windows(
     index = step.astype(jnp.int32) * batch_size + jnp.arange(
         batch_size, dtype=jnp.int32
     )
-    epoch, window = index // num_windows, index % num_windows
+    epoch = index // num_windows
+    window = index % num_windows
 
     def start(epoch, window):
         key = jax.random.fold_in(jax.random.key(seed), epoch)

@@ -114,12 +114,16 @@ def load_documents(config: CorpusConfig) -> TextSplit:
         document.
     """
     if config.pattern == DOCUMENTATION.pattern:
-        what, found = "the documentation folders", [*_documentation()]
+        what = "the documentation folders"
+        found = [*_documentation()]
     elif config.pattern:
-        what, found = config.pattern, [*_matching(config.pattern)]
+        what = config.pattern
+        found = [*_matching(config.pattern)]
     else:
-        what, found = "the standard library", [*_standard_library()]
-    documents, seen = [], set()
+        what = "the standard library"
+        found = [*_standard_library()]
+    documents = []
+    seen = set()
     for name, path in sorted(found):
         try:
             text = path.read_bytes()

@@ -58,7 +58,8 @@ def open_token_files(config: TokenFileConfig) -> streams.Corpus:
         held_out = _mapped(Path(config.held_out), config)
     else:
         cut = len(train) - int(len(train) * config.held_out_share)
-        train, held_out = train[:cut], train[cut:]
+        held_out = train[cut:]
+        train = train[:cut]
     dtype = np.uint16 if config.vocab_size <= 2**16 else np.uint32
     # A map of the right type is not copied.
     return streams.make_corpus(

@@ -40,10 +40,8 @@ def open_text_corpus(
     """
     split = texts.load_documents(config)
     if config.tokenizer == "bytes":
-        both, end = (
-            (encode_documents(split.train), encode_documents(split.held_out)),
-            END,
-        )
+        both = (encode_documents(split.train), encode_documents(split.held_out))
+        end = END
     else:
         _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
         end = END_ID
@@ -109,7 +107,8 @@ def _byte_pairs(
         ended = [np.array([*ids, END_ID], np.uint16) for ids in parts]
         return np.concatenate(ended)
 
-    train, held_out = stream(split.train), stream(split.held_out)
+    train = stream(split.train)
+    held_out = stream(split.held_out)
     # A failed write is ignored: byte pairs are learned again next time. If another
     # process was faster, it has written the same files.
     with contextlib.suppress(ValueError), files.replace_folder(folder) as new:

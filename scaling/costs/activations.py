@@ -69,7 +69,9 @@ def stored_tensors(
     Raises:
       ValueError: a size is out of range.
     """
-    e, h, n = number_bytes, model.hidden_size, model.attention.num_q_heads
+    e = number_bytes
+    h = model.hidden_size
+    n = model.attention.num_q_heads
     norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e
     found = [
@@ -124,7 +126,8 @@ def per_token(
 
 
 def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
-    a, n = model.attention, model.attention.num_q_heads
+    a = model.attention
+    n = model.attention.num_q_heads
 
     def tensor(name: str, formula: str, numbers: int, divided: Divided) -> StoredTensor:
         made = e * numbers
@@ -133,7 +136,8 @@ def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
         )
 
     if isinstance(a, HeadAttention):
-        m, d = a.num_kv_heads, a.head_dim
+        m = a.num_kv_heads
+        d = a.head_dim
         yield tensor("queries", "n d", n * d, "heads")
         yield tensor("keys and values", "2 m d", 2 * m * d, "kv_heads")
         if a.qk_norm:
@@ -157,7 +161,9 @@ def _experts(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     def tensor(name: str, formula: str, size: int, divided: Divided) -> StoredTensor:
         return StoredTensor("experts", name, formula, size, "mixture", divided)
 
-    h, k, inner = model.hidden_size, x.top_k, 2 + model.gated
+    h = model.hidden_size
+    k = x.top_k
+    inner = 2 + model.gated
     yield tensor("routing weights", "4 e", 4 * x.num_experts, "sequence")
     yield tensor("inputs by expert", f"{e} k h", e * k * h, "no")
     width = e * inner * k * x.size

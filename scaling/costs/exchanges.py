@@ -76,8 +76,11 @@ def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
     an all-reduce, but inputs of products that are kept in parts are gathered once more
     for the gradients of weights.
     """
-    model, layout, block = sent_in.model, sent_in.layout, sent_in.block
-    p, num_mixtures = layout.tensor, sent_in.mixtures
+    model = sent_in.model
+    layout = sent_in.layout
+    block = sent_in.block
+    p = layout.tensor
+    num_mixtures = sent_in.mixtures
     if p == 1:
         return
     once = 2 * ring_share(p) * 2 * block * sent_in.layers
@@ -92,7 +95,8 @@ def tensor_traffic(sent_in: StagePass) -> Iterable[Traffic]:
         width = model.hidden_size if a.q_rank is None else a.q_rank
         numbers = sent_in.tokens * (width + a.cached_numbers)
         sent = 2 * ring_share(p) * numbers * sent_in.u * sent_in.layers
-        name, letter = "gradients of latents", "h" if a.q_rank is None else "q"
+        name = "gradients of latents"
+        letter = "h" if a.q_rank is None else "q"
         formula = f"2 (p-1)/p · b s ({letter} + c + dr) u · L"
         yield Traffic("tensor", f"{name}, all-reduces", formula, 0.0, sent)
     if layout.sequence:
@@ -117,12 +121,15 @@ def norm_gradient_traffic(
     Norms of queries and keys, which see the heads of a device, need it with tensor
     parallelism alone.
     """
-    a, layers = model.attention, model.num_layers // layout.pipeline
+    a = model.attention
+    layers = model.num_layers // layout.pipeline
     if layout.sequence:
-        scheme, size = "sequence", memory.max_undivided_params(model, layout)
+        scheme = "sequence"
+        size = memory.max_undivided_params(model, layout)
         what = "norms and biases"
     elif layout.tensor > 1 and isinstance(a, HeadAttention) and a.qk_norm:
-        scheme, size = "tensor", 2 * a.head_dim * layers
+        scheme = "tensor"
+        size = 2 * a.head_dim * layers
         what = "norms of queries and keys"
     else:
         return

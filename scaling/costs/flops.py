@@ -92,7 +92,8 @@ def forward_terms(
     Sources: Kaplan et al. 2020, arXiv:2001.08361, table 1; Narayanan et al. 2021,
     arXiv:2104.04473, appendix; DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 (MLA).
     """
-    tokens, places = batch * sequence, parameters.place_counts(model)
+    tokens = batch * sequence
+    places = parameters.place_counts(model)
     found = []
     for weight in parameters.list_weights(model):
         if not weight.applied or weight.place == "ahead":
@@ -211,7 +212,8 @@ def _widths(model: ModelShape, *, absorbed: bool) -> tuple[int, int, tuple[str, 
     tokens it multiplies with the latents of all heads: the matrices for keys and values
     are then applied to queries and outputs, at equal cost.
     """
-    a, n = model.attention, model.attention.num_q_heads
+    a = model.attention
+    n = model.attention.num_q_heads
     if isinstance(a, HeadAttention):
         return n * a.head_dim, n * a.head_dim, ("2 n d t", "2 n d t")
     if absorbed:

@@ -202,7 +202,8 @@ def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:
 
 def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMemory:
     batch, sequence, micro_batches = sizes
-    params, last = device_params(model, layout, stage=stage), layout.pipeline - 1
+    params = device_params(model, layout, stage=stage)
+    last = layout.pipeline - 1
     copies = layout.copies, layout.copies // layout.expert
 
     def state(size: int, divided_from: int) -> float:

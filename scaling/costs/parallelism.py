@@ -180,7 +180,8 @@ def check_layout(
     Raises:
       ValueError: a degree does not divide its size; the message has the first one.
     """
-    heads, experts = model.attention.num_q_heads, model.experts
+    heads = model.attention.num_q_heads
+    experts = model.experts
     kv_heads = model.attention.num_kv_heads
     divided = [
         ("tensor", layout.tensor, "query heads", heads),

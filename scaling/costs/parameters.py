@@ -122,7 +122,9 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     section 2 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437, section 2 (MLA, shared and
     routed experts, multi-token prediction).
     """
-    h, v, rows = model.hidden_size, model.vocab_size, model.position_rows
+    h = model.hidden_size
+    v = model.vocab_size
+    rows = model.position_rows
     found = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
     if rows:
         found.append(Weight("positions", "positions", "r h", rows * h, "first"))
@@ -150,9 +152,12 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
 def _attention(model: ModelShape) -> Iterable[Weight]:
     plain = functools.partial(Weight, "attention", place="every")
     weight = functools.partial(plain, applied=1)
-    a, h, n = model.attention, model.hidden_size, model.attention.num_q_heads
+    a = model.attention
+    h = model.hidden_size
+    n = model.attention.num_q_heads
     if isinstance(a, HeadAttention):
-        m, d = a.num_kv_heads, a.head_dim
+        m = a.num_kv_heads
+        d = a.head_dim
         yield weight("query", "h n d", h * n * d, split="heads")
         yield weight("key and value", "2 h m d", 2 * h * m * d, split="kv_heads")
         yield weight("output", "n d h", n * d * h, split="heads")
@@ -180,7 +185,9 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
 
 
 def _mlp(model: ModelShape) -> Iterable[Weight]:
-    h, i, up = model.hidden_size, model.mlp_size, 1 + model.gated
+    h = model.hidden_size
+    i = model.mlp_size
+    up = 1 + model.gated
     weight = functools.partial(Weight, "mlp", place="dense")
     times = "2 " if model.gated else ""
     name = "gate and up" if model.gated else "up"
@@ -192,9 +199,12 @@ def _mlp(model: ModelShape) -> Iterable[Weight]:
 
 
 def _experts(model: ModelShape) -> Iterable[Weight]:
-    x, h = model.experts, model.hidden_size
+    x = model.experts
+    h = model.hidden_size
     assert x is not None  # a ModelShape with mixture layers has experts
-    e, k, matrices = x.num_experts, x.top_k, 2 + model.gated
+    e = x.num_experts
+    k = x.top_k
+    matrices = 2 + model.gated
     plain = functools.partial(Weight, "experts", place="mixture")
     weight = functools.partial(plain, applied=1)
     routed = {"stored": e, "active": k, "applied": k, "split": "experts"}

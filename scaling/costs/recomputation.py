@@ -51,12 +51,15 @@ def product_recomputation_traffic(
     of the loss needs the maximum logit and the sum, but not the target's logit.
     Arguments are those of `stage_recomputation_traffic`.
     """
-    layout, block, p = sent_in.layout, sent_in.block, sent_in.layout.tensor
+    layout = sent_in.layout
+    block = sent_in.block
+    p = sent_in.layout.tensor
     for each in layers:
         if each.scheme == "tensor" and layout.sequence:
             num = 2 * sent_in.model.num_layers + sent_in.mixtures
             sent = exchanges.ring_share(p) * block * num
-            name, formula = "reduce-scatters of a layer", "2 (p-1)/p · b s h u · L"
+            name = "reduce-scatters of a layer"
+            formula = "2 (p-1)/p · b s h u · L"
             yield _recomputed(each._replace(name=name, formula=formula), sent)
         elif each.forward and each.scheme != "balance":
             yield _recomputed(each, each.forward)
@@ -68,7 +71,8 @@ def product_recomputation_traffic(
         formula = "2 (p-1)/p · b s h u"
         yield Traffic("vocabulary", name, formula, 0.0, sent)
         small = 2 * 2 * exchanges.ring_share(p) * sent_in.tokens * 4
-        name, formula = "greatest logit and sum, run again", "2 · 2 (p-1)/p · 4 b s"
+        name = "greatest logit and sum, run again"
+        formula = "2 · 2 (p-1)/p · 4 b s"
         yield Traffic("vocabulary", name, formula, 0.0, small)
 
 

@@ -52,8 +52,10 @@ def list_residuals(
         raise ValueError("residuals of latent attention are not listed")
     if config.experts is not None:
         raise ValueError("residuals of mixtures of experts are not listed")
-    c, e = config, number_bytes
-    heads, kv_heads = c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    c = config
+    e = number_bytes
+    heads = c.num_q_heads * c.head_dim
+    kv_heads = c.num_kv_heads * c.head_dim
     found = [Residual("ends", "token", 4)]
     if c.positions == "learned":
         found.append(Residual("ends", "position", 4))

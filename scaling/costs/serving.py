@@ -96,7 +96,8 @@ def weight_bytes_read(
     tokens reads e (1 - (1 - k/e)^x) on average, if they are drawn with equal
     probability.
     """
-    places, numbers = parameters.place_counts(model), 0.0
+    places = parameters.place_counts(model)
+    numbers = 0.0
     for weight in parameters.list_weights(model):
         if weight.place == "ahead":
             continue

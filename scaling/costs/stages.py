@@ -57,7 +57,8 @@ def idle_traffic(
     """Returns the traffic of ticks without a micro-batch: T - g hops each way."""
     num = count_ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
     for each in hop_traffic(sent_in):
-        name, formula = f"{each.name}, idle ticks", f"(T - g) · {each.formula}"
+        name = f"{each.name}, idle ticks"
+        formula = f"(T - g) · {each.formula}"
         sent = num * each.forward, num * each.backward
         yield Traffic("idle", name, formula, *sent)
 

@@ -163,7 +163,8 @@ def figure_12_cost(*, scale: float = 1.31) -> CostModel[LinearCost]:
     Args:
       scale: ratio of the memory bandwidths.
     """
-    small, large = (23.475, 5.93e-4, 0.0607), (20.206, 4.91e-4, 0.120)
+    small = (23.475, 5.93e-4, 0.0607)
+    large = (20.206, 4.91e-4, 0.120)
     cost = linear_cost((small[0], 0.1405, 0.0), small, large, scale=scale * 1e-3)
     return CostModel(
         name=FIGURE_12,

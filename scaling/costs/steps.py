@@ -185,7 +185,8 @@ def step_work(
       Operations, bytes and time. A query of a chunk attends to earlier tokens and to
       its own, within the layer's window.
     """
-    fed, before = new.astype(jnp.float32), past.astype(jnp.float32)
+    fed = new.astype(jnp.float32)
+    before = past.astype(jnp.float32)
     after = before + fed
     window = cost.window[:, None]
     met = _keys_below(after[None, :], window) - _keys_below(before[None, :], window)

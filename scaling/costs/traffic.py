@@ -127,7 +127,8 @@ def _ring(sent_in: StagePass) -> Iterable[Traffic]:
     block *= sent_in.layers
     formula = "2 m d · b s/p · (p-1) · u · L; back with p more"
     forward = block * (p - 1)
-    name, back = "keys and values, hop by hop", forward + block * p
+    name = "keys and values, hop by hop"
+    back = forward + block * p
     yield Traffic("ring", name, formula, float(forward), float(back))
 
 
@@ -142,7 +143,9 @@ def _expert(sent_in: StagePass, dispatch: int) -> Iterable[Traffic]:
     DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2.
     """
     model, layout, tokens, u = sent_in
-    p, x, layers = layout.expert, model.experts, sent_in.mixtures
+    p = layout.expert
+    x = model.experts
+    layers = sent_in.mixtures
     if x is None:
         return
     if (copies := layout.copies) > 1:
@@ -162,13 +165,16 @@ def _expert(sent_in: StagePass, dispatch: int) -> Iterable[Traffic]:
     # Tensor-parallel devices have the same tokens; each sends its part.
     width = exchanges.ring_share(p) * model.hidden_size / layout.tensor * layers
     if layout.capacity is None:
-        rows, many = tokens * x.top_k, "k b s"
+        rows = tokens * x.top_k
+        many = "k b s"
     else:
         sizes = {"top_k": x.top_k, "num_experts": x.num_experts}
-        rows, many = x.num_experts * layout.places(tokens, **sizes), "E C"
+        rows = x.num_experts * layout.places(tokens, **sizes)
+        many = "E C"
     formula = f"(p-1)/p · {many} h (dispatch u + combine u) / t · L"
     name = "to the experts and back, all-to-alls"
-    sent, back = rows * width * (dispatch + u), rows * width * 2 * u
+    sent = rows * width * (dispatch + u)
+    back = rows * width * 2 * u
     yield Traffic("expert", name, formula, sent, back)
 
 
@@ -188,7 +194,8 @@ def _data(
         if p == 1 or not size:
             continue
         share = exchanges.ring_share(p)
-        reduce, gather = share * size * gradient, share * size * u
+        reduce = share * size * gradient
+        gather = share * size * u
         if layout.zero == 3:
             name = f"{what}: gathered twice, gradients reduced and scattered"
             formula = "3 (p-1)/p · N u"
@@ -259,7 +266,8 @@ def prefill_traffic(
     """
     sent_in = StagePass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
-        each, attention = _of_rows(sent_in), _pages(sent_in)
+        each = _of_rows(sent_in)
+        attention = _pages(sent_in)
     else:
         each = _of_rows(sent_in._replace(tokens=rows // layout.pages))
         attention = _row_parts(sent_in, logit_rows, num_taps)
@@ -280,7 +288,8 @@ def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
         # Outputs of experts for rows that every device has are summed.
         sent = 2 * exchanges.ring_share(sent_in.layout.expert) * sent_in.block
         sent *= sent_in.mixtures
-        name, formula = "experts' answers, all-reduce", "2 (p-1)/p · b s h u · L"
+        name = "experts' answers, all-reduce"
+        formula = "2 (p-1)/p · b s h u · L"
         found.append(Traffic("expert", name, formula, sent, 0.0))
     else:
         found += _expert(sent_in, sent_in.u)
@@ -328,20 +337,25 @@ def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traff
     Source: Yang et al. 2024, arXiv:2411.01783, section 3 (pass-Q).
     """
     model, layout, rows, u = sent_in
-    a, share = model.attention, exchanges.ring_share(layout.pages)
+    a = model.attention
+    share = exchanges.ring_share(layout.pages)
     each = share * rows / layout.tensor * sent_in.layers
     numbers = a.num_q_heads * a.key_dim
     if isinstance(a, HeadAttention):
         numbers += max(a.num_kv_heads, layout.tensor) * (a.key_dim + a.value_dim)
-        name, formula = "queries, keys and values", "b s (n + 2 m) d u / t"
+        name = "queries, keys and values"
+        formula = "b s (n + 2 m) d u / t"
     else:
         # Tensor-parallel devices have the same latents.
         numbers += a.cached_numbers * layout.tensor
-        name, formula = "queries and latents", "b s (n (dn + dr) / t + c + dr) u"
-    name, formula = f"{name}, all-gather", f"(p-1)/p · {formula} · L"
+        name = "queries and latents"
+        formula = "b s (n (dn + dr) / t + c + dr) u"
+    name = f"{name}, all-gather"
+    formula = f"(p-1)/p · {formula} · L"
     yield Traffic("pages", name, formula, each * numbers * u, 0.0)
     sent = each * a.num_q_heads * (a.cached_value_dim * u + 4)
-    name, formula = "states of attention", "(p-1)/p · b s n (d u + 4) / t · L"
+    name = "states of attention"
+    formula = "(p-1)/p · b s n (d u + 4) / t · L"
     yield Traffic("pages", f"{name}, all-to-alls", formula, sent, 0.0)
     sent = 2 * share * logit_rows * model.hidden_size * 4
     name = "last states of rows with logits, all-reduce"

@@ -33,9 +33,12 @@ def assemble_result(
       samples: coordinates of the resamples.
       level: probability of the intervals.
     """
-    law, seen = problem.law, problem.seen
-    names, centre = law.coefficients, seen.centre
-    n, k = seen.num_points, int(problem.free.sum())
+    law = problem.law
+    seen = problem.seen
+    names = law.coefficients
+    centre = seen.centre
+    n = seen.num_points
+    k = int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = coefficient_slopes(law, best, centre)
     with np.errstate(over="ignore", invalid="ignore"):  # infinite variances
@@ -61,7 +64,8 @@ def assemble_result(
         share = (ends[1] - natural) / np.where(logged, natural, 1.0)
         ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
         with np.errstate(over="ignore"):  # infinite upper ends
-            low, high = natural / ratio, natural * ratio
+            low = natural / ratio
+            high = natural * ratio
         ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
     noise = residuals * np.sqrt(n / max(1, n - k))
     exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)

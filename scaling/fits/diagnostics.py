@@ -64,7 +64,8 @@ def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
     order = order[settled[order]]
     found: list[np.ndarray] = []
     if len(order):
-        law, logs = problem.law, problem.seen.logs
+        law = problem.law
+        logs = problem.seen.logs
         for value in laws.values(law, ends.coordinates[order], logs):
             if all(np.abs(value - other).max() > _SAME for other in found):
                 found.append(value)
@@ -105,7 +106,8 @@ def find_collinear(
       share_left: spread of one input, given the other, over its whole spread, below
         which the inputs are collinear.
     """
-    logs, names = problem.seen.logs, problem.law.inputs
+    logs = problem.seen.logs
+    names = problem.law.inputs
     for i in range(len(logs)):
         for j in range(i):
             a, b = (x - x.mean() for x in (logs[i], logs[j]))
@@ -118,7 +120,8 @@ def find_collinear(
 
 def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
     """Returns the warnings about a fit; empty for a sound one."""
-    n, k = result.num_points, int(problem.free.sum())
+    n = result.num_points
+    k = int(problem.free.sum())
     messages = []
     if n < _FEW * k:
         messages.append(f"{n} points are few for {k} coefficients: intervals are rough")
@@ -145,7 +148,8 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
         )
     messages += _wide(problem, result)
     given = {*problem.given}
-    floor, target = problem.law.floor, problem.seen.target
+    floor = problem.law.floor
+    target = problem.seen.target
     if floor in given:
         num_below = int(np.sum(target < np.log(result.coefficients[floor])))
         if num_below:
@@ -175,7 +179,8 @@ def rising_inputs(problem: FitProblem) -> list[str]:
     The list is empty unless least squares of logarithms give no input a falling slope
     and explain half of the target's variance.
     """
-    law, seen = problem.law, problem.seen
+    law = problem.law
+    seen = problem.seen
     falls = any(c.low > 0 and not c.log for c in law.coordinates)
     falls |= any(c.high < 0 and not c.log for c in law.coordinates)
     if not falls or seen.num_points < 3 + len(seen.logs):
@@ -190,7 +195,8 @@ def rising_inputs(problem: FitProblem) -> list[str]:
 
 def _walls(problem: FitProblem, result: FitResult) -> list[str]:
     """Returns warnings about coefficients at bounds, in the fit or in resamples."""
-    names, messages = problem.law.coefficients, []
+    names = problem.law.coefficients
+    messages = []
     ends = {
         False: ("where the search ends", "the data does not identify"),
         True: ("at the bound that was set", "the data asks for another value"),
@@ -231,7 +237,9 @@ def _walls(problem: FitProblem, result: FitResult) -> list[str]:
 
 def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
     """Returns warnings about systematic residuals of the fitted runs."""
-    law, seen, messages = problem.law, problem.seen, []
+    law = problem.law
+    seen = problem.seen
+    messages = []
     if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
         _, most, worst = goodness.measure_goodness(result.residuals)
         messages.append(
@@ -279,7 +287,8 @@ def held_out_warnings(score: HeldOut, warnings: Sequence[str] = ()) -> list[str]
 
 def _wide(problem: FitProblem, result: FitResult) -> list[str]:
     """Returns warnings about exponents with very wide intervals."""
-    messages, open_ = [], []
+    messages = []
+    open_ = []
     for coordinate in problem.law.coordinates:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:

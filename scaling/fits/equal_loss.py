@@ -77,7 +77,8 @@ def compare(
         rows = []
         for curve in _losses(result, compute):
             falling = np.log(np.minimum.accumulate(curve)[::-1])
-            x, log_compute = np.log(loss), np.log(compute)[::-1]
+            x = np.log(loss)
+            log_compute = np.log(compute)[::-1]
             rows.append(np.interp(x, falling, log_compute, left=np.nan, right=np.nan))
         needed.append(np.array(rows))
     ratio = np.exp(needed[1][0] - needed[0][0])

@@ -133,7 +133,8 @@ def fit(
         weights, cluster = (
             None if x is None else np.asarray(x)[~mask] for x in (weights, cluster)
         )
-    fixed, bounds = dict(fixed or {}), dict(bounds or {})
+    fixed = dict(fixed or {})
+    bounds = dict(bounds or {})
     limits = restrictions.coordinate_limits(law, fixed, bounds)
     seen = make_observations(law, data, weights, cluster, num_given=len(fixed))
     restrictions.refuse_high_floor(law, limits, seen.target)
@@ -151,7 +152,8 @@ def fit(
         wide = _search_widely(problem)
         other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
         if reached < objective * (1 - _BETTER):
-            best, objective = other, reached
+            best = other
+            objective = reached
             ends = Solution(*map(np.concatenate, zip(ends, wide, strict=True)))
             found = diagnostics.compare_starts(few, ends)
     samples = None
@@ -208,7 +210,8 @@ def _resample(
     progress: Report | None,
 ) -> np.ndarray:
     """Fits resamples from the optimum; for many rows, draws them from a normal."""
-    rng, seen = np.random.default_rng(seed), problem.seen
+    rng = np.random.default_rng(seed)
+    seen = problem.seen
     report = progress or (lambda done: None)
     if seen.num_points > levenberg_marquardt.MANY_ROWS:
         samples = intervals.draw_normal(problem, best, num_resamples, rng)
@@ -229,7 +232,10 @@ _NEARLY_COLLINEAR = 0.3
 drawn from the whole box."""
 _BETTER = 1e-8
 """Relative decrease of the objective by which such a start is better."""
-_NUM_DRAWN, _NUM_KEPT, _MAX_ROUNDS, _MAX_DRAWN_ROWS = 256, 32, 6, 512
+_NUM_DRAWN = 256
+_NUM_KEPT = 32
+_MAX_ROUNDS = 6
+_MAX_DRAWN_ROWS = 512
 
 
 def _search_widely(problem: FitProblem) -> Solution:
@@ -268,7 +274,8 @@ def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
     end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )
-    best, objective = end.coordinates[0], float(end.objective[0])
+    best = end.coordinates[0]
+    objective = float(end.objective[0])
     if problem.loss == "lad":  # the optimizer rounds its corner off
         objective = float(weights[0] @ np.abs(problem.residuals(best)))
     return best, objective

@@ -52,7 +52,8 @@ def measure_forecasts(
       The variance beyond the fitted compute, and its growth with every factor e of
       compute; zeros for few runs.
     """
-    law, seen = problem.law, problem.seen.thinned(levenberg_marquardt.MANY_ROWS)
+    law = problem.law
+    seen = problem.seen.thinned(levenberg_marquardt.MANY_ROWS)
     compute = log_compute(law, seen.logs)
     is_fitted = compute <= np.quantile(compute, _SHARES)[:, None]
     num_fitted = is_fitted.sum(1)

@@ -126,7 +126,8 @@ def draw_normal(
     """
     seen = problem.seen
     residuals, slopes = _linearised(problem, coordinates)
-    pull, bend = residuals, np.ones(len(residuals))
+    pull = residuals
+    bend = np.ones(len(residuals))
     if problem.loss != "mse":
         delta = problem.deltas()[-1]
         pull = np.clip(residuals, -delta, delta)
@@ -148,7 +149,8 @@ def _linearised(
     problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
     """Returns residuals in the problem's space, and their slopes."""
-    seen, residuals = problem.seen, problem.residuals(coordinates)
+    seen = problem.seen
+    residuals = problem.residuals(coordinates)
     slopes = laws.slopes(problem.law, coordinates, seen.logs)
     if problem.space == "linear":
         slopes = slopes * (residuals + np.exp(seen.target))[:, None]

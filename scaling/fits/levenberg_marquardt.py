@@ -22,7 +22,8 @@ Report = Callable[[float], None]
 DELTA = 1e-3
 LAST_DELTA = 1e-8
 """Delta at which Huber's loss equals the absolute value times delta, up to rounding."""
-_PIECE, _LEAST_PIECE = 1024, 64
+_PIECE = 1024
+_LEAST_PIECE = 64
 """Problems of one call: one compiled program, with progress reports in between."""
 _MAX_WEIGHTS = 2**24
 """Weights of one call: with more points, a call has fewer problems."""
@@ -119,7 +120,8 @@ def solve_weightings(
         size //= 2
     if problem.seen.num_points > MANY_ROWS:
         size = 1
-    parts, done = [], 0
+    parts = []
+    done = 0
     while done < len(starts):
         some = starts[done : done + size]
         now = done + len(some)
@@ -140,7 +142,8 @@ def _solve_piece(
     tolerance: float,
 ) -> Solution:
     """Solves at most `size` problems, padded to `size`."""
-    seen, count = problem.seen, len(starts)
+    seen = problem.seen
+    count = len(starts)
     unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
     room = -seen.num_points % unit
     logs = np.pad(seen.logs, ((0, 0), (0, room)))
@@ -154,7 +157,8 @@ def _solve_piece(
         full[:count, : seen.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
         x[:count] = np.clip(starts, *(x[:count] if x.ndim > 1 else x for x in box))
-        steps, found = np.zeros(count, np.int32), []
+        steps = np.zeros(count, np.int32)
+        found = []
         arrays = [jnp.asarray(a) for a in (logs, target, full)]
         walls = tuple(jnp.asarray(x) for x in box)
         for delta in problem.deltas():

@@ -221,9 +221,12 @@ def _objective(r: Any, slopes: Any, weight: Any, delta: Any, caution: Any) -> An
 
 def _step(lane: _Lane, low: Any, high: Any) -> tuple[Any, Any]:
     """Returns the next step, along the bounds that the slope points into."""
-    x, gradient, hessian = lane.x, lane.gradient, lane.hessian
+    x = lane.x
+    gradient = lane.gradient
+    hessian = lane.hessian
     stuck = ((x <= low) & (gradient > 0)) | ((x >= high) & (gradient < 0))
-    zero, one = jnp.zeros_like(x), jnp.ones_like(x)
+    zero = jnp.zeros_like(x)
+    one = jnp.ones_like(x)
     gradient = jnp.where(stuck, zero, gradient)
     diagonal = jnp.diagonal(hessian)
     diagonal = diagonal * (1 + lane.damping) + 1e-30

@@ -83,7 +83,8 @@ def make_observations(
             for name, column in zip((*law.inputs, law.target), columns, strict=True)
         )
         raise ValueError(f"columns of different lengths: {lengths}")
-    n, k = len(columns[0]), len(law.coordinates) - num_given
+    n = len(columns[0])
+    k = len(law.coordinates) - num_given
     if n < k:
         raise ValueError(
             f"{n} points are too few for the {k} coefficients of {law.name}"
@@ -95,7 +96,8 @@ def make_observations(
                 f"{name} is the same in all {n} rows{near}: nothing to fit"
             )
     if cluster is None:
-        labels, rows = np.arange(n), np.stack(columns, 1)
+        labels = np.arange(n)
+        rows = np.stack(columns, 1)
         _, first, place = np.unique(
             rows, axis=0, return_index=True, return_inverse=True
         )
@@ -115,7 +117,8 @@ def make_observations(
         raise ValueError(f"weights of shape {weights.shape} for {n} rows")
     if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
         raise ValueError("weights must be finite, at least 0, and not all 0")
-    logs, target = np.log(columns[:-1]), np.log(columns[-1])
+    logs = np.log(columns[:-1])
+    target = np.log(columns[-1])
     centre = law.centre(logs)
     return Observations(
         logs - centre[:, None],

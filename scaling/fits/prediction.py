@@ -78,7 +78,8 @@ def predict(
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point, drawn with a fixed seed, so that the
     # result is deterministic.
-    rng, ends = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    ends = []
     size: Any = {"num_points": result.num_points, "k": result.num_free}
     step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
@@ -114,7 +115,8 @@ def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
         if len(rows) > MAX_SCORED:
             rows = np.linspace(0, len(rows) - 1, MAX_SCORED).round().astype(int)
         some = {name: np.asarray(data[name])[rows] for name in law.inputs}
-        found, there = predict(result, some, "prediction"), seen[rows]
+        found = predict(result, some, "prediction")
+        there = seen[rows]
         covered = float(np.mean((found.low <= there) & (there <= found.high)))
     size = np.abs(error)
     return HeldOut(

@@ -73,7 +73,8 @@ def _check(law: Law, name: str, ends: tuple[float, float], message: str) -> None
     given = [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
     if not all(map(math.isfinite, given)):
         raise ValueError(f"{message}: must be finite")
-    coordinate, is_fixed = known[name], ends[0] == ends[1]
+    coordinate = known[name]
+    is_fixed = ends[0] == ends[1]
     if coordinate.log:
         if min(given, default=1) < 0 or (is_fixed and ends[0] == 0):
             raise ValueError(f"{message}: must be above 0")
@@ -124,7 +125,8 @@ def coordinate_box(
         # An open side is the law's own, if the other side allows it.
         bottom = min(least[place], high - 1) if math.isinf(low) else low
         top = max(most[place], bottom + 1) if math.isinf(high) else high
-        least[place], most[place] = bottom, top
+        least[place] = bottom
+        most[place] = top
     return least, most
 
 

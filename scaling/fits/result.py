@@ -15,7 +15,8 @@ from scaling.fits.levenberg_marquardt import Loss, Space
 from scaling.laws import Law
 
 SCHEMA = 1
-_MAX_SAMPLES, _MAX_RESIDUALS = 1_000, 10_000
+_MAX_SAMPLES = 1_000
+_MAX_RESIDUALS = 10_000
 
 
 class HeldOut(NamedTuple):

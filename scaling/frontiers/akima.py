@@ -26,7 +26,8 @@ def find_lowest(
     """
     count = present.sum(1)
     order = np.argsort(~present, axis=1, kind="stable")  # the present ones first
-    x, y = x[order], np.take_along_axis(y, order, 1)
+    x = x[order]
+    y = np.take_along_axis(y, order, 1)
     last = np.maximum(count - 1, 0)[:, None]
     column = np.arange(x.shape[1])[None, :]
     # Beyond the last sample the curve is flat, with unit spacing.
@@ -36,14 +37,16 @@ def find_lowest(
     tangent = _tangents(x, y, count)
     width = np.diff(x, axis=1)
     slope = np.diff(y, axis=1) / width
-    t0, t1 = tangent[:, :-1], tangent[:, 1:]
+    t0 = tangent[:, :-1]
+    t1 = tangent[:, 1:]
     # On each piece y0 + t0 s + b s² + c s³, s from 0 to its width.
     b = (3 * slope - 2 * t0 - t1) / width
     c = (t0 + t1 - 2 * slope) / width**2
     inner = b**2 - 3 * c * t0
     root = np.sqrt(np.maximum(inner, 0.0))
     # The minimum among the two stationary points, in the form without cancellation.
-    top, bottom = np.where(b > 0, -t0, root - b), np.where(b > 0, b + root, 3 * c)
+    top = np.where(b > 0, -t0, root - b)
+    bottom = np.where(b > 0, b + root, 3 * c)
     s = np.divide(top, bottom, out=np.zeros_like(top), where=bottom != 0)
     inside = (inner >= 0) & (s > 0) & (s < width) & (column[:, :-1] < last)
     s = np.where(inside, s, 0.0)
@@ -69,11 +72,14 @@ def _tangents(
     piece[:, 2:-2] = np.diff(y, axis=1) / np.diff(x, axis=1)
     piece[:, 1] = 2 * piece[:, 2] - piece[:, 3]
     piece[:, 0] = 2 * piece[:, 1] - piece[:, 2]
-    row, end = np.arange(curves), count + 1  # first piece beyond the last sample
+    # first piece beyond the last sample
+    row = np.arange(curves)
+    end = count + 1
     piece[row, end] = 2 * piece[row, end - 1] - piece[row, end - 2]
     piece[row, end + 1] = 2 * piece[row, end] - piece[row, end - 1]
     turn = np.abs(np.diff(piece, axis=1))
-    after, before = turn[:, 2:], turn[:, :-2]
+    after = turn[:, 2:]
+    before = turn[:, :-2]
     total = after + before
     straight = total <= 1e-9 * total.max(initial=0.0)  # both sides straight: their mean
     share = np.where(straight, 0.5, after / np.where(straight, 1.0, total))

@@ -112,9 +112,11 @@ def fit_best_runs(
       `MIN_POINTS` points.
     """
     finite = np.isfinite(loss)
-    flops, loss = flops[finite], loss[finite]
+    flops = flops[finite]
+    loss = loss[finite]
     best = find_best_runs(flops, loss)
-    flops, loss = flops[best], loss[best]
+    flops = flops[best]
+    loss = loss[best]
     if len(loss) < MIN_POINTS:
         return None
     unit = float(np.exp(np.log(flops).mean()))
@@ -162,7 +164,9 @@ def resample_fits(
       seed: seed of the draws.
     """
     trunks, label = np.unique(trunk, axis=0, return_inverse=True)
-    rng, known, found = np.random.default_rng(seed), {}, []
+    rng = np.random.default_rng(seed)
+    known = {}
+    found = []
     for _ in range(count if len(trunks) else 0):
         drawn = frozenset(rng.choice(len(trunks), len(trunks)).tolist())
         # The frontier depends on the set of drawn runs, not on their counts.

@@ -68,7 +68,9 @@ def interpolate_curves(
     """
     log_c = np.log(flops)
     grid = np.linspace(log_c.min(), log_c.max(), num_budgets)
-    sizes, tokens, losses = [], [], []
+    sizes = []
+    tokens = []
+    losses = []
     order = np.lexsort((log_c, run))
     for places in np.split(order, np.flatnonzero(np.diff(run[order])) + 1):
         x = log_c[places]
@@ -111,7 +113,8 @@ def find_envelope(curves: TrainingCurves) -> Find:
         for i, weight in enumerate(weights):
             usable = ranked_there & (weight[order] > 0)
             first = np.argmax(usable, 0)
-            best, its_size = order[first, budgets], ranked_size[first, budgets]
+            best = order[first, budgets]
+            its_size = ranked_size[first, budgets]
             smaller = (usable & (ranked_size < its_size)).any(0)
             larger = (usable & (ranked_size > its_size)).any(0)
             good = smaller & larger
@@ -135,7 +138,8 @@ def _smooth(
     u = x[None, :] - x[:, None]
     weight = np.exp(-0.5 * (u / width) ** 2)
     total = weight.sum(1)
-    centre, level = (weight * u).sum(1) / total, (weight @ y) / total
+    centre = (weight * u).sum(1) / total
+    level = (weight @ y) / total
     square = (weight * (u - centre[:, None]) ** 2).sum(1)
     slope = (weight * (u - centre[:, None]) * y[None, :]).sum(1)
     slope = np.where(square > 0, slope / np.where(square > 0, square, 1.0), 0.0)

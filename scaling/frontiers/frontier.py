@@ -32,7 +32,8 @@ REASONS = {
 
 CHUNK = 128
 """Resamples of one call."""
-NEAR, FAR = 0.05, 0.25
+NEAR = 0.05
+FAR = 0.25
 """Difference of exponents that is never a contradiction, and that always is one."""
 MIN_SHARE = 0.9
 """Least share of resamples with a frontier; a smaller one gives a warning."""

@@ -128,7 +128,8 @@ def find_frontiers(
     except ValueError as error:
         notes.append(f"no envelope: {error}")
         return found
-    best, strata = envelope.find_envelope(read), np.zeros(len(read.num_params), int)
+    best = envelope.find_envelope(read)
+    strata = np.zeros(len(read.num_params), int)
     last = bootstrapped(ENVELOPE, best, read.flops, strata, resamples=resamples)
     return found._replace(frontiers=[*found.frontiers, last])
 

@@ -96,7 +96,9 @@ def find_run_groups(
             members[-1].append(int(i))
         else:
             members.append([int(i)])
-    groups, rows, num_merged = [], [], 0
+    groups = []
+    rows = []
+    num_merged = 0
     for each in members:
         runs = np.array(each)
         runs = runs[np.argsort(num_params[runs], kind="stable")]
@@ -137,17 +139,22 @@ def merge_sizes(
     exact, size_id, count = np.unique(
         num_params, return_inverse=True, return_counts=True
     )
-    size_id, x, weight = size_id.reshape(-1), np.log(exact), count.astype(float)
+    size_id = size_id.reshape(-1)
+    x = np.log(exact)
+    weight = count.astype(float)
     places = np.arange(exact.size)  # index of the merged size of each exact one
     while (np.diff(x) < np.log1p(SAME_SIZE)).any():
         # Each size is merged into the first one within reach; means may be close again.
-        into, first = np.zeros(x.size, int), 0
+        into = np.zeros(x.size, int)
+        first = 0
         for i in range(1, x.size):
             is_new = x[i] - x[first] >= np.log1p(SAME_SIZE)
             into[i] = into[i - 1] + is_new
             first = i if is_new else first
-        x, weight = np.bincount(into, x * weight), np.bincount(into, weight)
-        x, places = x / weight, into[places]
+        x = np.bincount(into, x * weight)
+        weight = np.bincount(into, weight)
+        x = x / weight
+        places = into[places]
     sizes = np.exp(x)
     alone = np.bincount(places, minlength=x.size) == 1
     sizes[alone] = exact[alone[places]]

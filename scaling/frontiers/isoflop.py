@@ -110,7 +110,8 @@ def fit_group_surface(
       robust: True for Huber's loss of relative residuals, False for least squares of
         the loss.
     """
-    points, ones = _points(groups), np.ones((1, groups.rows.size))
+    points = _points(groups)
+    ones = np.ones((1, groups.rows.size))
     found = variable_projection.fit_surface(points, ones)
     return (
         variable_projection.fit_surface_robustly(points, ones, found)
@@ -143,7 +144,8 @@ def surface_warnings(
       one for each group, do not fit significantly better.
     """
     points = _points(groups)
-    residuals, messages = whole.log_residuals(points)[0], []
+    residuals = whole.log_residuals(points)[0]
+    messages = []
     a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
     if abs(a - a_robust) > FEW_DECIDE:
         messages.append(
@@ -164,7 +166,8 @@ def surface_warnings(
     ]
     left = sum(float(each @ each) for each in apart)
     num = len(groups.groups)
-    freedom, below = 3 * num - 5, residuals.size - 3 * num
+    freedom = 3 * num - 5
+    below = residuals.size - 3 * num
     if freedom < 1 or below < 1:
         return messages
     ratio = (float(residuals @ residuals) - left) / freedom / max(left / below, 1e-18)
@@ -259,7 +262,8 @@ def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
             minima.reason[rows, i] = np.where(deep, frontier.DEEP, reason)
             good = minima.reason[:, i] == frontier.FINE
             n, value = np.full((2, len(weights)), np.nan)
-            n[rows], value[rows] = place * np.log(10), low
+            n[rows] = place * np.log(10)
+            value[rows] = low
             # Along the group log D is nearly a line in log N.
             d = np.interp(n, np.log(group.sizes), np.log(group.tokens))
             _put(minima, good, i, n, d, value)
@@ -276,7 +280,8 @@ def _depth(group: IsoflopGroup) -> float:
     half a percent of the loss may be noise.
     """
     loss = average_by_size(group, np.ones((1, group.loss.size)))[0]
-    least, spread = float(loss.min()), float(np.ptp(loss))
+    least = float(loss.min())
+    spread = float(np.ptp(loss))
     return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
 
 

@@ -57,7 +57,8 @@ def fit_parabola(
     level = (weights * y).sum(1, keepdims=True) / total
     spread = np.sqrt((weights * (x - centre) ** 2).sum(1, keepdims=True) / total)
     spread = np.where(enough, spread, 1.0)
-    u, v = (x - centre) / spread, y - level
+    u = (x - centre) / spread
+    v = y - level
     m2, m3, m4, c1, c2 = (
         (weights * z).sum(1) / total[:, 0] for z in (u**2, u**3, u**4, u * v, u**2 * v)
     )

@@ -94,7 +94,8 @@ def fit_surface(
     Returns:
       The best surface for each set of weights.
     """
-    n0, d0 = float(points.log_n.mean()), float(points.log_d.mean())
+    n0 = float(points.log_n.mean())
+    d0 = float(points.log_d.mean())
     # A and B then have the size of their terms.
     centred = SurfacePoints(points.log_n - n0, points.log_d - d0, points.loss)
     starts = _STARTS if start is None else (start,)
@@ -159,7 +160,8 @@ def _reweight(
         found = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
         size = np.abs(np.expm1(found.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
-        before, theta = theta, np.stack([found.alpha, found.beta], 1)
+        before = theta
+        theta = np.stack([found.alpha, found.beta], 1)
         if np.all(np.abs(theta - before) < 1e-4 * theta):
             break
     costs = np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))

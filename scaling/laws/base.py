@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Num
 
 type Amount = int | float | np.number | Num[np.ndarray, "..."] | Num[Array, "..."]
 """Parameters, tokens or FLOPs: a number, or an array of them."""
-AMOUNTS, AMOUNTS_FROM_0 = "[1e-100, 1e100]", "[0, 1e100]"
+AMOUNTS = "[1e-100, 1e100]"
+AMOUNTS_FROM_0 = "[0, 1e100]"
 """Intervals of amounts whose products, ratios and powers are finite."""
 
 LogLoss = Callable[[Any, Any], Any]

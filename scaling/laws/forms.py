@@ -15,7 +15,9 @@ from scaling.laws.base import (
     scale_coordinate,
 )
 
-_N, _D, _U = "num_params", "num_tokens", "num_unique_tokens"
+_N = "num_params"
+_D = "num_tokens"
+_U = "num_unique_tokens"
 _DECADE = math.log(10)
 _KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
 

@@ -117,7 +117,8 @@ def power_sum(
     )
 
 
-_N, _D = "num_params", "num_tokens"
+_N = "num_params"
+_D = "num_tokens"
 _FLOOR = scale_coordinate("E", -2.0, -0.5, -0.1)
 _HOFFMANN = "Hoffmann et al. 2022, arXiv:2203.15556, section 3.3"
 

@@ -75,7 +75,8 @@ def simulate_runs(
         tokens = 20 * params * 10 ** rng.uniform(-0.02, 0.02, num)
     elif kind == "few points":
         kept = rng.choice(num, rng.integers(5, 9), replace=False)
-        params, tokens = params[kept], tokens[kept]
+        params = params[kept]
+        tokens = tokens[kept]
     elif kind == "one budget":
         flops = np.geomspace(1e20, 2e20, num)
         params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.1, 0.1, num)

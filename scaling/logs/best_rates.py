@@ -8,7 +8,10 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-CELL, RATE, SEED, LOSS = "cell", "learning_rate", "seed", "loss"
+CELL = "cell"
+RATE = "learning_rate"
+SEED = "seed"
+LOSS = "loss"
 
 
 def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:

@@ -144,7 +144,9 @@ def read_log_columns(
     Raises:
       ValueError: a column is missing, or a cell is not a number above 0.
     """
-    names, notes, needs = roles.names, [*roles.notes], [*needs]
+    names = roles.names
+    notes = [*roles.notes]
+    needs = [*needs]
     sources: dict[str, tuple[str, float | None]] = {}
     for meaning in SIZES:
         unit = getattr(columns, f"{FIELDS[meaning]}_unit")
@@ -274,7 +276,9 @@ def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
     if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep has all counts
         known["num_params"] = (ours,)
     every = (*table.names, *sorted(table.repeated))
-    names, guessed, rivals = {}, [], {}
+    names = {}
+    guessed = []
+    rivals = {}
     for meaning, name in message.items():
         if name:
             if name not in every:
@@ -386,13 +390,16 @@ def _numbers(
         found[key] = np.array([math.nan if x is None else x for x in values])
         is_good = (found[key] > 0) & (found[key] < math.inf)
         for place in map(int, np.flatnonzero(~is_good)):
-            cell, value = cells[place], values[place]
+            cell = cells[place]
+            value = values[place]
             if cell is None or cell == "":
                 kind = what = "missing"
             elif value is None:
-                kind, what = "no number", f"{cell!r}, not a number"
+                kind = "no number"
+                what = f"{cell!r}, not a number"
             else:
-                kind, what = "not above 0", f"{cell}, must be above 0 and finite"
+                kind = "not above 0"
+                what = f"{cell}, must be above 0 and finite"
             faults[name, kind] = faults.get((name, kind), 0) + 1
             bad_rows.setdefault(place, f"{name} is {what}")
     if not bad_rows:
@@ -434,7 +441,8 @@ def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
         found["num_params"] = found["flops"] / (six * found["num_tokens"])
         return ["N = C / 6D"]
     ratio = found["flops"] / (six * found["num_params"] * found["num_tokens"])
-    low, high = float(ratio.min()), float(ratio.max())
+    low = float(ratio.min())
+    high = float(ratio.max())
     if high - 1 > 1e-3 or 1 - low > 1e-3:
         return [f"C is {low:.3g} to {high:.3g} times 6 N D"]
     return []

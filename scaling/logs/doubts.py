@@ -174,7 +174,8 @@ def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
 
 
 def _units(log: Log, columns: LogColumns) -> Iterator[str]:
-    loss, name = log.columns.get("loss"), log.roles.get("loss", "")
+    loss = log.columns.get("loss")
+    name = log.roles.get("loss", "")
     if loss is not None and columns.loss_unit == 1:
         if _PERPLEXITY.search(name.lower()) or loss.max() > _MOST_LOSS:
             yield (
@@ -207,7 +208,8 @@ def _units(log: Log, columns: LogColumns) -> Iterator[str]:
 
 def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
     """Warns of numbers that are too small, or not whole, for their meaning."""
-    name, values = log.roles[meaning], log.columns[meaning]
+    name = log.roles[meaning]
+    values = log.columns[meaning]
     what, least, usual = _SIZES[meaning]
     match = _LARGE.search(name.lower())
     is_named = bool(match) and unit == 1

@@ -191,7 +191,8 @@ def read_log(
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
         occurs twice; or no row remains. One line with the place.
     """
-    path, columns = Path(path), columns or LogColumns()
+    path = Path(path)
+    columns = columns or LogColumns()
     is_sweep = path.is_dir()
     if is_sweep and not (path / files.RUNS).exists():
         raise ValueError(f"{path}: holds no {files.RUNS}; name a file")
@@ -294,7 +295,8 @@ def _leave_out(
     table: RawTable, ignore: str, units: Mapping[str, float]
 ) -> tuple[list[RawRow], list[str]]:
     """Removes and counts rows that a rule ignores or that did not complete."""
-    rows, notes = table.rows, list(table.notes)
+    rows = table.rows
+    notes = list(table.notes)
     if ignore:
         test = rules.parse_rule(ignore, (*table.names, "row"))
 
@@ -347,7 +349,8 @@ def _twins(log: Log, is_sweep: bool) -> tuple[str, ...]:
     keys = [cells, lambda i: log.runs[i]] if is_sweep else [cells]
     for key in keys:
         for before, after in _repeated(len(log.raw), key):
-            first, again = log.raw[before].number, log.raw[after].number
+            first = log.raw[before].number
+            again = log.raw[after].number
             raise ValueError(
                 f"{log.source}: rows {first} and {again} are the same run; --ignore "
                 f"'row == {again}' leaves one out"

@@ -74,7 +74,8 @@ class _Reader:
     """Recursive-descent parser; one method for each rule of the grammar."""
 
     def __init__(self, rule: str, names: Collection[str]) -> None:
-        self._rule, self._names = rule, names
+        self._rule = rule
+        self._names = names
         self._tokens: list[_Token] = []
         start = 0
         while rule[start:].strip():
@@ -130,8 +131,10 @@ class _Reader:
         is_equal = token.text == "=="
 
         def test(row: Mapping[str, Any]) -> bool:
-            a, b = left(row), right(row)
-            x, y = _number(a), _number(b)
+            a = left(row)
+            b = right(row)
+            x = _number(a)
+            y = _number(b)
             if order is None:
                 is_same = a == b if x is None or y is None else x == y
                 return is_same == is_equal

@@ -244,7 +244,8 @@ def needed_budget(
         return allocate_budget(powers, math.exp(log_flops), **how).loss
 
     # Repeated data never needs less than unique data.
-    low, high = math.log(flops), math.log(flops) + _MOST_REPEATING
+    low = math.log(flops)
+    high = math.log(flops) + _MOST_REPEATING
     if reached(high) > target:
         raise ValueError(
             f"{target=:g} cannot be reached with {repeating.unique_tokens:.4g} unique "
@@ -286,7 +287,8 @@ def _where_zero(
       inference_tokens: tokens to serve, at least 0.
       excess: function of log parameters and log tokens; rises, and is 0 at the result.
     """
-    low, high = -700.0, 700.0
+    low = -700.0
+    high = 700.0
     while (log_tokens := (low + high) / 2) not in (low, high):
         log_params = _params_for(powers, log_tokens, inference_tokens)
         is_below = excess(log_params, log_tokens) < 0
@@ -360,11 +362,13 @@ def search_params(
     """
     # Above this no training token is left.
     most = flops / max(2 * inference_tokens, 1.0)
-    low, high = min(0.0, math.log(most) - 1), math.log(most) - 1e-6
+    low = min(0.0, math.log(most) - 1)
+    high = math.log(most) - 1e-6
     for _ in range(8):
         grid = np.linspace(low, high, 801)
         sizes = np.exp(grid)
         tokens = tokens_left(flops, sizes, inference_tokens)
         best = int(np.argmin(budget_loss(powers, sizes, tokens, repeating)))
-        low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
+        low = grid[max(best - 2, 0)]
+        high = grid[min(best + 2, len(grid) - 1)]
     return math.exp((low + high) / 2)

@@ -137,7 +137,8 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
       ValueError: the number is more than 5 % outside the range of the family.
     """
     grid = make_grid(family)
-    least, most = int(grid.num_params.min()), int(grid.num_params.max())
+    least = int(grid.num_params.min())
+    most = int(grid.num_params.max())
     if not (1 - _OFF) * least <= num_params <= (1 + _OFF) * most:
         side = "small" if num_params < least else "large"
         end, most = ("smallest", least) if side == "small" else ("largest", most)
@@ -264,7 +265,8 @@ def make_grid(family: DesignFamily) -> DesignGrid:
             ]
             found = []
             for one, deeper, wider in (params, flops):
-                layer, column = deeper - one, wider - one
+                layer = deeper - one
+                column = wider - one
                 found.append(one - layer + depth * (layer + column * (mlp - 1)))
             counts, steps = found
             block = np.full(depth.size, width), depth, mlp, counts

@@ -41,7 +41,8 @@ def loss_interval(
     fit = case.loss_model.fit
     if fit is None:
         return None
-    num_params, num_tokens = optimum.num_params, optimum.num_tokens
+    num_params = optimum.num_params
+    num_tokens = optimum.num_tokens
     if "num_unique_tokens" not in fit.inputs:
         num_params, num_tokens = case.worth(num_params, num_tokens)
     data = {"num_params": num_params, "num_tokens": num_tokens}
@@ -53,13 +54,15 @@ def loss_interval(
 
 def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
     """Allocates the budget by each resample; None if fewer than two have optima."""
-    fit, law = case.loss_model.fit, case.loss_model.law
+    fit = case.loss_model.fit
+    law = case.loss_model.law
     if fit is None or fit.samples is None:
         return None
     samples = fit.sampled()
     if case.served or case.unique_tokens is not None:
         samples = samples[:_MAX_RESAMPLES]
-    optima, needed = [], []
+    optima = []
+    needed = []
     for sample in samples:
         named = dict(zip(law.coefficients, map(float, sample), strict=True))
         try:

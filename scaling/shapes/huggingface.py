@@ -98,7 +98,8 @@ def _mixture_layers(
 ) -> tuple[bool, ...]:
     """Returns the mask of the layers with experts."""
     dense = experts.get("dense_layers", range(experts.get("num_dense_layers", 0)))
-    stride, offset = 1, 0
+    stride = 1
+    offset = 0
     if family.mixture_stride is not None:
         key, offset = family.mixture_stride
         stride = _size(raw, key, 1)
@@ -112,8 +113,10 @@ def _windows(
     family: Family, raw: Mapping[str, Any], num_layers: int
 ) -> tuple[int | None, ...]:
     """Returns the window of every layer, None without one."""
-    rule, layers = family.windows, range(num_layers)
-    first, stride = 0, None
+    rule = family.windows
+    layers = range(num_layers)
+    first = 0
+    stride = None
     if rule in ("flagged", "off"):
         flag = raw.get("use_sliding_window")
         if flag is None or not parse_flag("use_sliding_window", flag):
@@ -150,7 +153,8 @@ def family_of(raw: Mapping[str, Any]) -> str:
     Raises:
       ValueError: the family is unknown, or the two keys contradict each other.
     """
-    kind, classes = raw.get("model_type"), raw.get("architectures")
+    kind = raw.get("model_type")
+    classes = raw.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else classes
     by_class = {each.architecture.lower(): name for name, each in FAMILIES.items()}
     built = by_class.get(first.lower()) if isinstance(first, str) else None

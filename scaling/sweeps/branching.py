@@ -134,7 +134,8 @@ def train_branches(
     done = 0 if half is None else len(trunk) * half.horizon
     try:
         half = half or PausedRuns(0, init_runs(trunk, is_vmapped), None)
-        lanes, end = half.trunk, half.branch
+        lanes = half.trunk
+        end = half.branch
         schedules = [_schedules(runs, is_vmapped) for runs in horizons]
         call = _call(trunk, corpus, is_vmapped)
         # Compiled before any time is measured.
@@ -158,7 +159,9 @@ def train_branches(
                     scored = score(each, params)
                     params = jax.tree.map(np.asarray, params)
                 if scored is None or not math.isfinite(scored.loss):
-                    status, scored, params = "diverged", None, None
+                    status = "diverged"
+                    scored = None
+                    params = None
                 else:
                     status = "done"
                 curve = [*end.curves[j]]
@@ -179,8 +182,10 @@ def measure_speed(
 
     Excludes compilation, which a sweep pays once for a model.
     """
-    call, schedules = _call(runs, corpus, is_vmapped), _schedules(runs, is_vmapped)
-    lanes, num_steps = init_runs(runs, is_vmapped), 4
+    call = _call(runs, corpus, is_vmapped)
+    schedules = _schedules(runs, is_vmapped)
+    lanes = init_runs(runs, is_vmapped)
+    num_steps = 4
     _go(call, lanes, schedules, 1)
 
     def spend() -> float:
@@ -197,7 +202,8 @@ def measure_speed(
 
 def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
     """Returns the initial state of runs of one model."""
-    model, optimizer = runs[0].model, runs[0].optimizer
+    model = runs[0].model
+    optimizer = runs[0].optimizer
     states = [init_train_state(model, optimizer, jnp.int32(x.seed)) for x in runs]
     return BatchedRuns(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0

@@ -272,7 +272,8 @@ def make_record(
     config: SweepConfig, corpus: Corpus, finished: FinishedRun
 ) -> RunRecord:
     """Makes the record and the curve of a completed run."""
-    run, score = finished.run, finished.score
+    run = finished.run
+    score = finished.score
     params, per_token = grid.count_cost(run.model, run.seq_len)
     batch_tokens = run.batch_size * run.seq_len
     num_tokens = run.num_steps * batch_tokens

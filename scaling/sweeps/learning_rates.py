@@ -40,7 +40,8 @@ def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, flo
       Width, tokens and rate, by a parabola in the log rate through the best and its two
       neighbours, for the first seed.
     """
-    first, cells = min(row["seed"] for row in rows), collections.defaultdict(list)
+    first = min(row["seed"] for row in rows)
+    cells = collections.defaultdict(list)
     for row in rows:
         if row["seed"] == first:
             cells[row["cell"]].append(row)

@@ -106,7 +106,8 @@ def run_sweep(
     folder = SweepFolder(out)
     try:
         header = _header(folder, config, corpus) | (environment or {})
-        skipped, is_stopped = len(folder.known), False
+        skipped = len(folder.known)
+        is_stopped = False
         paused = folder.path / PAUSED
         report([*folder.known.values()])
         failed_round = -1

@@ -36,8 +36,11 @@ class Workers:
         num_steps: int,
         num_threads: int = 1,
     ):
-        self.corpus, self._score, self._progress = corpus, score, progress
-        self._lock, self._done = threading.Lock(), 0
+        self.corpus = corpus
+        self._score = score
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
         self._num_threads = num_threads
         self._update = progress.bar("training", num_steps, "steps")
 

@@ -162,8 +162,10 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
 
 def _wide(base: ModelConfig, num_params: int):
     """Returns the shape whose MLP ratio is nearest to that of `base`."""
-    ratio, step = base.mlp_size / base.hidden_size, base.group_size * base.head_dim
-    best, least = dataclasses.replace(base, mlp_size=1), math.inf
+    ratio = base.mlp_size / base.hidden_size
+    step = base.group_size * base.head_dim
+    best = dataclasses.replace(base, mlp_size=1)
+    least = math.inf
     for kv_heads in range(1, 1 + math.isqrt(max(num_params, 1)) // step + 1):
         q_heads = kv_heads * base.group_size
         narrow = dataclasses.replace(
@@ -180,7 +182,8 @@ def _wide(base: ModelConfig, num_params: int):
             break
         off = abs(math.log(size / narrow.hidden_size / ratio))
         if off < least:
-            best, least = dataclasses.replace(narrow, mlp_size=size), off
+            best = dataclasses.replace(narrow, mlp_size=size)
+            least = off
     return best
 
 

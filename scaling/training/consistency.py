@@ -92,7 +92,8 @@ class Consistency(objectives.Objective):
             return architectures.forward(params, both, config=model)
 
         first = self.prompt_tokens - 1
-        found, wanted = read(guesses), lax.stop_gradient(read(ends).logits)
+        found = read(guesses)
+        wanted = lax.stop_gradient(read(ends).logits)
         far = divergence(wanted[:, first:-1], found.logits[:, first:-1]).mean()
         text, _ = objectives.mean_loss(params, texts, model=model)
         return far + self.text_weight * text + found.auxiliary, far
@@ -140,7 +141,8 @@ def make_records(
     Raises:
       ValueError: every block was found in one iteration.
     """
-    rng, made = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    made = []
     for prompt, guesses in found:
         on_the_way = np.flatnonzero((guesses != guesses[-1]).any(axis=1))
         for place in rng.permutation(on_the_way)[:each]:

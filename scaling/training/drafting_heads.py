@@ -153,7 +153,8 @@ def train_heads(
     Returns:
       The heads; if the loss was not finite, those before the last report.
     """
-    config, schedule = recipe.run, LearningRateSchedule.of(recipe.run)
+    config = recipe.run
+    schedule = LearningRateSchedule.of(recipe.run)
     optimizer = optimizers.make_optimizer(config.optimizer)
     loss = functools.partial(
         head_loss, heads=heads, depth=recipe.depth, decay=recipe.decay
@@ -180,10 +181,13 @@ def train_heads(
         state, total = jax.lax.fori_loop(0, num, one, (state, jnp.float32(0)))
         return state, total / num.astype(jnp.float32)
 
-    call, stream = jax.jit(steps), jnp.asarray(corpus.stream)
+    call = jax.jit(steps)
+    stream = jnp.asarray(corpus.stream)
     params = heads.init_params(jax.random.key(config.seed))
     state = params, optimizer.init(params)
-    curve, started, status = [], time.monotonic(), "stopped"
+    curve = []
+    started = time.monotonic()
+    status = "stopped"
     stretches = range(0, config.num_steps, config.report_every)
     for step in progress.track(stretches, "heads", "reports"):
         if progress.stopped:
@@ -244,7 +248,8 @@ def acceptance_rates(
         best = jax.lax.top_k(guessed[:, :, :-1], num_ranks)[1].astype(jnp.int32)
         return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)
 
-    hits, num_steps = np.zeros((depth, num_ranks)), 0
+    hits = np.zeros((depth, num_ranks))
+    num_steps = 0
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
@@ -254,6 +259,7 @@ def acceptance_rates(
             while place + depth < windows.shape[1]:
                 # Guess d of the step at a position is stored d positions later.
                 mine = right[place + np.arange(depth), np.arange(depth)]
-                hits, num_steps = hits + mine, num_steps + 1
+                hits = hits + mine
+                num_steps = num_steps + 1
                 place += 1 + int(np.cumprod(mine[:, 0]).sum())
     return hits / max(num_steps, 1)

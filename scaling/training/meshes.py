@@ -28,7 +28,8 @@ from jaxkv.parallel import (
 from scaling.costs import Layout, check_layout
 from scaling.shapes import describe_config
 
-DATA, PIPELINE = "data", "pipeline"
+DATA = "data"
+PIPELINE = "pipeline"
 """Mesh axes that divide a batch, and the layers."""
 
 

@@ -291,7 +291,8 @@ def cut_windows(
     Returns:
       The windows, padded with `END`, and the mask of predictions that count.
     """
-    windows, counts = [], []
+    windows = []
+    counts = []
     for document in documents:
         text = encode_documents([document]).astype(np.int32)
         text = np.concatenate([[np.int32(END)], text])
@@ -327,7 +328,8 @@ def score_documents(
     (windows, counts), start, nats = cut_windows(documents, seq_len), 0, 0.0
     for losses in _losses(params, windows, model, batch_size):
         end = start + len(losses)
-        nats, start = nats + float(np.sum(losses * counts[start:end])), end
+        nats = nats + float(np.sum(losses * counts[start:end]))
+        start = end
     num_tokens = int(counts.sum())
     bits = nats / math.log(2) / count_bytes(documents)
     return DocumentScore(bits, nats / num_tokens, num_tokens)

@@ -45,14 +45,16 @@ def divided_gradient(
     with `zero` that of the optimizer's moments. A pipeline supports the next-token
     objective only. The gradient of a selection bias is the load of its experts.
     """
-    layout, mean = how.layout, functools.partial(_mean, objective)
+    layout = how.layout
+    mean = functools.partial(_mean, objective)
     if layout.pipeline > 1:
         mean = pipeline.pipeline_gradient
     if layout.num_devices == 1:
         return lambda params, windows: mean(
             model, how, params, windows[:, :-1], windows[:, 1:]
         )
-    mesh, copies = meshes.make_training_mesh(layout), meshes.batch_axes(layout)
+    mesh = meshes.make_training_mesh(layout)
+    copies = meshes.batch_axes(layout)
     along = tuple(x for x in copies if x in (RING, ULYSSES))
     batch = tuple(x for x in copies if x not in along)
     rows = PartitionSpec(batch or None, along or None)

@@ -69,9 +69,11 @@ def make_pipeline_schedule(
     """
     if kind not in ("gpipe", "1f1b"):
         raise ValueError(f"{kind=} must be 'gpipe' or '1f1b'")
-    last, each = num_stages - 1, num_micro + num_stages - 1
+    last = num_stages - 1
+    each = num_micro + num_stages - 1
     ticks = 2 * each if kind == "gpipe" else num_micro + 2 * last
-    tick, stage = np.arange(ticks)[:, None], np.arange(num_stages)[None, :]
+    tick = np.arange(ticks)[:, None]
+    stage = np.arange(num_stages)[None, :]
     forward = tick - stage
     if kind == "gpipe":
         backward = num_micro - 1 - (tick - each - (last - stage))
@@ -82,7 +84,8 @@ def make_pipeline_schedule(
     def real(micro: np.ndarray) -> np.ndarray:
         return np.where((micro >= 0) & (micro < num_micro), micro, -1)
 
-    forward, backward = real(forward), real(backward)
+    forward = real(forward)
+    backward = real(backward)
     kept = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
     return PipelineSchedule(forward, backward, kept)
 
@@ -216,7 +219,9 @@ class _Run(NamedTuple):
         self, params: Params, tokens: Array
     ) -> tuple[Transformer, RowOrientation, Array]:
         """Returns this stage's layers as a model, its orientation, and embeddings."""
-        config, layout, shape = self.config, self.how.layout, tokens.shape
+        config = self.config
+        layout = self.how.layout
+        shape = tokens.shape
         (stacked,) = params["layers"].values()
         every = range(config.num_layers // layout.pipeline)
         layers = {index: index_leaves(stacked, index) for index in every}
@@ -229,10 +234,12 @@ class _Run(NamedTuple):
         self, params: Params, x: Array, micro: Array
     ) -> tuple[tuple[Array, Array], Array]:
         """Runs this stage's layers: returns output, part of the loss, and nats."""
-        config, layout = self.config, self.how.layout
+        config = self.config
+        layout = self.how.layout
         params = self.how.cast(params)
         take = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
-        tokens, targets = take(self.tokens, micro), take(self.targets, micro)
+        tokens = take(self.tokens, micro)
+        targets = take(self.targets, micro)
         stage = lax.axis_index(PIPELINE)
         model, rows, first = self._begin(params, tokens)
         x = jnp.where(stage == 0, first, x)

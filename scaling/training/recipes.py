@@ -223,7 +223,8 @@ class LearningRateSchedule(NamedTuple):
     @classmethod
     def constant(cls, rate: float) -> "LearningRateSchedule":
         """Returns a constant schedule."""
-        zero, end = jnp.int32(0), jnp.int32(2**31 - 1)
+        zero = jnp.int32(0)
+        end = jnp.int32(2**31 - 1)
         return cls(jnp.float32(rate), zero, zero, end, jnp.float32(0), jnp.bool_(False))
 
     def at(self, step: Int[Array, ""]) -> Float[Array, ""]:

@@ -79,8 +79,10 @@ def _table(config: RecurrentConfig, key: Array) -> Float[Array, "vocab hidden"]:
 
 
 def _init_layer(config: RecurrentConfig, key: Array) -> Params:
-    gates, h = NUM_GATES[config.kind], config.hidden_size
-    bound, keys = 1 / math.sqrt(h), jax.random.split(key)
+    gates = NUM_GATES[config.kind]
+    h = config.hidden_size
+    bound = 1 / math.sqrt(h)
+    keys = jax.random.split(key)
 
     def product(key: Array) -> Float[Array, "gates hidden hidden"]:
         return jax.random.uniform(key, (gates, h, h), jnp.float32, -bound, bound)
@@ -120,7 +122,8 @@ def recurrent_logits(
     x = params["embed"]["weight"][tokens.T]
     for layer in params["layers"]:
         inputs = norm(x, **layer["norm"]) if config.norm == "layer" else x
-        weights, state = layer["inputs"], layer["state"]
+        weights = layer["inputs"]
+        state = layer["state"]
         bias = weights["bias"].reshape(-1)[None, None]
         made = jnp.einsum("sbh,gh->sbg", inputs, _flat(weights["weight"])) + bias
         start = jnp.zeros(inputs.shape[1:], inputs.dtype)
@@ -221,7 +224,9 @@ def list_recurrent_weights(config: RecurrentConfig) -> tuple[Weight, ...]:
     In the formulas v is the vocabulary, h the hidden size and g the gates: 4 of an
     LSTM, 3 of a GRU.
     """
-    h, v, gates = config.hidden_size, config.vocab_size, NUM_GATES[config.kind]
+    h = config.hidden_size
+    v = config.vocab_size
+    gates = NUM_GATES[config.kind]
     square = gates * h * h
     head = int(not config.tie_embeddings)
     norms = 2 * h * (config.norm == "layer")

@@ -20,7 +20,8 @@ from jaxkv import files
 from jaxkv.files import WriterLock
 from scaling.costs import Layout
 
-CURVE, RUN = "curve.jsonl", "run.json"
+CURVE = "curve.jsonl"
+RUN = "run.json"
 """Files of a checkpoint in addition to its arrays: the curve up to its step; and the
 first step of the run with the layouts of its steps."""
 
@@ -124,10 +125,13 @@ class RunFolder:
           ValueError: the checkpoint has another step, or `config.json` another first
             step.
         """
-        text, first_step = "", step
+        text = ""
+        first_step = step
         if last is not None:
-            run, text = files.read_json(last / RUN), files.read_text(last / CURVE)
-            first_step, self._divided = run["first_step"], run["divided"]
+            run = files.read_json(last / RUN)
+            text = files.read_text(last / CURVE)
+            first_step = run["first_step"]
+            self._divided = run["divided"]
             if step != int(last.name):
                 raise ValueError(f"{last}: holds the state of {step=}")
         if self.first_step != first_step:
@@ -229,7 +233,8 @@ def _deciding(run: dict[str, Any]) -> dict[str, Any]:
     With a capacity, or for experts with accumulation, the layout changes dropped rows
     or balanced loads.
     """
-    how, model = run.get("how"), run.get("model")
+    how = run.get("how")
+    model = run.get("model")
     if not isinstance(how, dict) or not isinstance(layout := how.get("layout"), dict):
         return run
     is_mixture = isinstance(model, dict) and model.get("experts") is not None

@@ -219,7 +219,9 @@ class _Run:
         self._state = step.divide_train_state(state, config.model, config.how.layout)
         self.curve: list[dict[str, Any]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
-        self._config, self._first, self._progress = config, first_step, progress
+        self._config = config
+        self._first = first_step
+        self._progress = progress
         self._objective = objective
         self._stream = corpus.stream
         self._per_epoch = windows_per_epoch(len(corpus.stream), config.seq_len)
@@ -235,7 +237,8 @@ class _Run:
 
     def reports(self) -> Iterator[dict[str, Any]]:
         """Trains to the end; yields a line of the curve after each report interval."""
-        config, schedule = self._config, LearningRateSchedule.of(self._config)
+        config = self._config
+        schedule = LearningRateSchedule.of(self._config)
         call = compiled_steps(
             config.model,
             config.optimizer,
@@ -244,7 +247,8 @@ class _Run:
             config.how,
             self._objective,
         )
-        tokens, seed = jnp.asarray(self._stream), jnp.int32(config.seed)
+        tokens = jnp.asarray(self._stream)
+        seed = jnp.int32(config.seed)
         before_s = self.curve[-1]["duration_s"] if self.curve else 0.0
         started = time.monotonic()
         while (taken := int(self._state.step)) < config.num_steps:

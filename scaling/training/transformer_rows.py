@@ -117,8 +117,10 @@ def run_with_ahead(
     config.check_length(tokens.shape[1] * layout.context, "seq")
     model = models.merge(config, params)
     rows = RowOrientation(config=config, shape=tokens.shape, layout=layout)
-    positions, token = rows.positions(), tokens.reshape(-1)
-    outputs, only = [], None
+    positions = rows.positions()
+    token = tokens.reshape(-1)
+    outputs = []
+    only = None
     x = model.embedded(token, positions, rows)
     for index in range(1 + num_ahead):
         found = model.run(x, positions, rows.attend, (), rows, only=only)
@@ -130,7 +132,8 @@ def run_with_ahead(
         if index == num_ahead:
             break
         module, model = merge_ahead(config, params, index)
-        rows, only = dataclasses.replace(rows, config=model.config), (index,)
+        rows = dataclasses.replace(rows, config=model.config)
+        only = (index,)
         before = states.reshape(*tokens.shape, -1)[:, :-1]
         before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(states.shape)
         embeddings = rows.embed(model.embed.weight[...], token, config.vocab_size)
@@ -153,7 +156,8 @@ class RowOrientation(Orientation):
 
     def positions(self) -> Int32[Array, " seq"]:
         """Returns the positions of this device's tokens of each sequence."""
-        size, ring = self.shape[1] * self.layout.context, self.layout.ring
+        size = self.shape[1] * self.layout.context
+        ring = self.layout.ring
         return token_positions(size, ring=ring, ulysses=self.layout.ulysses)
 
     def embed(self, table: Array, tokens: Array, num_words: int) -> Activations:
@@ -267,7 +271,9 @@ class RowOrientation(Orientation):
         every = self.config.experts
         if every is None or not routings:
             return jnp.zeros((), dtype)
-        copies, balance, carried = meshes.batch_axes(self.layout), [], []
+        copies = meshes.batch_axes(self.layout)
+        balance = []
+        carried = []
         for routing in routings:
             loads = expert_load(routing)
             loads = lax.stop_gradient(lax.pmean(loads, copies) if copies else loads)

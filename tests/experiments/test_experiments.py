@@ -29,7 +29,8 @@ def marked(name: str) -> Any:
 def test_a_smoke_run_writes_a_complete_folder(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, experiment = smoke.run(name), load_experiment(name)
+    kept = smoke.run(name)
+    experiment = load_experiment(name)
     further = kept.study.files(kept.result)
     result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
     files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}

@@ -68,7 +68,8 @@ def search_all_settings(
     common = np.bincount(free[:, 1:].reshape(-1)).argsort()[::-1][:8]
     stops = tuple(int(token) for token in rng.choice(common, 2, replace=False))
     width = max(WIDTHS)
-    tokens, scores = [], []
+    tokens = []
+    scores = []
     for setting in itertools.product(WIDTHS, LENGTH_PENALTIES, EARLY_STOPPING):
         answers, values = search(model, prompt, stops, *setting)
         if np.diff(values).max() > -MIN_MARGIN:
@@ -97,7 +98,8 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             HERE / name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        found, seed = None, -1
+        found = None
+        seed = -1
         while found is None:
             seed += 1
             found = search_all_settings(model, seed)

@@ -25,7 +25,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-LENGTH, NUM_PROMPT = 20, 8
+LENGTH = 20
+NUM_PROMPT = 8
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

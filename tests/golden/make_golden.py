@@ -108,8 +108,10 @@ CHATS = (
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
     """Returns the configuration of every golden model by folder name."""
-    llama, mistral = transformers.LlamaConfig, transformers.MistralConfig
-    qwen2, qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+    llama = transformers.LlamaConfig
+    mistral = transformers.MistralConfig
+    qwen2 = transformers.Qwen2Config
+    qwen3 = transformers.Qwen3Config
     qwen2_moe = transformers.Qwen2MoeConfig
     qwen3_moe = transformers.Qwen3MoeConfig
     rope = dict(
@@ -244,7 +246,8 @@ def greedy_tokens(
     model: torch.nn.Module, prompt: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """Returns the greedy continuation of a prompt and its smallest logit margin."""
-    ids, margin = prompt[None], np.inf
+    ids = prompt[None]
+    margin = np.inf
     for _ in range(NUM_GREEDY):
         last = logits_of(model, ids)[0, -1]
         second, first = np.sort(last)[-2:]
@@ -393,7 +396,8 @@ def make_model(name: str, config: transformers.PretrainedConfig) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     auto = transformers.AutoModelForCausalLM
     shard = "32KB" if name in ("sharded", "deepseek_v3") else "1GB"
-    arrays, seed = None, -1
+    arrays = None
+    seed = -1
     while arrays is None:
         seed += 1
         model = auto.from_config(config)

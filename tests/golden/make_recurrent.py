@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch
 
-VOCAB, HIDDEN, LAYERS, BATCH, SEQ = 7, 5, 2, 2, 6
+VOCAB = 7
+HIDDEN = 5
+LAYERS = 2
+BATCH = 2
+SEQ = 6
 GATES = {"lstm": 4, "gru": 3}
 
 
@@ -34,7 +38,8 @@ def compute(kind: str) -> dict:
         return (0.5 * torch.sin(1.7 * places + made)).reshape(shape)
 
     net = getattr(torch.nn, kind.upper())(HIDDEN, HIDDEN, LAYERS, batch_first=True)
-    rows, table = GATES[kind] * HIDDEN, wave(VOCAB, HIDDEN)
+    rows = GATES[kind] * HIDDEN
+    table = wave(VOCAB, HIDDEN)
     with torch.no_grad():
         for layer in range(LAYERS):
             for name in ("weight_ih", "weight_hh"):

@@ -90,7 +90,8 @@ def random_core(rng: random.Random) -> tokenizers.Tokenizer:
 def named_tokens(seed: int) -> dict[str, Any]:
     """Returns a random tokenizer folder and the tokenizer that transformers loads."""
     rng = random.Random(seed)
-    core, files = random_core(rng), random_files(rng)
+    core = random_core(rng)
+    files = random_files(rng)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         core.save(str(folder / "tokenizer.json"))

@@ -43,7 +43,8 @@ def test_packed_keeps_the_order(num: int) -> None:
 
 
 def test_group_reductions() -> None:
-    group, values = ints(2, 0, NONE, 2, 0, 1), ints(3, 1, 8, 4, 0, 6)
+    group = ints(2, 0, NONE, 2, 0, 1)
+    values = ints(3, 1, 8, 4, 0, 6)
     assert arrays.reduce_groups(values, group, "add").tolist() == [7, 1, 0, 7, 1, 6]
     assert arrays.reduce_groups(values, group, "max").tolist() == [4, 1, 0, 4, 1, 6]
     marked = arrays.reduce_groups(values > 3, group, "max")
@@ -54,7 +55,8 @@ def test_group_reductions() -> None:
 @pytest.mark.parametrize("num", [arrays.MAX_PAIRWISE, arrays.MAX_PAIRWISE + 1])
 def test_large_group_reductions_equal_small_ones(num: int) -> None:
     rng = np.random.default_rng(0)
-    group, values = rng.integers(NONE, num, num), rng.integers(0, 9, num)
+    group = rng.integers(NONE, num, num)
+    values = rng.integers(0, 9, num)
     alike = (group[:, None] == group) & (group >= 0)[:, None]
     arguments = jnp.asarray(values, jnp.int32), jnp.asarray(group, jnp.int32)
     for how, reduced in (("add", (alike @ values)), ("max", (alike * values).max(1))):

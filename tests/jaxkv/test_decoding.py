@@ -18,7 +18,9 @@ from tests.support.engines import MODEL
 from tests.support.mutation import replace
 
 FORWARD = PagedForward(MODEL)
-SLOTS, LENGTH, PAGE_SIZE = 3, 40, 4
+SLOTS = 3
+LENGTH = 40
+PAGE_SIZE = 4
 
 
 def make_cache(num_pages: int = 30) -> decoding.Cache:
@@ -66,7 +68,9 @@ def expected(seed: int = 0) -> np.ndarray:
 
 @pytest.mark.thorough
 def test_chunked_prefill_then_decode() -> None:
-    tokens, cache, params = random_tokens(), make_cache(), engines.params()
+    tokens = random_tokens()
+    cache = make_cache()
+    params = engines.params()
     done = np.zeros(SLOTS, np.int32)
     for lengths in ([8, 0, 3], [1, 7, 0], [0, 8, 8], [8, 2, 8]):
         piece = np.zeros((SLOTS, 8), np.int32)
@@ -98,7 +102,8 @@ def test_chunked_prefill_then_decode() -> None:
 
 @pytest.mark.parametrize("lengths", [[8, 5, 0], [3, 8, 1]])
 def test_too_few_pages_change_no_slot(lengths: list[int]) -> None:
-    params, tokens = engines.params(), random_tokens()[:, :8]
+    params = engines.params()
+    tokens = random_tokens()[:, :8]
     cache = make_cache(num_pages=2)
     one = np.array([0, 3, 0], np.int32)
     _, cache, enough = prefill(params, cache, tokens, one, forward=FORWARD)
@@ -112,7 +117,8 @@ def test_too_few_pages_change_no_slot(lengths: list[int]) -> None:
 
 
 def test_full_slot_changes_no_slot() -> None:
-    cache, tokens = make_cache(), random_tokens()
+    cache = make_cache()
+    tokens = random_tokens()
     full = cache._replace(
         table=cache.table._replace(length=jnp.asarray([0, LENGTH, 0], jnp.int32))
     )
@@ -162,7 +168,8 @@ CONFIG = engines.EngineConfig(max_length=MODEL.max_positions, submit_width=4)
 
 def test_cache_longer_than_the_models_positions() -> None:
     learned = dataclasses.replace(MODEL, positions="learned", max_positions=36)
-    cache, tokens = jax.eval_shape(make_cache), jnp.zeros(SLOTS, jnp.int32)
+    cache = jax.eval_shape(make_cache)
+    tokens = jnp.zeros(SLOTS, jnp.int32)
 
     def step(config: ModelConfig) -> None:
         call = functools.partial(decoding.decode_step, forward=PagedForward(config))
@@ -185,7 +192,8 @@ def weighted_logits_of_cache(params: Any, weights: Any) -> jax.Array:
     """Returns a weighted sum of the logits of chunked prompts and one decode step."""
     cache = make_cache()
     layer = jax.tree.map(lambda x: x[:1], cache.pages)
-    cache, total = cache._replace(pages=layer), jnp.zeros(())
+    cache = cache._replace(pages=layer)
+    total = jnp.zeros(())
     forward = PagedForward(ONE_LAYER)
     tokens = jnp.asarray(random_tokens())
     for begin, end, weight in ((0, 4, weights[0]), (4, 8, weights[1])):

@@ -81,7 +81,8 @@ def test_requests_can_be_submitted_without_jit() -> None:
 @functools.cache
 def calls() -> dict[str, Any]:
     """Returns calls of public functions with NumPy arrays only."""
-    params, state = on_host(engines.params()), on_host(engines.start(CONFIG))
+    params = on_host(engines.params())
+    state = on_host(engines.start(CONFIG))
     served: Any = {
         "config": CONFIG,
         "forward": FORWARD,

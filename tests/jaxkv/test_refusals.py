@@ -327,7 +327,8 @@ def made(**fields: Any) -> Pages:
 def asked(**fields: Any) -> Any:
     given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
     given |= fields
-    prompts, asks = given.pop("prompts"), given.pop("asks")
+    prompts = given.pop("prompts")
+    asks = given.pop("asks")
     return make_requests(prompts, asks, config=BOUNDS, **given)
 
 
@@ -350,7 +351,8 @@ def mixture(**fields: Any) -> Any:
 
 
 def grown(max_new_pages: int) -> Any:
-    pool, table = make_pool(4), make_table(1, 2)
+    pool = make_pool(4)
+    table = make_table(1, 2)
     places = jnp.zeros(1, jnp.int32)
     return memory.reserve(pool, table, places, page_size=4, max_new_pages=max_new_pages)
 
@@ -638,7 +640,8 @@ def drawn_fields(rng: random.Random, kind: Any) -> dict[str, Any]:
     "kind", [EngineConfig, Sampling, ModelConfig, Experts, RopeScaling]
 )
 def test_random_configs_are_made_or_refused(kind: Any) -> None:
-    rng, num_made = random.Random(0), 0
+    rng = random.Random(0)
+    num_made = 0
     needed = {"ModelConfig": vars(engines.MODEL)}.get(kind.__name__, {})
     if kind is Experts:
         needed = dict(num_experts=4, top_k=2, size=8)
@@ -709,7 +712,9 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
 def test_random_requests_are_served_or_refused(
     engine: jaxkv.Engine, known: list[list[int]], seed: int, num: int
 ) -> None:
-    rng, taken, done = random.Random(seed), set[int](), dict[int, str]()
+    rng = random.Random(seed)
+    taken = set[int]()
+    done = dict[int, str]()
     num_taken = 0
     for index in range(num):
         taken |= tried(engine, rng)

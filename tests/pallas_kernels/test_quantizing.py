@@ -52,7 +52,8 @@ def test_rounding_is_to_the_nearest_number(kind: Any, per: Any) -> None:
     grid = np.arange(256, dtype=np.uint8)
     grid = grid.view(quantizing.FP8 if kind == "fp8" else np.int8).astype(float)
     grid = np.sort(grid[np.isfinite(grid) & (grid > -128 if kind == "int8" else True)])
-    exact, numbers = wide(values) / worth, wide(quantizing.as_number_type(numbers))
+    exact = wide(values) / worth
+    numbers = wide(quantizing.as_number_type(numbers))
     nearest = np.abs(exact[..., None] - grid).min(-1)
     assert (np.abs(exact - numbers) <= nearest + 1e-4).all()
     # The largest number of a group becomes the largest of the type.
@@ -104,7 +105,8 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
 def test_attention_over_8_bits_equals_that_over_dequantized_values(
     kind: Any, per: Any
 ) -> None:
-    rng, window = np.random.default_rng(1), 50
+    rng = np.random.default_rng(1)
+    window = 50
     sizes: dict[str, Any] = dict(page_size=16, head_dim=24, window=window)
     runs = [(0, 5), (90, 70), (0, 0), (130, 1)]
     narrow, scales, exact = in_8_bits(make_case(rng, runs, **sizes), kind, per)
@@ -186,15 +188,18 @@ def test_scales_must_fit_the_pages() -> None:
 
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
-    rng, shape = np.random.default_rng(5), (7, 2, 4, 8)
+    rng = np.random.default_rng(5)
+    shape = (7, 2, 4, 8)
     old = [rng.normal(size=shape).astype(np.float32) for _ in "kv"]
     new = [rng.normal(size=(6, 2, 8)).astype(np.float32) for _ in "kv"]
     page_ids = np.array([3, -1, 7, 0, 3, 2**31 - 1], np.int32)
     offsets = np.array([0, 1, 2, 3, 2, 0], np.int32)
-    run, kept = jax.jit(write_rows), np.array([0, 3, 4])
+    run = jax.jit(write_rows)
+    kept = np.array([0, 3, 4])
     where = page_ids[kept], slice(None), offsets[kept]
     for held, rows in zip(old, new, strict=True):
-        numbers, scales = held, None
+        numbers = held
+        scales = None
         if kind is not None:
             numbers, scales = quantize(held, kind)
         found, found_scales = run(numbers, page_ids, offsets, rows, scales=scales)
@@ -209,7 +214,8 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
 
 
 def test_writes_name_the_scales_they_need() -> None:
-    pages, row = jnp.zeros((3, 2, 4, 8), jnp.int8), jnp.ones((1, 2, 8), jnp.float32)
+    pages = jnp.zeros((3, 2, 4, 8), jnp.int8)
+    row = jnp.ones((1, 2, 8), jnp.float32)
     where = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="scales must be given for 8-bit pages"):
         write_rows(pages, *where, row)
@@ -223,7 +229,8 @@ def make_small_pages(kind: Any, num_pages: int = 6) -> Pages:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> None:
-    rng, pages = np.random.default_rng(6), make_small_pages(kind)
+    rng = np.random.default_rng(6)
+    pages = make_small_pages(kind)
     assert pages.layout.kv_dtype == kind
     assert (pages.num_layers, pages.num_pages, pages.page_size) == (2, 6, 4)
     tokens = rng.normal(size=(2, 7, 2, 8)).astype(np.float32)
@@ -269,7 +276,8 @@ def test_a_layer_attends_to_what_it_wrote_without_a_copy_of_the_pages(
 ) -> None:
     rng = np.random.default_rng(8)
     q, k, v = rng.normal(size=(3, 5, 2, 8)).astype(np.float32)
-    position, slot = jnp.arange(5, dtype=jnp.int32), jnp.zeros(5, jnp.int32)
+    position = jnp.arange(5, dtype=jnp.int32)
+    slot = jnp.zeros(5, jnp.int32)
     rows = Rows(position, position, slot, jnp.asarray([[4, 1]], jnp.int32), position)
     attend = jax.jit(models.attend, donate_argnums=0, static_argnums=1)
     out, _ = attend(make_small_pages(kind), 1, q, k, v, rows)

@@ -83,7 +83,8 @@ def fitted() -> dict[str, Any]:
 def make_arguments() -> dict[str, dict[str, Any]]:
     """Returns arguments of a right call by name of the function."""
     fit = fitted()
-    data, result = fit["data"], fit["result"]
+    data = fit["data"]
+    result = fit["result"]
     runs = dict(data, flops=fits.run_flops(laws.CHINCHILLA, data))
     sizes = {"batch": 1, "context": 64}
     rng = np.random.default_rng(0)

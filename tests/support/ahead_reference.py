@@ -30,7 +30,9 @@ def reference_draft_logits(
     Draft k is chosen by module k, later ones by the last module, which then reads its
     own state of the token before.
     """
-    num_known, num_modules, found = len(known), config.num_ahead_layers, []
+    num_known = len(known)
+    num_modules = config.num_ahead_layers
+    found = []
     last = num_known - 1 + num_modules
     for depth in range(1, len(drafts) + 1):
         tokens = [*known, *drafts[: depth - 1]]
@@ -69,7 +71,8 @@ def _module_states(
     params: Any, index: int, tokens: Any, before: np.ndarray, config: ModelConfig
 ) -> np.ndarray:
     """Returns the states of a module, given those of the tokens before."""
-    module, width = params["ahead"][index], config.hidden_size
+    module = params["ahead"][index]
+    width = config.hidden_size
     embedded = _wide(params["embed"]["weight"])[tokens]
     token = _norm(embedded, module["token_norm"], config)
     feature = _norm(before, module["feature_norm"], config)
@@ -89,15 +92,18 @@ def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
     half = config.head_dim // 2
     turns = config.rope_theta ** (-np.arange(half) / half)
     angle = np.arange(len(x))[:, None] * turns
-    first, second = x[:, :half], x[:, half:]
-    cos, sin = np.cos(angle), np.sin(angle)
+    first = x[:, :half]
+    second = x[:, half:]
+    cos = np.cos(angle)
+    sin = np.sin(angle)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], 1)
 
 
 def _layer(layer: Any, x: np.ndarray, config: ModelConfig) -> np.ndarray:
     """Runs a pre-norm layer over one sequence, head by head."""
     normed = _norm(x, layer["attention_norm"], config)
-    weight, heads = _wide(layer["qkv"]["weight"]), []
+    weight = _wide(layer["qkv"]["weight"])
+    heads = []
     seen = np.tri(len(x), dtype=bool)
     for kv_head in range(config.num_kv_heads):
         key = _rotate(normed @ weight[kv_head, -2].T, config)

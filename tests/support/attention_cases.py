@@ -127,7 +127,8 @@ def oracle(
         pages = case.page_ids[slot, places // page_size]
         for head in range(q_heads):
             address = pages, head // (q_heads // kv_heads), places % page_size
-            keys, values = case.k_pages[address], case.v_pages[address]
+            keys = case.k_pages[address]
+            values = case.v_pages[address]
             scores = keys.astype(float) @ case.q[row, head].astype(float) * scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)

@@ -14,7 +14,8 @@ class Buddies:
         self.free: list[list[int]] = [[] for _ in range(self.top + 1)]
         self.orders: dict[int, int] = {}
         self.roots: dict[int, int] = {}
-        start, order = 0, self.top
+        start = 0
+        order = self.top
         while start < num_leaves:
             while start + (1 << order) > num_leaves:
                 order -= 1
@@ -41,5 +42,6 @@ class Buddies:
             if buddy not in self.free[order]:
                 break
             self.free[order].remove(buddy)
-            start, order = min(start, buddy), order + 1
+            start = min(start, buddy)
+            order = order + 1
         insort(self.free[order], start)

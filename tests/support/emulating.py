@@ -42,7 +42,8 @@ def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
 
     They record the races of the last kernel only; here those of all kernels are kept.
     """
-    name, kept = "GPURaceDetectionState", list[Any]()
+    name = "GPURaceDetectionState"
+    kept = list[Any]()
     make = getattr(gpu_callbacks, name, None)
 
     def keep(*args: Any, **options: Any) -> Any:

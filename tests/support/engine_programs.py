@@ -42,7 +42,8 @@ CONFIG = EngineConfig(
 )
 
 
-SMALL, LARGE = 1024, 16384
+SMALL = 1024
+LARGE = 16384
 """Pages in the two pools; 12.6 and 201 MB."""
 
 
@@ -121,7 +122,8 @@ def steps_on(
             parallel.shardings(tree, specs, mesh),
         )
 
-    params, state = there(params, weights), there(state, parts)
+    params = there(params, weights)
+    state = there(state, parts)
     own = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype),
         state.pages,

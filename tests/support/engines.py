@@ -307,7 +307,8 @@ def serve(
       speculation: drafter and verifier.
       forward: the model's forward pass; None means `PagedForward`.
     """
-    waiting, infos = list(asks), []
+    waiting = list(asks)
+    infos = []
     # Left out if None, so that the program is that of all other tests.
     rare = {"logits_fn": logits_fn, "speculation": speculation}
     changed: dict[str, Any] = {
@@ -356,7 +357,8 @@ def serve(
 
 def run_on(state, seconds: float = 0.0, calls: int = 1, policy=FCFS):
     """Runs further calls; returns the infos of the last call as NumPy arrays."""
-    forward, info = PagedForward(MODEL, TIGHT.numerics), None
+    forward = PagedForward(MODEL, TIGHT.numerics)
+    info = None
     for _ in range(calls):
         state, info = run_steps(
             params(),
@@ -381,9 +383,12 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
     """Returns the outcomes of the finished requests."""
     found = {}
     drained = jax.tree.map(np.asarray, drained)
-    s, progress, events = drained.sequences, drained.progress, drained.events
+    s = drained.sequences
+    progress = drained.progress
+    events = drained.events
     for row in np.flatnonzero(drained.is_final):
-        start, end = s.prompt_length[row], progress.num_tokens[row]
+        start = s.prompt_length[row]
+        end = progress.num_tokens[row]
         name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
         found[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
@@ -508,7 +513,8 @@ def plain(
     weights: Params | None = None,
 ) -> dict[Any, tuple[list[int], str]]:
     """Returns tokens and reason of every answer, computed without batch and pages."""
-    weights, answers = params(model) if weights is None else weights, {}
+    weights = params(model) if weights is None else weights
+    answers = {}
     while asks:
         batch = batch_of(asks, config)
         asks = asks[len(batch) :]

@@ -106,7 +106,8 @@ def _overlaps(figure: Any, renderer: Any) -> Iterator[str]:
         box = text.get_window_extent(renderer)
         if box.width and box.height:
             boxes.append((text, box))
-    width, height = figure.bbox.width, figure.bbox.height
+    width = figure.bbox.width
+    height = figure.bbox.height
     for text, box in boxes:
         # The type's box is higher than its letters.
         out = max(-box.x0, -box.y0, box.x1 - width, box.y1 - height)

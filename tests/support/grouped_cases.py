@@ -34,7 +34,8 @@ def make_case(
     dtype: Any = "bfloat16",
 ) -> Case:
     """Draws rows and weights; rows beyond the sizes belong to no group."""
-    rng, num_grouped = np.random.default_rng(0), sum(sizes)
+    rng = np.random.default_rng(0)
+    num_grouped = sum(sizes)
     x = rng.normal(size=(num_rows or num_grouped, width))
     x[num_grouped:] = np.nan
     w = rng.normal(size=(len(sizes), width, num_columns)) / np.sqrt(width)
@@ -51,7 +52,8 @@ def wide(x: Any) -> np.ndarray:
 
 def exact(case: Case) -> np.ndarray:
     """Returns the product in float64, of the rounded inputs."""
-    x, w = wide(case.x), wide(case.w)
+    x = wide(case.x)
+    w = wide(case.w)
     out = np.zeros((len(x), w.shape[2]))
     for run, weights in zip(case.runs(), w, strict=True):
         out[run] = x[run] @ weights

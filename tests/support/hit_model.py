@@ -51,7 +51,8 @@ class HitModel:
     """The cache and the pages of all slots; `Oracle` allocates the pages."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config, self.size = config, config.page_size
+        self.config = config
+        self.size = config.page_size
         self.pages = Oracle(
             config.num_pages, config.max_slots, config.max_pages_per_slot, self.size
         )
@@ -132,7 +133,8 @@ class HitModel:
 
     def move(self, source: list[int | None]) -> None:
         """Moves running sequences to other slots, `source` being the slots before."""
-        pages, target = self.pages, {x: slot for slot, x in enumerate(source)}
+        pages = self.pages
+        target = {x: slot for slot, x in enumerate(source)}
         for _, sequence in self.running():
             if sequence.source is not None:
                 sequence.source = target[sequence.source]
@@ -177,7 +179,8 @@ class HitModel:
             sequences[first].source = None
             sequences[first].num_common = common if others else 0
             for slot in others:
-                sequences[slot].source, sequences[slot].num_common = first, 0
+                sequences[slot].source = first
+                sequences[slot].num_common = 0
         return [first for first, *_ in groups.values()]
 
     def fork(self, fed: list[bool]) -> None:
@@ -189,7 +192,9 @@ class HitModel:
             if reader is not None:
                 common = sequences[reader].num_common
                 if fed[reader] and self.pages.length[reader] == common:
-                    source[slot], sequence.source, fed[slot] = reader, None, True
+                    source[slot] = reader
+                    sequence.source = None
+                    fed[slot] = True
         self.pages.fork(source)
         for reader in set(source) - {-1}:
             sequences[reader].num_common = 0
@@ -221,7 +226,8 @@ class HitModel:
 
     def keep(self, before: list[int]) -> None:
         """Inserts filled pages: the first of every slot, then the second, and so on."""
-        pages, size = self.pages, self.size
+        pages = self.pages
+        size = self.size
         first = [length // size for length in before]
         num_filled = [
             length // size - column

@@ -10,7 +10,8 @@ class Impatient(Quiet):
     """Stops when the named work begins its second piece."""
 
     def __init__(self, label: str) -> None:
-        self.label, self.stopped = label, False
+        self.label = label
+        self.stopped = False
 
     def track[T](self, items: Iterable[T], label: str, unit: str) -> Iterator[T]:
         for i, item in enumerate(items):
@@ -35,7 +36,9 @@ class Stopping(Quiet):
         of: Literal["bar", "show"] = "bar",
         error: BaseException | None = None,
     ) -> None:
-        self.left, self.of, self.error = after, of, error
+        self.left = after
+        self.of = of
+        self.error = error
         self.stopped = after == 0
         self.total: float | None = None
         self.done: list[float] = []

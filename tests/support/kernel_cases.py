@@ -78,10 +78,14 @@ def make_case(
     )
     if value_width is not None:
         base = base._replace(v_pages=base.k_pages[..., :value_width])
-    q, positions, owners = base.q, base.positions, base.slots
+    q = base.q
+    positions = base.positions
+    owners = base.slots
     if owners is not None:  # rows without a slot last
         order = np.argsort(np.where(owners < 0, len(slots), owners), kind="stable")
-        q, positions, owners = q[order], positions[order], owners[order]
+        q = q[order]
+        positions = positions[order]
+        owners = owners[order]
     kin = None
     if trees:
         assert owners is not None
@@ -110,7 +114,8 @@ def _trees(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ancestors of every row in a random tree of its slot, and positions by depth."""
     kin = np.zeros((len(positions), max(rows for _, rows in slots)), bool)
-    positions, row = positions.copy(), 0
+    positions = positions.copy()
+    row = 0
     for before, rows in slots:
         for node in range(rows):
             kin[row, node] = True
@@ -144,7 +149,8 @@ def assert_within_rule(case: Case, out: Any, lse: Any) -> None:
     assert (out[dead] == 0).all()
     assert (lse[dead] == -np.inf).all()
     assert np.isfinite(out).all()
-    error, allowed = abs(out - exact_out), abs(plain_out - exact_out)
+    error = abs(out - exact_out)
+    allowed = abs(plain_out - exact_out)
     assert error.max() <= 2 * allowed.max() + 1e-5
     assert error.mean() <= 1.5 * allowed.mean() + 1e-5
     np.testing.assert_allclose(lse[~dead], exact_lse[~dead], rtol=1e-6, atol=1e-5)

@@ -60,7 +60,8 @@ def _rms(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
 
 def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
     """Rotates `[seq, size]`, each pair by its own complex number."""
-    size, scaling = x.shape[1], config.rope_scaling
+    size = x.shape[1]
+    scaling = config.rope_scaling
     pairs = x[:, : size // 2] + 1j * x[:, size // 2 :]
     for pair in range(size // 2):
         pace = config.rope_theta ** (-2 * pair / size)
@@ -86,7 +87,8 @@ def _attend(x: np.ndarray, layer: Any, config: ModelConfig) -> np.ndarray:
     sizes = config.latent
     assert sizes is not None
     if sizes.q_rank is None:
-        compressed, q_weight = x, layer["q"]["weight"]
+        compressed = x
+        q_weight = layer["q"]["weight"]
     else:
         compressed = x @ layer["q_down"]["weight"].T
         compressed = _rms(compressed, layer["q_norm"]["scale"], config.norm_eps)

@@ -44,13 +44,19 @@ EXAMPLES = {
 
 def plainly(name: str, coefficients: list[float], data: dict) -> np.ndarray:
     """Returns the laws as printed in their papers, in NumPy."""
-    N, D, C = data["num_params"], data["num_tokens"], data["flops"]
-    U, S, G = data["num_unique_tokens"], data["steps"], data["granularity"]
-    n, experts = data["num_samples"], data["num_experts"]
+    N = data["num_params"]
+    D = data["num_tokens"]
+    C = data["flops"]
+    U = data["num_unique_tokens"]
+    S = data["steps"]
+    G = data["granularity"]
+    n = data["num_samples"]
+    experts = data["num_experts"]
 
     def constrained(A, B, E, alpha, beta, R_D, R_N):
         best = (alpha * A / (beta * B)) ** (1 / (alpha + beta))
-        R, UN = D / U - 1, np.minimum(N, (U * best) ** (beta / alpha) * best)
+        R = D / U - 1
+        UN = np.minimum(N, (U * best) ** (beta / alpha) * best)
         RN = N / UN - 1
         Dp = U + U * R_D * (1 - np.exp(-R / R_D))
         Np = UN + UN * R_N * (1 - np.exp(-RN / R_N))
@@ -58,7 +64,8 @@ def plainly(name: str, coefficients: list[float], data: dict) -> np.ndarray:
 
     def clark(a, b, c, d, start, end):
         effective = 1 / (1 / (experts - 1 + 1 / (1 / start - 1 / end)) + 1 / end)
-        x, y = np.log10(N), np.log10(effective)
+        x = np.log10(N)
+        y = np.log10(effective)
         return 10 ** (a * x + b * y + c * x * y + d)
 
     def error(a, b, c, alpha, beta, e0):

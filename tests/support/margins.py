@@ -53,7 +53,8 @@ def noise_of(ask: Ask, position: int, seed: int) -> np.ndarray:
 
 def penalised(scores: np.ndarray, ask: Ask, answer: Sequence[int]) -> np.ndarray:
     """Applies repetition, frequency and presence penalties, token by token."""
-    scores, s = scores.copy(), ask.sampling
+    scores = scores.copy()
+    s = ask.sampling
     for token in {*ask.prompt, *answer}:
         factor = s.repetition_penalty
         scores[token] *= 1 / factor if scores[token] > 0 else factor
@@ -70,7 +71,8 @@ def gap_of(scores: np.ndarray, noise: np.ndarray, ask: Ask) -> float:
     if s.temperature == 0:
         return float(scores[order[0]] - scores[order[1]])
     ranked = scores[order] / s.temperature
-    distances, kept = [], len(order)
+    distances = []
+    kept = len(order)
     if 0 < s.top_k < len(order):
         distances.append(ranked[s.top_k - 1] - ranked[s.top_k])
         kept = s.top_k

@@ -74,16 +74,19 @@ def make(
     num_blocks, tokens = plan.packing.row.shape
     size = row_packing.num_block_rows(tokens=tokens, group=group)
     rng = np.random.default_rng(group)
-    items, programs = (num_blocks, 2, size), (PROGRAMS, 2, size)
+    items = (num_blocks, 2, size)
+    programs = (PROGRAMS, 2, size)
     out, part_out = (rng.normal(size=(*x, head_dim)) for x in (items, programs))
     lse, part_lse = (4 * rng.normal(size=x) for x in (items, programs))
     parts = parts_of(plan, tiling)
     whole = (parts[:, 0] == parts[:, 1]).reshape(num_blocks, 2)
-    out[~whole], lse[~whole] = np.nan, np.nan
+    out[~whole] = np.nan
+    lse[~whole] = np.nan
     written = np.zeros((PROGRAMS, 2), bool)
     for first, last in parts[parts[:, 0] < parts[:, 1]]:
         written[first, 1] = written[first + 1 : last + 1, 0] = True
-    part_out[~written], part_lse[~written] = np.nan, np.nan
+    part_out[~written] = np.nan
+    part_lse[~written] = np.nan
     # A row without keys in one part of its item.
     part_lse[written.nonzero()[0][0], 1, 0] = -np.inf
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))

@@ -28,7 +28,8 @@ MODEL = ModelConfig(
     mlp_size=48,
     max_positions=64,
 )
-BATCH, SEQ = 4, 32
+BATCH = 4
+SEQ = 32
 WINDOWS = np.asarray(
     jax.random.randint(jax.random.key(1), (BATCH, SEQ + 1), 0, 61), np.int32
 )
@@ -104,7 +105,8 @@ def divided(
     taps: tuple[int, ...] = (),
 ) -> tuple[Any, Any, Any]:
     """Returns a jitted forward step, its parameters, and empty pages."""
-    degree, num_expert = layout.degree_of(mesh), layout.experts_of(mesh)
+    degree = layout.degree_of(mesh)
+    num_expert = layout.experts_of(mesh)
     params = tensor.place_params(config, params, mesh)
     config = tensor.fit_config(config, degree, num_expert=num_expert)
     sizes = EngineConfig(num_pages=11, page_size=page_size, max_length=16)

@@ -20,7 +20,8 @@ class Moody(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
-        c, mood = counts, self.mood
+        c = counts
+        mood = self.mood
         row = jnp.arange(c.waiting.shape[0], dtype=jnp.int32)
         key = jnp.where(c.waiting, c.waiting_tokens, 2**30)
         shortest = c.waiting & (row == jnp.argmin(key))

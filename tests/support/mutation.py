@@ -54,7 +54,8 @@ def seed(patch: pytest.MonkeyPatch, bug: Bug) -> None:
     function = inspect.unwrap(getattr(bug.owner, bug.name))
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(bug.removed) == 1, f"{bug.name} has changed: update the bug"
-    source, space = source.replace(bug.removed, bug.added), {}
+    source = source.replace(bug.removed, bug.added)
+    space = {}
     exec(compile(source, f"{bug.name}, wrong", "exec"), function.__globals__, space)
     replace(patch, bug.owner, bug.name, space[bug.name])
 

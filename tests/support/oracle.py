@@ -57,7 +57,8 @@ class Oracle:
 
     def needs_copy(self, num_rows: list[int]) -> list[bool]:
         """Returns the slots that copy their last page before a write to it."""
-        uses, copies = list(self.ref), [False] * len(self.rows)
+        uses = list(self.ref)
+        copies = [False] * len(self.rows)
         for slot, n in enumerate(num_rows):
             column = self.length[slot] // self.page_size
             if n > 0 and column < len(self.rows[slot]):
@@ -97,7 +98,9 @@ class Oracle:
         for slot, dropped in enumerate(mask):
             if dropped:
                 self.release(self.rows[slot])
-                self.rows[slot], self.length[slot], self.ahead[slot] = [], 0, 0
+                self.rows[slot] = []
+                self.length[slot] = 0
+                self.ahead[slot] = 0
                 self.tokens[slot] = []
 
     def write(self, tokens: list[list[int]]) -> None:
@@ -163,7 +166,8 @@ class Oracle:
             slot = seats[sequence]
             self.rows[slot] = [pages[place] for place in places]
             self.share(self.rows[slot])
-            self.tokens[slot], self.length[slot] = tokens, len(tokens)
+            self.tokens[slot] = tokens
+            self.length[slot] = len(tokens)
 
     def take(self, group: int) -> None:
         """Moves a group's pages from the buffer to the host."""

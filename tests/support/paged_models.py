@@ -56,7 +56,8 @@ def check_paged_equals_contiguous(
     page_ids: Any = np.full((3, width), -1, np.int32)
     slots = (2, 0)  # of the two sequences; slot 1 stays empty
     page_ids[slots, :] = rng.permutation(2 * width + 1)[:-1].reshape(2, width)
-    forward, done = PagedForward(config, numerics), [0, 0]
+    forward = PagedForward(config, numerics)
+    done = [0, 0]
     num_steps = 0
     while min(done) < length:
         one_each = rng.random() < decode_share

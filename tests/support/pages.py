@@ -84,7 +84,8 @@ def is_same_output(shown: str, printed: str, rtol: float = 0.02) -> bool:
     words, numbers = _parts(shown.rstrip().removesuffix("..."))
     all_words, all_numbers = _parts(printed)
     if is_beginning:
-        all_words, all_numbers = all_words[: len(words)], all_numbers[: len(numbers)]
+        all_words = all_words[: len(words)]
+        all_numbers = all_numbers[: len(numbers)]
     return (
         words == all_words
         and len(numbers) == len(all_numbers)
@@ -102,7 +103,9 @@ def wrong_outputs(path: Path, printed: list[str]) -> list[str]:
     comment `<!-- varies -->` on the line before a `text` block excludes it, for times.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
-    wrong, outputs, last = [], iter(printed), None
+    wrong = []
+    outputs = iter(printed)
+    last = None
     for block in fenced_blocks(path):
         if block.language == "python":
             last = next(outputs)

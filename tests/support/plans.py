@@ -51,7 +51,8 @@ def counts(
     held: Any = np.zeros(LINE, bool)
     for place, each in enumerate(line):
         if isinstance(each, str):
-            held[place], num_pages[place] = True, int(each)
+            held[place] = True
+            num_pages[place] = int(each)
     here: Any = np.zeros(LINE, bool)
     here[: len(waiting)] = True if arrived is None else arrived
     tokens: Any = np.zeros(LINE, np.int32)

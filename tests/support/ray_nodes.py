@@ -104,7 +104,8 @@ class Nodes:
 @contextlib.contextmanager
 def started(num: int) -> Generator[Nodes]:
     """Starts a cluster of `num` nodes, with its token in this process's environment."""
-    nodes, before = Nodes(), dict(os.environ)
+    nodes = Nodes()
+    before = dict(os.environ)
     os.environ.update(nodes.environment)
     try:
         for _ in range(num):

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 from jaxkv.memory import DEFAULT_LAYOUT, KVLayout, Pages, Rows
 from jaxkv.models import ForwardResult
 
-VOCAB, WIDTH, VALUE_WIDTH, Q_HEADS = 61, 12, 8, 4
+VOCAB = 61
+WIDTH = 12
+VALUE_WIDTH = 8
+Q_HEADS = 4
 
 
 @jax.tree_util.register_static

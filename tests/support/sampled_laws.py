@@ -42,7 +42,8 @@ def penalised_slowly(
 
 def kept_slowly(logits: np.ndarray, request: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mask by a full sort in float64, and distances to the threshold."""
-    vocab, mask = len(logits), np.zeros(len(logits), bool)
+    vocab = len(logits)
+    mask = np.zeros(len(logits), bool)
     sure = np.full(vocab, np.inf)
     if np.isnan(logits).any() or logits.max() == -np.inf:
         return mask, sure

@@ -47,7 +47,8 @@ def workload(
     def draw(most: int) -> jax.Array:
         return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
 
-    prompt, output = draw(longest), draw(longest)
+    prompt = draw(longest)
+    output = draw(longest)
     return Workload(
         arrival=jnp.asarray(clock.from_seconds(arrival)),
         prompt=prompt,
@@ -93,7 +94,8 @@ _submit = jax.jit(submit, static_argnames="config", donate_argnames="state")
 
 def with_attributes(w: Workload, seed: int) -> Workload:
     """Adds limits and random attributes to a workload; some keep the defaults."""
-    rng, num = np.random.default_rng(seed), w.prompt.shape[0]
+    rng = np.random.default_rng(seed)
+    num = w.prompt.shape[0]
 
     def some(low: int, high: int, default: int) -> jax.Array:
         drawn = rng.integers(low, high, num)
@@ -214,7 +216,8 @@ def compare_with_engine(
         max_samples=case.max_samples,
         head=case.head,
     )
-    infos, engine_infos = [], []
+    infos = []
+    engine_infos = []
     # Left out if None, so that the program is that of other tests.
     judged: Any = {} if speculation is None else {"speculation": speculation}
     while int(mine.num_done) < int(mine.num_served):
@@ -255,8 +258,10 @@ def compare_with_engine(
 
 def assert_equal_steps(run: EngineComparison) -> None:
     """Asserts that both have equal steps."""
-    infos, engine_infos = run.infos, run.engine_infos
-    work, there = infos.work, engine_infos.sequence >= 0
+    infos = run.infos
+    engine_infos = run.engine_infos
+    work = infos.work
+    there = engine_infos.sequence >= 0
     drafts = 0 if work.num_drafts is None else work.num_drafts
     stay = (infos.num_finished == 0) & ~engine_infos.held.any(axis=1)
     did = {
@@ -287,7 +292,9 @@ class SessionClient:
     """Sends requests to an engine when those that they wait for are answered."""
 
     def __init__(self, w: Workload, requests: Any, config: EngineConfig) -> None:
-        self.w, self.requests, self.config = w, requests, config
+        self.w = w
+        self.requests = requests
+        self.config = config
         self.samples = np.asarray(w.samples)
         self.ends = np.cumsum(self.samples)
         self.num_open = self.samples.copy()
@@ -297,7 +304,8 @@ class SessionClient:
         """Arrival times in microseconds, and requests, that were not submitted yet."""
         self.unsent = set(range(self.samples.size))
         if w.dependencies is not None:
-            self.after, self.delay = np.asarray(w.after), np.asarray(w.delay)
+            self.after = np.asarray(w.after)
+            self.delay = np.asarray(w.delay)
             self.delay = self.delay.astype(np.int64) @ [1_000_000, 1]
             self.release(None)
 

@@ -67,8 +67,10 @@ class ReferenceScheduler:
         self.waiting: list[ReferenceRequest] = []
         self.running: list[ReferenceRequest] = []
         self.free = list(range(num_blocks))
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.budget = max_num_batched_tokens
         self.threshold = threshold
         self.reserves_prompt = reserves_prompt
         self.head = len(requests) if head is None else head
@@ -96,7 +98,8 @@ class ReferenceScheduler:
         if not self.waiting and not self.running:
             self.clock_us = self.coming[0][0]
             return None
-        budget, scheduled = self.budget, []
+        budget = self.budget
+        scheduled = []
         num_preempted = num_admitted = index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -104,7 +107,8 @@ class ReferenceScheduler:
             while not (fits := self.take_blocks(request, new)):
                 victim = self.running.pop()
                 self.free += victim.blocks
-                victim.blocks, victim.num_computed = [], 0
+                victim.blocks = []
+                victim.num_computed = 0
                 self.waiting.insert(0, victim)
                 num_preempted += 1
                 if victim is request:
@@ -138,8 +142,11 @@ class ReferenceScheduler:
         num_preempted: int,
     ) -> ReferenceStep:
         """Feeds the scheduled tokens, advances the clock and frees ended requests."""
-        start_us, num_running = self.clock_us, len(self.running)
-        used, decode, prompt = self.num_blocks - len(self.free), [], []
+        start_us = self.clock_us
+        num_running = len(self.running)
+        used = self.num_blocks - len(self.free)
+        decode = []
+        prompt = []
         for request, new in scheduled:
             decodes = request.num_generated > 0
             decodes &= request.num_tokens - request.num_computed == 1

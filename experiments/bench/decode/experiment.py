@@ -135,7 +135,8 @@ class Config:
         return [(batch, context) for batch in self.batch for context in contexts]
 
 
-PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
+PANELS = (4, 1)
+PANEL_SIZE_INCHES = (6.8, 2.9)
 CONFIGS = {
     "real": Config(),
     "gpu": Config(
@@ -161,7 +162,9 @@ CONFIGS = {
 class PeerEngine(peer_process.PeerProcess):
     """A running peer engine, as a context; leaving it ends the process."""
 
-    dtype, host_share, compile_s = "float32", None, 0.0
+    dtype = "float32"
+    host_share = None
+    compile_s = 0.0
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
@@ -329,7 +332,8 @@ def _rows(
     }
     rows: list[dict[str, Any]] = []
     for engine in engines:
-        name, taken = engine.name, timings[engine.name]
+        name = engine.name
+        taken = timings[engine.name]
         rate, spread = median_and_spread(rates[name])
         prefill = statistics.median(reads[name]) if reads[name] else None
         same = zip(answers, taken[-1].tokens, strict=True)

@@ -99,7 +99,9 @@ def count_full_batches(
     Raises:
       ValueError: no call qualifies.
     """
-    seconds, num, shares = 0.0, 0, []
+    seconds = 0.0
+    num = 0
+    shares = []
     for place, (call, info) in enumerate(zip(calls, infos, strict=True)):
         decodes = info.num_emitted > 0
         if call.has_rows:
@@ -166,7 +168,8 @@ class JaxkvEngine:
         served = build_speculative(
             target, bounds, parse_speculation(speculate), dtype=dtype
         )
-        self._bounds, self._vocab_size = bounds, model.config.vocab_size
+        self._bounds = bounds
+        self._vocab_size = model.config.vocab_size
         self.forward = served.forward
         self._engine = Engine(
             served.params,
@@ -202,7 +205,8 @@ class JaxkvEngine:
           reads: tokens of each answer in the prefill measurement; 0 skips it.
         """
         peer_main.reset_peak()
-        prefill_s, tokens = None, [[] for _ in prompts]
+        prefill_s = None
+        tokens = [[] for _ in prompts]
         if reads:
             prefill_s, tokens = self._read(prompts, reads)
         self._host_shares.append(None)
@@ -250,7 +254,8 @@ class JaxkvEngine:
           forward: replacement of the model's forward pass.
           note: True if the host share is recorded.
         """
-        served, bounds = self._engine, self._bounds
+        served = self._engine
+        bounds = self._bounds
         first = 1 + bounds.steps_per_call * bounds.emit_width
         most = bounds.max_length - len(prompts[0])
         num_tokens = min(most, first + num_tokens)

@@ -22,13 +22,16 @@ MIN_STEPS = 4  # smallest number of timed steps
 
 def measure_peer(peer, asked):
     """Answers a question by timing a peer."""
-    prompts, reads = asked["prompts"], asked["reads"]
-    prefill_s, tokens = None, [[] for _ in prompts]
+    prompts = asked["prompts"]
+    reads = asked["reads"]
+    prefill_s = None
+    tokens = [[] for _ in prompts]
     if reads:
         prefill_s, tokens = peer.read(prompts, reads)
     step = peer.decoding(prompts)
     step()  # warm-up: the first step copies and plans
-    start, num = time.perf_counter(), 0
+    start = time.perf_counter()
+    num = 0
     while num < asked["output_tokens"]:
         step()
         num += 1
@@ -69,7 +72,8 @@ class Transformers:
 
     def read(self, prompts, num_tokens):
         """Runs `generate`; returns the time until the first tokens, and the tokens."""
-        torch, stamps = self._torch, []
+        torch = self._torch
+        stamps = []
 
         def stamp(ids, scores, **_):
             stamps.append(time.perf_counter())
@@ -94,7 +98,8 @@ class Transformers:
         """Returns a decode step of a batch, after a cache of random K and V."""
         import transformers
 
-        torch, config = self._torch, self._model.config
+        torch = self._torch
+        config = self._model.config
         heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
@@ -122,7 +127,8 @@ class LlamaCpp:
 
     def __init__(self, folder, num_threads):
         llama_cpp = importlib.import_module("llama_cpp")
-        self._lib, self.version = llama_cpp, llama_cpp.__version__
+        self._lib = llama_cpp
+        self.version = llama_cpp.__version__
         self._num_threads = int(num_threads)
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
@@ -148,7 +154,8 @@ class LlamaCpp:
         size = len(prompts), len(prompts[0]) + room
         if self._size != size:
             self._make_context(*size)
-            self._size, self._kept = size, 0
+            self._size = size
+            self._kept = 0
         return measure_peer(self, asked)
 
     def _make_context(self, num, length):
@@ -173,7 +180,9 @@ class LlamaCpp:
         Returns:
           Seconds until the first tokens, and the tokens.
         """
-        lib, context, batch = self._lib, self._context, self._batch
+        lib = self._lib
+        context = self._context
+        batch = self._batch
         memory = lib.llama_get_memory(context)
         lib.llama_memory_clear(memory, True)
         self._kept = 0
@@ -191,7 +200,9 @@ class LlamaCpp:
         llama.cpp cannot fill its cache with random numbers. Each sequence has its own K
         and V in a separate stream, and a copy moves the data.
         """
-        lib, context, length = self._lib, self._context, len(prompts[0])
+        lib = self._lib
+        context = self._context
+        length = len(prompts[0])
         memory = lib.llama_get_memory(context)
         if not self._kept:
             lib.llama_memory_clear(memory, True)
@@ -201,7 +212,8 @@ class LlamaCpp:
             self._kept = length
         for i in range(len(prompts)):
             lib.llama_memory_seq_rm(memory, i, length, -1)
-        tokens, place = [[prompt[-1]] for prompt in prompts], length
+        tokens = [[prompt[-1]] for prompt in prompts]
+        place = length
 
         def step():
             nonlocal place
@@ -234,8 +246,11 @@ class LlamaCpp:
         lib = self._lib
         batch.n_tokens = len(rows)
         for i, (sequence, token, place, wanted) in enumerate(rows):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, place, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.token[i] = token
+            batch.pos[i] = place
+            batch.logits[i] = wanted
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
         if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
         lib.llama_synchronize(context)
@@ -255,7 +270,8 @@ def write_gguf(folder, path):
     config = json.loads((folder / "config.json").read_text("utf-8"))
     if config["model_type"] != "llama" or config.get("rope_scaling"):
         raise ValueError("only plain Llama models are converted")
-    num_heads, num_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    num_heads = config["num_attention_heads"]
+    num_kv = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     rope = config.get("rope_parameters") or config
     out = gguf.GGUFWriter(str(path), "llama")

@@ -87,7 +87,8 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
         _draw_rates(ax, kind, result, names)
         known = [x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None]
         if known:
-            low, high = min(known), max(known)
+            low = min(known)
+            high = max(known)
             title = (
                 f"{kind}: jaxkv has {low:.2f} to {high:.2f} times the best peer's rate"
             )
@@ -127,7 +128,8 @@ def _name_cases(ax: Any, cases: list[str]) -> None:
 
 
 def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
-    cases, faster = [_label(x) for x in jaxkv_rows], []
+    cases = [_label(x) for x in jaxkv_rows]
+    faster = []
     looks = zip(RATIOS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
         known = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]

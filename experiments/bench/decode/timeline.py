@@ -68,7 +68,8 @@ def read_profile(folder: Path) -> tuple[list[KernelEvent], int]:
     """Returns the device operations in order, and the number of graph launches."""
     [path] = folder.rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    ran, num_graphs = [], 0
+    ran = []
+    num_graphs = 0
     on_gpu = any(x.name.startswith("/device:GPU") for x in planes)
     for plane in planes:
         is_device = plane.name.startswith("/device:GPU" if on_gpu else "/host:CPU")

@@ -30,7 +30,9 @@ FILE = "pieces.jsonl"
 """File in the folder with the recorded pieces, one per line."""
 MAX_TRIES = 2
 """Largest number of attempts for a piece without a result."""
-LEAST_S, SPARE_S, GRACE_S = 5.0, 3.0, 60.0
+LEAST_S = 5.0
+SPARE_S = 3.0
+GRACE_S = 60.0
 """Smallest time for a piece, time reserved for the report, and time beyond its share
 after which a part's process is killed; in s."""
 MOST_SHARE = 0.6
@@ -81,7 +83,8 @@ CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
 
 def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
     """Returns the names of the pieces by part, the most informative first."""
-    is_real, quick = size == "gpu", SETS["quick"]
+    is_real = size == "gpu"
+    quick = SETS["quick"]
     shapes = SETS["real" if is_real else "tiny"]
     return {
         "correctness": checks.check_names(size),
@@ -102,7 +105,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     is_limited = math.isfinite(limit_s := getattr(progress, "left_s", math.inf))
     total_s = min(config.max_s, limit_s) - SPARE_S
     end_s = now_s() + total_s
-    size, names_of = config.size, pieces_by_part(config.size)
+    size = config.size
+    names_of = pieces_by_part(config.size)
     asked = [part for part in names_of if part in (config.only or PARTS)]
     tried: set[tuple[str, str]] = set()
     with files.folder_or_temporary(config.folder) as folder:
@@ -182,7 +186,8 @@ def answer_pieces(
         path = os.pathsep.join(sys.path)
         with PeerProcess(*peer, limit_s=limits_s[1], PYTHONPATH=path) as process:
             for group in groups:
-                soft_s, kill_s = soft_end_s - now_s(), kill_end_s - now_s()
+                soft_s = soft_end_s - now_s()
+                kill_s = kill_end_s - now_s()
                 if soft_s < 0:
                     return
                 asked = {"names": group, "limits_s": (soft_s, kill_s)}

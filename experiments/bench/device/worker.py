@@ -24,7 +24,9 @@ class PieceWorker:
     version = ""
 
     def __init__(self, part: str, size: str, folder: str, num_threads: str):
-        self.part, self.size, self.folder = part, size, folder
+        self.part = part
+        self.size = size
+        self.folder = folder
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Measures pieces by name.
@@ -32,12 +34,15 @@ class PieceWorker:
         Shapes of kernels share a run, which measures the ceilings once. A run of
         `decode` or `train` that is cut short has no result; `isoflop` is resumed.
         """
-        part, folder, names = self.part, self.folder, tuple(asked["names"])
+        part = self.part
+        folder = self.folder
+        names = tuple(asked["names"])
         if measure := MEASURES.get(part):
             pieces = [{"name": x, "found": measure(self.size, x)} for x in names]
             return {"pieces": pieces}
         is_real = self.size == "gpu"
-        max_s, changes = asked["limits_s"][0], dict[str, Any]()
+        max_s = asked["limits_s"][0]
+        changes = dict[str, Any]()
         if part == "kernels":
             shapes = "real" if is_real else "tiny"
             changes = {"these": names, "max_s": max(1.0, max_s), "shapes": shapes}
@@ -45,7 +50,8 @@ class PieceWorker:
             changes = {"folder": f"{folder}/isoflop", "keep_models": False}
         else:
             field, _, number = names[0].partition("-")
-            max_s, changes[field] = asked["limits_s"][1], (int(number),)
+            max_s = asked["limits_s"][1]
+            changes[field] = (int(number),)
             # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
@@ -63,7 +69,8 @@ class PieceWorker:
         if part != "kernels":
             piece = {"found": found} if found["rows"] else {"note": KILLED}
             return {"pieces": [{"name": names[0], **piece}]}
-        head, pieces = {x: found[x] for x in ("device", "ceilings", "peers")}, []
+        head = {x: found[x] for x in ("device", "ceilings", "peers")}
+        pieces = []
         for name in names:
             rows = [x for x in found["rows"] if x["spec"] == name]
             rest = [x for x in found["absent"] if x["spec"] == name]

@@ -43,7 +43,8 @@ from scaling.fits import (
 )
 from scaling.laws import CHINCHILLA, simulate_isoflop_runs
 
-JAXKV, FIRST = "jaxkv", "jaxkv, first call"
+JAXKV = "jaxkv"
+FIRST = "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 DELTA = 1e-3
@@ -155,7 +156,8 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times all methods on the same pieces; a stopped run has complete pieces."""
-    data, law = simulate_isoflop_runs(config.num_points), CHINCHILLA
+    data = simulate_isoflop_runs(config.num_points)
+    law = CHINCHILLA
     full = fits.fit(law, data)
     problem = FitProblem(law, make_observations(law, data))
     runs = LossRuns(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
@@ -244,7 +246,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     ]
     labels[:1] = [format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
-    title, peers = "Time of all resamples", [x["ratio"] for x in result[2:]]
+    title = "Time of all resamples"
+    peers = [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"

@@ -35,7 +35,8 @@ GRADIENT_ROOM = 2.0
 """Factor on the error limit for gradients, which are three products deep."""
 ROWS = {"decode": 1, "chunk": 40, "tree": 8}
 """Kinds of rows that every feature is checked on, with rows per sequence."""
-NUM_LAYERS, LAYER = 3, 1
+NUM_LAYERS = 3
+LAYER = 1
 """Layers of the pages of rotary writes, and the layer that is written."""
 
 
@@ -99,8 +100,11 @@ def _rotary_write(size: str) -> Check:
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     place = rng.permutation(num_pages * page_size)[:num_rows]
-    page, offset = place // page_size, place % page_size
-    page[1], page[-1] = -1, num_pages  # rows that are not written
+    page = place // page_size
+    offset = place % page_size
+    # rows that are not written
+    page[1] = -1
+    page[-1] = num_pages
     packing = row_packing.pack_rows(
         jnp.arange(num_rows, dtype=jnp.int32) // 4,
         jnp.asarray(page >= 0),

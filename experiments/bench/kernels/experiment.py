@@ -77,7 +77,8 @@ class Config:
         validation.above(self, "max_s")
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.8)
+PANELS = (2, 1)
+PANEL_SIZE_INCHES = (6.8, 3.8)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
@@ -114,7 +115,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         sizes = (2**29, 8192, "bfloat16"), (2**25, 2048, "float32")
         num, width, dtype = sizes[target.platform != "gpu"]
         if config.shapes == "tiny":
-            num, width, dtype = 2**16, 64, "float32"
+            num = 2**16
+            width = 64
+            dtype = "float32"
         calls = min(10, config.num_calls)
         ceilings = measure_ceilings(
             num_elements=num, width=width, dtype=dtype, num_calls=calls
@@ -182,7 +185,9 @@ class _Measurement:
     def __init__(
         self, kind: str, ceilings: Ceilings, budget: TimeBudget, num_calls: int
     ):
-        self.kind, self.ceilings, self.budget = kind, ceilings, budget
+        self.kind = kind
+        self.ceilings = ceilings
+        self.budget = budget
         self.clock = functools.partial(bench.measure, num_calls=num_calls)
         self.empty_s = {1: ceilings.empty_call_s}
 

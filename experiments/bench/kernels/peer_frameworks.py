@@ -71,7 +71,8 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
     """
 
     def prepare(problem: AttentionProblem) -> KernelRun:
-        spec, kin = problem.spec, problem.ancestors
+        spec = problem.spec
+        kin = problem.ancestors
         if problem.v_pages is None:
             raise ValueError("it is not called over latent rows")
         trees = (spec.batch, spec.rows, spec.rows)

@@ -89,8 +89,10 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
       result: result of the benchmark.
     """
     head, *rows = result
-    ceilings, found = Ceilings(**head["ceilings"]), timed_rows(rows)
-    title, reached = f"ceilings of {head['device']}", [*_reached(ceilings).items()]
+    ceilings = Ceilings(**head["ceilings"])
+    found = timed_rows(rows)
+    title = f"ceilings of {head['device']}"
+    reached = [*_reached(ceilings).items()]
     parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
     # Columns without values are omitted: no plans or merges on a CPU.
     names = [
@@ -98,10 +100,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     ]
     for name in found.distinct("spec"):
         selected = found.where(spec=name)
-        size, work = (
-            format_bytes(selected.bytes[0]),
-            format_flops(selected.flops[0]),
-        )
+        size = format_bytes(selected.bytes[0])
+        work = format_flops(selected.flops[0])
         parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     if absent:
@@ -246,8 +246,6 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     if own["implementation"] != "mosaic_gpu":
         selected += f" ({own['implementation']})"
     ratio = f"{peer['seconds'] / own['seconds']:.2f}" if peer else "-"
-    share, target = (
-        format_percent(own["fraction"]),
-        format_seconds(own["target_s"]),
-    )
+    share = format_percent(own["fraction"])
+    target = format_seconds(own["target_s"])
     return name, size, selected, theirs, ratio, share, target

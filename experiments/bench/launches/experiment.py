@@ -220,24 +220,24 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
     prepare()
     if (reason := unavailable_reason()) is not None:
         raise ValueError(f"cannot compile for an H200: {reason}")
-    counts, waits, compiled, found = (
-        LaunchCounts.of([]),
-        DataDependentLoops.of([]),
-        [],
-        (0, 0, 0),
-    )
+    counts = LaunchCounts.of([])
+    waits = DataDependentLoops.of([])
+    compiled = []
+    found = (0, 0, 0)
     cached = config.prefix_cache
     for depth in progress.track(config.num_layers, "compiling", "depths"):
         with tempfile.TemporaryDirectory() as folder:
             program, arguments, pool = _program(config, depth)
-            cpu_s, wall_s = time.process_time(), time.perf_counter()
+            cpu_s = time.process_time()
+            wall_s = time.perf_counter()
             compiler_report = compile_function(
                 program,
                 *arguments,
                 donate_argnums=1,
                 options={**devices.COMPILER_OPTIONS, "xla_dump_to": folder},
             )
-            cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+            cpu_s = time.process_time() - cpu_s
+            wall_s = time.perf_counter() - wall_s
             compiled.append((depth, cpu_s, wall_s))
             if len(counts):
                 continue
@@ -260,7 +260,8 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
 
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
     """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
-    model, engine = config.model(depth), config.engine()
+    model = config.model(depth)
+    engine = config.engine()
     pages = jax.eval_shape(lambda: make_model_pages(model, engine, dtype="bfloat16"))
     params = param_shapes(model, dtype="bfloat16", stacked=config.scanned)
     program = functools.partial(
@@ -369,7 +370,8 @@ def plot(ax: Any, result: Launches) -> None:
     """Draws the launches of each part of a step, grouped by path."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
     shown = ["layer", "forward", *PARTS, "other"]
-    where, first = np.arange(len(shown)), list[int]()
+    where = np.arange(len(shown))
+    first = list[int]()
     for nth, path in enumerate(paths):
         rows = result.counts.where(path=path)
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))

@@ -60,7 +60,8 @@ class Blis:
     version = "trained-physics of defaults.yaml"
 
     def __init__(self, folder, model, num_threads=""):
-        self._folder, self._model = Path(folder).resolve(), model
+        self._folder = Path(folder).resolve()
+        self._model = model
         if not (self._folder / "blis").is_file():
             raise ValueError(f"{folder}: no program blis")
         self.version = f"{model} of defaults.yaml"
@@ -135,7 +136,8 @@ class AIConfigurator:
         prompt, cached, output = (
             round(statistics.fmean(x[i] for x in kept)) for i in (1, 2, 3)
         )
-        degree, how = question["tensor_parallel"], {}
+        degree = question["tensor_parallel"]
+        how = {}
         if "num_local_experts" in question["config"]:
             how["moe_tp_size"] = degree
         with tempfile.TemporaryDirectory() as name:
@@ -167,7 +169,8 @@ class AIConfigurator:
 def timed():
     """Yields a dict that has the times of the context, children included, after it."""
     taken = {}
-    start, cpu = time.perf_counter(), sum(os.times()[:4])
+    start = time.perf_counter()
+    cpu = sum(os.times()[:4])
     yield taken
     taken["seconds"] = time.perf_counter() - start
     taken["cpu_s"] = sum(os.times()[:4]) - cpu
@@ -215,7 +218,8 @@ def write_trace(folder, question):
     (folder / "trace.yaml").write_text(
         "trace_version: 2\ntime_unit: us\nmode: generated\n", "utf-8"
     )
-    size, is_cached = question["block_size"], any(x[2] for x in question["requests"])
+    size = question["block_size"]
+    is_cached = any(x[2] for x in question["requests"])
     with (folder / "trace.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, _COLUMNS, restval="0")
         writer.writeheader()

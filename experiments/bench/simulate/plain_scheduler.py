@@ -87,10 +87,15 @@ def run_scheduler(
       max_steps: largest number of steps.
     """
     num_pages, size, budget, max_slots, head = bounds
-    first, finish = [-1] * len(requests), [-1] * len(requests)
+    first = [-1] * len(requests)
+    finish = [-1] * len(requests)
     running: list[_Sequence] = []
     waiting: deque[_Sequence] = deque()
-    clock, num_arrived, free, preempted, num_steps = 0, 0, num_pages, 0, 0
+    clock = 0
+    num_arrived = 0
+    free = num_pages
+    preempted = 0
+    num_steps = 0
     while (running or waiting or num_arrived < len(requests)) and num_steps < max_steps:
         while (
             len(waiting) < head
@@ -165,7 +170,8 @@ def run_scheduler(
                 ended.append(sequence)
         num_decodes = sum(rows for _, rows in scheduled) - rows_read
         took = price(num_decodes, rows_read, decode_context, prompt_context)
-        micros, start = round(took * 1e6), clock
+        micros = round(took * 1e6)
+        start = clock
         clock += micros
         if note is not None:
             tokens = useful = 0

@@ -38,7 +38,9 @@ SYSTEMS = {
     "_python_bare": "plain Python, no statistics",
 }
 """Timed systems, by suffix of the names of their rates."""
-PAGE_SIZE, MAX_LENGTH, TOKEN_BUDGET = 16, 2048, 2048
+PAGE_SIZE = 16
+MAX_LENGTH = 2048
+TOKEN_BUDGET = 2048
 NUM_PAGES = 15_728 // PAGE_SIZE
 """Pages of an A100 of 40 GB with OPT-13B.
 
@@ -96,7 +98,8 @@ CONFIGS = {
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     """Times all systems, round after round; a stopped run has complete rounds."""
-    all_members, rows = make_members(config), []
+    all_members = make_members(config)
+    rows = []
     start = time.perf_counter()
     alone = [_runner([all_members[len(all_members) // 2]], config)]
     at_once = [_runner(all_members, config)]
@@ -135,7 +138,8 @@ def make_members(config: Config) -> list[SimulationMember]:
     # A step takes less than 0.1 s, so no machine runs out of requests.
     num = int(config.max_rate * config.num_steps * 0.1) + 64
     rates = np.linspace(config.min_rate, config.max_rate, config.num_runs)
-    policy, cost = scheduling.fcfs(), figure_12_cost().cost
+    policy = scheduling.fcfs()
+    cost = figure_12_cost().cost
     loads = [make_load(rate, num, config.seed + i) for i, rate in enumerate(rates)]
     return [SimulationMember(x, capacity, policy, cost) for x in loads]
 
@@ -159,9 +163,11 @@ def _runner(group: list[SimulationMember], config: Config) -> Runner:
 
 def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
     """Returns steps per second of wall-clock time, and per second of processor time."""
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     num = work(*args)
-    seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    seconds = time.perf_counter() - start
+    cpu_s = time.process_time() - cpu
     return num / seconds, num / cpu_s
 
 

@@ -207,7 +207,8 @@ def _own_systems(posterior: ServerPosterior) -> dict[str, System]:
 
     def timed(predict: Callable[[MeasuredStage], StageLatencies]) -> System:
         def answer(stage: MeasuredStage) -> StageAnswer:
-            start, cpu = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu = time.process_time()
             found = predict(stage)
             taken = time.perf_counter() - start, time.process_time() - cpu
             middle = (np.median(x) for x in (found[0].mean, found[1].median))
@@ -293,7 +294,8 @@ def _compare(
                 if name.startswith("jaxkv"):
                     raise
                 absent[name] = str(error)
-    whole, first = stage.end_to_end_s, stage.first_token_s
+    whole = stage.end_to_end_s
+    first = stage.first_token_s
     measured = [
         np.nan if whole is None else whole.mean,
         np.nan if first is None else first.median,
@@ -323,7 +325,8 @@ def _compare(
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns the answers, and the published errors of simulators."""
-    found, parts = result.answers, list[ReportPart]()
+    found = result.answers
+    parts = list[ReportPart]()
     if len(found):
         shown = ("stage", "system", "first_s", "seconds", "cpu_s", "ratio")
         shown += ("end_to_end_s", "error", "first_token_s", "first_error", "fitted")

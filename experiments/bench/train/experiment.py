@@ -214,7 +214,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]
     ]
     if ratios:
-        low, high = min(ratios), max(ratios)
+        low = min(ratios)
+        high = max(ratios)
         title = f"jaxkv trains {low:.2f} to {high:.2f} times as fast as PyTorch"
     rate = "training [thousand tokens/s]"
     set_labels(ax, title, "width [features]", rate, yscale="log")

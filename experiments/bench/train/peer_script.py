@@ -74,7 +74,8 @@ class TorchModel(nn.Module):
 
     def forward(self, windows):
         """Returns the mean loss of windows, `[batch, seq + 1]`."""
-        tokens, targets = windows[:, :-1], windows[:, 1:]
+        tokens = windows[:, :-1]
+        targets = windows[:, 1:]
         x = self.embed(tokens) + self.embed_positions.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
@@ -126,7 +127,8 @@ class EagerTrainer:
         """Restores the starting weights, and makes a new optimizer."""
         self._plain.load_state_dict(self._first)
         matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
-        decayed, undecayed = [], []
+        decayed = []
+        undecayed = []
         for name, parameter in self._plain.named_parameters():
             (decayed if name.endswith(matrices) else undecayed).append(parameter)
         self._optimizer = torch.optim.AdamW(
@@ -151,7 +153,8 @@ class EagerTrainer:
         text = self._windows.flatten()
         batch, width = self._windows.shape[1:]
         places = torch.arange(width)
-        start, num = time.perf_counter(), 0
+        start = time.perf_counter()
+        num = 0
         while (taken := time.perf_counter() - start) < seconds or not num:
             first = torch.randint(0, len(text) - width + 1, (batch, 1))
             self._step(text[first + places])

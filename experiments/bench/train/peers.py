@@ -54,7 +54,8 @@ class JaxkvTrainer:
     def __init__(
         self, model: ModelConfig, batch_size: int, seq_len: int, dtype: Any = "float32"
     ):
-        self.model, self._dtype = model, dtype
+        self.model = model
+        self._dtype = dtype
         self._shape = {"batch_size": batch_size, "seq_len": seq_len}
         self._tokens = batch_size * seq_len
         whole = training_flops(model, batch=batch_size, sequence=seq_len)
@@ -81,7 +82,8 @@ class JaxkvTrainer:
 
     def rate(self, seconds: float) -> float:
         """Returns the training rate in tokens/s, in calls of a tenth of the time."""
-        taken_s, num = 0.0, 0
+        taken_s = 0.0
+        num = 0
         while taken_s < seconds:
             some = max(1, round(seconds / 10 / self._step_s))
             some_s, _ = time_call(self._train, some)
@@ -132,7 +134,8 @@ class PyTorchTrainer(PeerProcess):
                     "trial_s": seconds / 4,
                 }
             )
-        self.losses, self.compile_s = reply["losses"], reply["compile_s"]
+        self.losses = reply["losses"]
+        self.compile_s = reply["compile_s"]
         self.optimizer = f"AdamW, {reply['optimizer']}"
 
     def rate(self, seconds: float) -> float:

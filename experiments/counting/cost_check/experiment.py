@@ -225,7 +225,8 @@ LOOKS = (
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the ratio of formula to count."""
-    places, off = np.arange(len(PAIRS)), [0.0]
+    places = np.arange(len(PAIRS))
+    off = [0.0]
     for i, (row, (color, marker)) in enumerate(zip(result, LOOKS, strict=False)):
         shift = (i - (len(result) - 1) / 2) * 0.14
         ratios = [100 * formula_over_count(row, name) for name in PAIRS]

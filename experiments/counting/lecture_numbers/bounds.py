@@ -134,7 +134,8 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Computes the bounds; takes milliseconds."""
-    device, llama = find_device(config.device), describe("llama-7b")
+    device = find_device(config.device)
+    llama = describe("llama-7b")
     # The lecture counts the GB of data sheets.
     device = device._replace(memory_bytes=device.sheet_bytes)
     progress.show("bounds")

@@ -30,7 +30,8 @@ def plot(axes: Any, result: Result) -> None:
 
 def _latencies(ax: Any, found: LatencyBounds) -> None:
     """Draws the quoted latency and the bound of every model, with their ratio."""
-    places, shares = range(len(found.model)), []
+    places = range(len(found.model))
+    shares = []
     draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
     draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
     for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
@@ -61,7 +62,8 @@ def _growth(ax: Any, growth: AttentionGrowth) -> None:
     use_powers_of_two(ax)
     saved = growth.all_without[-1] / growth.all_with[-1]
     title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
-    x, y = "tokens generated [tokens]", "operations [FLOP]"
+    x = "tokens generated [tokens]"
+    y = "operations [FLOP]"
     set_labels(ax, title, x, y, yscale="log")
     ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
     ax.legend()
@@ -86,7 +88,8 @@ def _intensity(ax: Any, result: Result) -> None:
     if bound:
         title = f"LLaMA-7B with {min(bound):,} cached tokens: memory-bound at every "
         title += "batch size"
-    x, y = "batch [sequences]", "intensity [FLOP/byte]"
+    x = "batch [sequences]"
+    y = "intensity [FLOP/byte]"
     set_labels(ax, title, x, y, yscale="log")
     label_log_axis(ax.yaxis)
     ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])

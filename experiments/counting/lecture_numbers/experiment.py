@@ -25,22 +25,30 @@ from jaxkv.report import (
     to_rows,
 )
 
-PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
+PANELS = (3, 1)
+PANEL_SIZE_INCHES = (6.8, 3.0)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
-run, plot = bounds.run, drawing.plot
+run = bounds.run
+plot = drawing.plot
 
 
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares every quoted number with its bound."""
-    latencies, requests, kept = result.latencies, result.requests, result.kept
-    need, weights = latencies.num_devices.tolist(), latencies.weight_bytes.tolist()
-    largest, filled_gb = format_bytes(weights[0]), weights[0] / 9e9
+    latencies = result.latencies
+    requests = result.requests
+    kept = result.kept
+    need = latencies.num_devices.tolist()
+    weights = latencies.weight_bytes.tolist()
+    largest = format_bytes(weights[0])
+    filled_gb = weights[0] / 9e9
     yield measured(
         "gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb
     )
     for row in latency_rows(result):
-        bound, quoted, used = row["bound_s"], row["lecture_s"], row["cards_used"]
+        bound = row["bound_s"]
+        quoted = row["lecture_s"]
+        used = row["cards_used"]
         words: dict[str, Any] = {
             "size": row["model"].removeprefix("gpt3-"),
             "tokens": latencies.tokens,
@@ -131,9 +139,11 @@ def summary(result: Result) -> list[ReportPart]:
 
 def spoken_answers(result: Result) -> dict[str, str]:
     """Returns answers to questions asked in the lectures, by question."""
-    growth, ridge = result.growth, result.ridge
+    growth = result.growth
+    ridge = result.ridge
     begun, short, long = (row[6] for row in result.intensity)
-    alone, most = result.intensity[0, 0], result.intensity[2, -1]
+    alone = result.intensity[0, 0]
+    most = result.intensity[2, -1]
     saved = growth.all_without[-1] / growth.all_with[-1]
     return {
         "Do we cache Q?": (

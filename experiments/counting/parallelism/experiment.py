@@ -150,7 +150,8 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Compiles every layout for one and two layers; a stopped run is partial."""
     num_layers = shapes.describe(config.model).num_layers
-    rows, parts = [], []
+    rows = []
+    parts = []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parse_layout(words)
         sizes: Any = {"batch": config.batch, "sequence": config.sequence}
@@ -159,10 +160,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
         model = config.shape(num_layers)
-        shape, sent = (
-            describe_config(model),
-            predicted_traffic(model, layout, **sizes),
-        )
+        shape = describe_config(model)
+        sent = predicted_traffic(model, layout, **sizes)
         formulas = (
             float(sum(max_device_params(shape, layout))),
             sum(each.forward + each.backward for each in sent),
@@ -220,7 +219,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the bytes a device sends: formulas by kind, and counts of the programs."""
-    ways, parts = result.ways, result.parts
+    ways = result.ways
+    parts = result.parts
     place = {name: number for number, name in enumerate(ways.layout)}
     left = np.zeros(len(place))
     for scheme in dict.fromkeys(parts.scheme.tolist()):
@@ -244,7 +244,8 @@ def plot(ax: Any, result: Result) -> None:
     title = "Bytes sent by a device in a step"
     if len(found):
         names = ways.layout.tolist()
-        least, most = names[int(found.argmin())], names[int(found.argmax())]
+        least = names[int(found.argmin())]
+        most = names[int(found.argmax())]
         title = f"{least} sends least, {found.min():.1f} GB a step; "
         title += f"{most} sends {found.max() / found.min():.0f} times as much"
     set_labels(ax, title, "sent by a device in a step [GB]", "")

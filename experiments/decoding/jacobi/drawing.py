@@ -27,11 +27,13 @@ def draw_jacobi(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
 def _block(ax: Any, picture: Any) -> None:
     """Draws the guesses of each iteration, coloured if correct."""
     title = "One greedy block: guesses that are right, by iteration"
-    x, y = "place in the block [tokens]", "iteration [1]"
+    x = "place in the block [tokens]"
+    y = "iteration [1]"
     if not len(picture):
         set_labels(ax, title, x, y)
         return
-    tokens, fixed = picture.tokens[:, :MOST_SHOWN], picture.fixed
+    tokens = picture.tokens[:, :MOST_SHOWN]
+    fixed = picture.fixed
     place = np.arange(tokens.shape[1])[None, :]
     right = tokens == tokens[-1]
     is_fixed = place < fixed[:, None]
@@ -53,7 +55,8 @@ def _steps(ax: Any, blocks: Any) -> None:
     """Draws mean iterations by block length, and the theorem's bound."""
     most = 0.0
     for temperature in blocks.distinct("temperature"):
-        selected, name = blocks.where(temperature=temperature), _kind(temperature)
+        selected = blocks.where(temperature=temperature)
+        name = _kind(temperature)
         draw_curve(ax, selected.length, selected.steps, name, name)
         most = max(most, float(np.max(selected.length / selected.steps)))
     title = "Iterations until the fixed point"
@@ -63,7 +66,8 @@ def _steps(ax: Any, blocks: Any) -> None:
         ax.plot(lengths, lengths, label="at most", **look)
         ax.legend()
         title = f"Iterating finds {most:.2f} tokens a step at best"
-    x, y = "length of a block [tokens]", "iterations [mean]"
+    x = "length of a block [tokens]"
+    y = "iterations [mean]"
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
@@ -87,5 +91,6 @@ def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
     if any(map(len, found.values())):
         ax.legend()
         title = f"The engine has at best {best:.2f} times the speed of plain decoding"
-    x, y = "drafts a step [tokens]", "over plain decoding [ratio]"
+    x = "drafts a step [tokens]"
+    y = "over plain decoding [ratio]"
     set_labels(ax, title, x, y, ylim=(0, None))

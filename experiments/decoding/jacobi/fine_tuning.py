@@ -49,7 +49,8 @@ from scaling.training import (
 )
 
 CLAIMS = claims_file(__file__)
-BEFORE, AFTER = "as it was", "fine-tuned"
+BEFORE = "as it was"
+AFTER = "fine-tuned"
 TOGETHER = 32
 """Blocks that are found in one batch."""
 
@@ -208,7 +209,8 @@ def _records(
     config: Config, model: LoadedModel, corpus: Corpus, progress: Progress
 ) -> np.ndarray:
     """Returns training records from trajectories after pieces of the training text."""
-    sizes, found = config.objective, []
+    sizes = config.objective
+    found = []
     prompts = stream_windows(
         corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
     )
@@ -326,7 +328,9 @@ def plot(axes: Any, result: Result) -> None:
     loss, blocks, engine, unused = axes.flat
     unused.remove()
     draw_curve(loss, result.trained, result.loss, 5, marker="")
-    title, x, y = "Loss of training", "training [steps]", "loss [nats/token]"
+    title = "Loss of training"
+    x = "training [steps]"
+    y = "loss [nats/token]"
     if len(result.loss):
         title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
     set_labels(loss, title, x, y, ylim=(0, None))

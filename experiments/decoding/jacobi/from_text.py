@@ -159,7 +159,9 @@ def _found(
     length: int,
 ) -> tuple[Any, ...]:
     """Returns a row of `BlockTable` from the whole blocks of all answers."""
-    known, wanted, each = [], [], []
+    known = []
+    wanted = []
+    each = []
     for text, ask, answer in zip(texts, asks, answers, strict=True):
         for start in range(0, len(answer) - length + 1, length):
             known.append(text + answer[:start])
@@ -208,7 +210,8 @@ def drafter_sheet(
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares iterations with the theorem, and speeds with published ones."""
-    found, runs = result.blocks, result.runs
+    found = result.blocks
+    runs = result.runs
     if len(found):
         num = int(found.num_blocks.sum())
         yield measured("steps", found.num_late.sum(), num=num)

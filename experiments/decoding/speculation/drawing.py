@@ -28,10 +28,12 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     single = runs.where(batch=1)
     _lengths(axes[0, 0], single.where(temperature=0.0))
     ways = single.where(num_drafts=num_drafts)
-    names, label = ways.way.tolist(), "speed / plain decoding [ratio]"
+    names = ways.way.tolist()
+    label = "speed / plain decoding [ratio]"
     bars(axes[0, 1], ways, names, names, "speed", label)
     if len(ways):
-        best, most = names[int(np.nanargmax(ways.speed))], np.nanmax(ways.speed)
+        best = names[int(np.nanargmax(ways.speed))]
+        most = np.nanmax(ways.speed)
         axes[0, 1].set_title(f"{num_drafts} drafts: {best} is {most:.2f} times as fast")
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
     _synthetic(axes[1, 1], coins)
@@ -55,7 +57,8 @@ def _lengths(ax: Any, runs: Any) -> None:
     if best[0]:
         title = f"Greedy: {best[0]} finds up to {best[1]:.1f} tokens a step"
     ax.legend()
-    x, y = "drafts a step [tokens]", "found [tokens/step]"
+    x = "drafts a step [tokens]"
+    y = "found [tokens/step]"
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
@@ -72,7 +75,9 @@ def bars(
       field: name of the metric.
       label: label of the axis.
     """
-    order, height, values = [*dict.fromkeys(names)], 0.44, getattr(runs, field)
+    order = [*dict.fromkeys(names)]
+    height = 0.44
+    values = getattr(runs, field)
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
@@ -109,16 +114,19 @@ def _batches(ax: Any, runs: Any) -> None:
         use_powers_of_two(ax)
         title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
         title += "times as fast at every batch"
-    x, y = "batch [sequences]", "over plain decoding [ratio]"
+    x = "batch [sequences]"
+    y = "over plain decoding [ratio]"
     set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
 def _synthetic(ax: Any, coins: Any) -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
-    chances, off = np.linspace(0, 1, 101), [0.0]
+    chances = np.linspace(0, 1, 101)
+    off = [0.0]
     for nth, num in enumerate(coins.distinct("num_drafts")):
-        selected, color = coins.where(num_drafts=num), DRAFT_COLORS[nth % 4]
+        selected = coins.where(num_drafts=num)
+        color = DRAFT_COLORS[nth % 4]
         line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
@@ -130,7 +138,8 @@ def _synthetic(ax: Any, coins: Any) -> None:
     if len(coins):
         ax.legend(title="drafts a step (line: formula)")
         title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
-    x, y = "acceptance of a draft [share]", "found [tokens/step]"
+    x = "acceptance of a draft [share]"
+    y = "found [tokens/step]"
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
@@ -148,8 +157,10 @@ def draw_priced(axes: Any, priced: Any) -> None:
     ):
         off = [0.0]
         for nth, num in enumerate(priced.distinct("num_drafts")):
-            selected, color = priced.where(num_drafts=num), DRAFT_COLORS[nth % 4]
-            line, found = getattr(selected, reference), getattr(selected, field)
+            selected = priced.where(num_drafts=num)
+            color = DRAFT_COLORS[nth % 4]
+            line = getattr(selected, reference)
+            found = getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
             draw_curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}

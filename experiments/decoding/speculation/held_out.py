@@ -88,7 +88,8 @@ class TextConfig:
         """Cuts prompts; end tokens of answers are ignored."""
         ask = Sampling(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
         asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
-        rng, sizes = np.random.default_rng(self.seed), [self.prompt_tokens] * num
+        rng = np.random.default_rng(self.seed)
+        sizes = [self.prompt_tokens] * num
         found = cut_held_out_prompts(tokenizer, sizes, asks, rng)
         return [request.tokens for request in found], asks
 
@@ -158,7 +159,8 @@ def decode_in_turns(
             subset = found[server.name]
             # Counts differ between rounds only for methods that adapt.
             counts = [*zip(*(counts for _, counts in subset), strict=True)][:4]
-            answers, reference = subset[0][0], plain[0][0]
+            answers = subset[0][0]
+            reference = plain[0][0]
             pairs = [
                 zip(a, b, strict=True) for a, b in zip(answers, reference, strict=True)
             ]

@@ -41,10 +41,12 @@ from jaxkv.report import (
 from jaxkv.speculation import Synthetic
 
 CLAIMS = claims_file(__file__)
-FEW_TOKENS, FEW_STEPS = 128, 1000
+FEW_TOKENS = 128
+FEW_STEPS = 1000
 """Output tokens below which speeds have no verdict, and steps below which counts have
 none."""
-LOOKUP, JACOBI = "n-gram", "Jacobi"
+LOOKUP = "n-gram"
+JACOBI = "Jacobi"
 EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
 
@@ -100,7 +102,8 @@ class Config(held_out.TextConfig):
         return [*dict.fromkeys(found)]
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.2)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -225,8 +228,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = load_text_model(config.model, max_length=longest)
     settings = [(1, x) for x in TEMPERATURES] + [(num, 0.0) for num in config.batches]
     rows = held_out.decode_in_turns(config, model, settings, config.cases, progress)
-    runs, coins = DecodingRuns.of(rows), []
-    num, drafts = config.num_coins, config.coin_drafts
+    runs = DecodingRuns.of(rows)
+    coins = []
+    num = config.num_coins
+    drafts = config.coin_drafts
     longest = config.prompt_tokens + config.coin_tokens
     bounds = serving.drafting_engine_config(
         num, drafts[-1], longest, config.steps_per_call
@@ -264,19 +269,20 @@ NOTES = (
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of methods, draft lengths, batch sizes and synthetic drafts."""
-    runs, num = result.runs, result.num_drafts
+    runs = result.runs
+    num = result.num_drafts
     single = runs.where(batch=1)
-    lengths, batches = single.where(temperature=0.0), runs.where(temperature=0.0)
+    lengths = single.where(temperature=0.0)
+    batches = runs.where(temperature=0.0)
     lengths = lengths.at(np.lexsort((lengths.num_drafts, lengths.way)))
     columns = ("drafts_per_step", "accepted_share", "first_share", "tokens_per_step")
-    speed, same = ("cost", "speed"), ("num_tokens", "num_other")
+    speed = ("cost", "speed")
+    same = ("num_tokens", "num_other")
     names = ("way", "temperature", *columns, *speed, *same)
     drafts = ("way", "num_drafts", *columns[2:], "expected", *speed)
     together = ("batch", "tokens_per_step", "step_s", "plain_s", *speed, *same)
-    ways, batches = (
-        single.where(num_drafts=num),
-        batches.where(way=LOOKUP, num_drafts=num),
-    )
+    ways = single.where(num_drafts=num)
+    batches = batches.where(way=LOOKUP, num_drafts=num)
     title = f"ways, one sequence on {result.device}"
     sheets: list[Sheet] = [
         ways.sheet(title, *names, note=NOTES[0]),
@@ -290,7 +296,8 @@ def summary(result: Result) -> list[ReportPart]:
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares tokens, formulas and speeds with published or expected values."""
-    runs, coins = result.runs, result.coins
+    runs = result.runs
+    coins = result.coins
     few = result.output_tokens < FEW_TOKENS
     if len(runs):
         yield measured("lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum()))

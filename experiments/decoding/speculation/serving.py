@@ -191,7 +191,9 @@ def decode_batches(
     Returns:
       The answers' tokens, and the counts of all batches.
     """
-    answers, counts, batch = [], DecodeCounts(), server.engine.config.max_slots
+    answers = []
+    counts = DecodeCounts()
+    batch = server.engine.config.max_slots
     for start in range(0, len(prompts), batch):
         end = start + batch
         answers += server.serve(prompts[start:end], asks[start:end])
@@ -201,7 +203,8 @@ def decode_batches(
 
 def steps_with_drafts(server: Server, num_drafts: int) -> tuple[int, int]:
     """Returns the steps of the last batch with that draft length, and their tokens."""
-    emitted, fed = server.steps.num_emitted, server.steps.num_drafts
+    emitted = server.steps.num_emitted
+    fed = server.steps.num_drafts
     selected = (fed == num_drafts) & (emitted > 0)
     return int(selected.sum()), int(emitted[selected].sum())
 

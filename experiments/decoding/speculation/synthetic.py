@@ -105,7 +105,8 @@ class TimedDrafts(IndependentDrafts):
     @computed_column(heading="standard errors off", form="{:+.1f}")
     def errors_off(self) -> np.ndarray:
         """Deviation from the formula in standard errors; 0 without randomness."""
-        error, off = self.chance_error, self.tokens_per_step - self.expected
+        error = self.chance_error
+        off = self.tokens_per_step - self.expected
         return off / np.where(error > 0, error, np.inf)
 
     @property
@@ -142,7 +143,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
       ValueError: the model does not exist, or its context is too short.
     """
     model = load_benchmark_model(config.shape, "float32")
-    longest, size = config.prompt_tokens + config.output_tokens, model.config.vocab_size
+    longest = config.prompt_tokens + config.output_tokens
+    size = model.config.vocab_size
     turns = collections.Counter[Server]()
 
     def begin(num: int) -> list[Server]:

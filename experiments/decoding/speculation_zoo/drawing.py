@@ -34,12 +34,14 @@ def draw_methods(axes: Any, ways: Any, adaptive: Any) -> None:
 
 def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
     """Draws a metric of every method and draft length."""
-    ways, values = runs.way.tolist(), getattr(runs, field)
+    ways = runs.way.tolist()
+    values = getattr(runs, field)
     names = [f"{way}, {num}" for way, num in zip(ways, runs.num_drafts, strict=True)]
     bars(ax, runs, names, [KINDS[_kind(way)] for way in ways], field, label)
     if not len(runs):
         return
-    best, most = names[int(np.nanargmax(values))], float(np.nanmax(values))
+    best = names[int(np.nanargmax(values))]
+    most = float(np.nanmax(values))
     if field == "speed":
         num = int(np.sum(values > 1))
         title = f"{best} is {most:.2f} times as fast; {num} of {len(runs)} runs gain"
@@ -64,7 +66,8 @@ def _costs(ax: Any, runs: Any) -> None:
     ax.plot([1, top], [1, top], label="even: below it pays", **look)
     num = int(np.sum(runs.cost < runs.tokens_per_step))
     title = f"One sequence, greedy: {num} of {len(runs)} ways pay"
-    x, y = "found [tokens/step]", "cost of a step [plain steps]"
+    x = "found [tokens/step]"
+    y = "cost of a step [plain steps]"
     set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
@@ -75,7 +78,8 @@ def _batches(ax: Any, runs: Any) -> None:
         for temperature in runs.distinct("temperature"):
             selected = runs.where(way=way, temperature=temperature)
             selected = selected.at(np.argsort(selected.batch))
-            name, line = KINDS[_kind(way)], "-" if temperature == 0 else ":"
+            name = KINDS[_kind(way)]
+            line = "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"
             draw_curve(ax, selected.batch, selected.speed, name, label, linestyle=line)
@@ -88,5 +92,6 @@ def _batches(ax: Any, runs: Any) -> None:
             "With a draft length that adapts, decoding is {:.2f} to {:.2f} times as "
         )
         title = title.format(np.nanmin(runs.speed), np.nanmax(runs.speed)) + "fast"
-    x, y = "batch [sequences]", "speed / plain decoding [ratio]"
+    x = "batch [sequences]"
+    y = "speed / plain decoding [ratio]"
     set_labels(ax, title, x, y, ylim=(0, None))

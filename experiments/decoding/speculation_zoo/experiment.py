@@ -95,7 +95,8 @@ class Config(held_out.TextConfig):
         self.check_answer_length(max(drafts, default=1))
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 4.6)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),
@@ -190,7 +191,8 @@ NOTES = (
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of methods and of adaptive draft lengths."""
     columns = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
-    same, title = ("num_tokens", "num_other"), f"one sequence on {result.device}"
+    same = ("num_tokens", "num_other")
+    title = f"one sequence on {result.device}"
     names = ("way", "num_drafts", *columns, *same)
     greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
     settings = ("way", "batch", "temperature", columns[0], *columns[2:], *same)
@@ -205,7 +207,8 @@ def summary(result: Result) -> list[ReportPart]:
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares tokens, acceptance and speeds with published or expected values."""
-    ways, adaptive = result.ways, result.adaptive
+    ways = result.ways
+    adaptive = result.adaptive
     few = result.output_tokens < FEW_TOKENS
     other, total = (
         sum(int(getattr(runs, name).sum()) for runs in (ways, adaptive))

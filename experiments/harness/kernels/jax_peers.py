@@ -24,7 +24,8 @@ experts."""
 
 def gather_and_sum(problem: AttentionProblem) -> KernelRun:
     """Gathers all pages of all sequences and attends with plain operations."""
-    spec, length = problem.spec, problem.page_ids.shape[2] * problem.spec.page_size
+    spec = problem.spec
+    length = problem.page_ids.shape[2] * problem.spec.page_size
     _limit_scores(spec, length)
     shape = (spec.batch, length, spec.heads.kv_heads, -1)
 
@@ -42,7 +43,8 @@ def gather_and_sum(problem: AttentionProblem) -> KernelRun:
 
 def contiguous(implementation: Any, problem: AttentionProblem) -> KernelRun:
     """`jax.nn.dot_product_attention` on contiguous keys and values."""
-    spec, heads = problem.spec, problem.spec.heads
+    spec = problem.spec
+    heads = problem.spec.heads
     length = int(problem.lengths().max())
     if implementation == "xla":
         _limit_scores(spec, length)
@@ -71,7 +73,8 @@ def contiguous(implementation: Any, problem: AttentionProblem) -> KernelRun:
 
 def head_major(problem: AttentionProblem) -> KernelRun:
     """Attention by two matrix products on contiguous keys and values, head-major."""
-    spec, length = problem.spec, int(problem.lengths().max())
+    spec = problem.spec
+    length = int(problem.lengths().max())
     _limit_scores(spec, length)
     seen = _seen(problem, length)
     # No mask if every row sees all positions.
@@ -121,7 +124,8 @@ def all_experts(problem: GroupedProblem) -> KernelRun:
         raise ValueError(f"{product_bytes=} must be at most {MAX_BYTES}")
 
     def by_all(x, w, group_sizes):
-        row, ends = jnp.arange(x.shape[0]), jnp.cumsum(group_sizes)
+        row = jnp.arange(x.shape[0])
+        ends = jnp.cumsum(group_sizes)
         group = jnp.sum(ends[None, :] <= row[:, None], axis=1)
         everywhere = jnp.einsum("ri,gio->gro", x, w)
         return jnp.take_along_axis(everywhere, group[None, :, None], axis=0)[0]
@@ -188,7 +192,8 @@ def _without_pages(
     problem: AttentionProblem, length: int, head_axis: int, mask: list[jax.Array]
 ) -> list[tuple[jax.Array, ...]]:
     """Returns the arguments of all turns, with contiguous keys, values and a mask."""
-    spec, num_heads = problem.spec, problem.spec.heads.kv_heads
+    spec = problem.spec
+    num_heads = problem.spec.heads.kv_heads
     middle = (num_heads, -1) if head_axis == 1 else (-1, num_heads)
 
     @jax.jit

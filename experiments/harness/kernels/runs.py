@@ -133,7 +133,8 @@ def make_merge_call(
       plan: decode plan of the problem.
       tilings: tilings; the decode tiling is used.
     """
-    heads, tiling = problem.spec.heads, tilings.decode
+    heads = problem.spec.heads
+    tiling = tilings.decode
     items, group = item_heads(heads.q_heads, heads.kv_heads)
     *blocks, width = jax.eval_shape(
         lambda q: row_packing.pack_queries(q, plan.packing, kv_heads=items), problem.q

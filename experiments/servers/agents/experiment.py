@@ -66,16 +66,16 @@ CONFIGS = {
     "smoke": Config(traffic=SMALL, num_seeds=2, max_num_seqs=2, token_budget=256),
     "cpu": Config(),
 }
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.6)
 
 HEAD = 256
 """Waiting requests that the policy sees."""
-FIRST_COME, SHORTEST = "first come, first served", "shortest request"
-OLDEST, ATTAINED, REMAINING = (
-    "oldest job",
-    "least attained job",
-    "shortest remaining job",
-)
+FIRST_COME = "first come, first served"
+SHORTEST = "shortest request"
+OLDEST = "oldest job"
+ATTAINED = "least attained job"
+REMAINING = "shortest remaining job"
 
 
 def orders(load: AgentLoad) -> dict[str, Workload]:
@@ -148,9 +148,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         head=HEAD,
         progress=progress,
     )
-    rows, num_orders = [], len(asked[0])
+    rows = []
+    num_orders = len(asked[0])
     for seed, load in enumerate(loads):
-        own, num = slice(seed * num_orders, (seed + 1) * num_orders), load.job.size
+        own = slice(seed * num_orders, (seed + 1) * num_orders)
+        num = load.job.size
         arrival_s, first_s, finish_s = (
             x[own, :num] for x in (served.arrival_s, served.first_s, served.finish_s)
         )

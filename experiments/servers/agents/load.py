@@ -91,7 +91,8 @@ class _JobDraw:
     """Draws the requests of one job."""
 
     def __init__(self, law: AgentTraffic, rng: np.random.Generator) -> None:
-        self.law, self.rng = law, rng
+        self.law = law
+        self.rng = rng
         self.after: list[list[int]] = []
         self.numbers: list[tuple[int, int, int, float]] = []
         """Prompt, answer, cached tokens, and delay in s of each request."""
@@ -114,7 +115,8 @@ class _JobDraw:
 
     def draw(self) -> None:
         """Draws the turns of the job, in an order in which each follows its inputs."""
-        law, rng = self.law, self.rng
+        law = self.law
+        rng = self.rng
         turns = law.min_turns * (1 - rng.random()) ** (-1 / law.turn_shape)
         context = self.turn([], 0, is_first=True)
         last = 0
@@ -123,7 +125,8 @@ class _JobDraw:
             if rng.random() < law.fan_out_share:
                 inputs = []
                 for _ in range(int(rng.integers(2, law.max_sub_agents + 1))):
-                    before, own = [last], 0
+                    before = [last]
+                    own = 0
                     for k in range(int(rng.geometric(1 / law.sub_agent_turns))):
                         own = self.turn(before, own, is_first=k == 0)
                         before = [len(self.after) - 1]
@@ -142,7 +145,8 @@ def draw_agents(law: AgentTraffic, seed: int) -> AgentLoad:
         drawn = _JobDraw(law, rng)
         drawn.draw()
         tokens = np.array([x[0] + x[1] for x in drawn.numbers])
-        num, total = len(drawn.after), tokens.sum()
+        num = len(drawn.after)
+        total = tokens.sum()
         is_before = np.zeros((num, num), bool)
         for i, inputs in enumerate(drawn.after):
             for k in inputs:

@@ -46,7 +46,8 @@ _PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""
 CLAIMS = claims_file(__file__)
 
-PANELS, PANEL_SIZE_INCHES = (4, 2), (3.4, 3.3)
+PANELS = (4, 2)
+PANEL_SIZE_INCHES = (3.4, 3.3)
 
 CONFIGS = {
     "smoke": Config(
@@ -92,10 +93,13 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates every sweep, or serves the spread and client sweeps with a model."""
-    model, limits, where = None, config.limits, config.cost
+    model = None
+    limits = config.limits
+    where = config.cost
     if config.model:
         model = load_text_model(config.model, max_length=config.longest)
-        limits, where = (), jax.devices()[0].device_kind
+        limits = ()
+        where = jax.devices()[0].device_kind
     static, other = sweeps.simulate_sweeps(config, progress, sweeps=model is None)
     if model:
         uneven = serving.serve_uneven(config, model, progress)
@@ -129,7 +133,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     swept = result.limits
     if swept.value.size:
         static, continuous, paged = swept.means
-        gain, more = continuous / static, paged / continuous
+        gain = continuous / static
+        more = paged / continuous
         gains, pages = (
             ", ".join(
                 f"{x:.2f} up to {y:,.0f}" for x, y in zip(z, swept.value, strict=True)
@@ -143,9 +148,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("continuous", gain[-1], longest=longest)
         yield measured("paged", paged[-1] / static[-1], longest=longest)
         yield measured("doubled", more.min(), pages=pages)
-    found, uneven = result.clients, result.deviations
+    found = result.clients
+    uneven = result.deviations
     if len(found):
-        most, rates, took_s = found.clients[-1], found.tokens_per_s, found.s_per_token
+        most = found.clients[-1]
+        rates = found.tokens_per_s
+        took_s = found.s_per_token
         fastest = found.clients[took_s.argmin()]
         yield measured("alone", fastest, most=most, times=took_s[-1] / took_s[0])
         known = np.isfinite(rates).any()
@@ -217,12 +225,14 @@ def plot(axes: Any, result: Result) -> None:
     if limits.value.size:
         _draw_speeds(rate, limits)
         # Throughput over that of static batching, and the published end points.
-        gains, longest = limits.means / limits.means[0], _PUBLISHED[0][-1]
+        gains = limits.means / limits.means[0]
+        longest = _PUBLISHED[0][-1]
         for i, name in enumerate(NAMES[1:], 1):
             draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
             look["marker"] = system_style(name).marker
-            reference, label = [CLAIMS.published(SYSTEMS[i])], f"published, {name}"
+            reference = [CLAIMS.published(SYSTEMS[i])]
+            label = f"published, {name}"
             draw_curve(gain, [longest], reference, "published", label, **look)
         draw_reference_line(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
@@ -239,7 +249,8 @@ def plot(axes: Any, result: Result) -> None:
         else:
             ax.remove()
     _draw_speeds(axes[2, 1], result.deviations)
-    spread, title = "deviation / mean of outputs [ratio]", "Equal means"
+    spread = "deviation / mean of outputs [ratio]"
+    title = "Equal means"
     if result.deviations.value.size:
         means = [x[-1] / x[0] for x in result.deviations.means]
         title = f"Lengths that vary leave static batching {100 * means[0]:.0f} %, "
@@ -253,7 +264,8 @@ def _draw_speeds(ax: Any, found: ThroughputSweep) -> None:
     for name, mean, seeds in rows:
         draw_curve(ax, found.value, mean, name, name)
         if seeds.shape[1] > 1:
-            low, high = seeds.min(axis=1), seeds.max(axis=1)
+            low = seeds.min(axis=1)
+            high = seeds.max(axis=1)
             shade_band(ax, found.value, low, high, system_style(name).color, 0.2)
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
@@ -270,7 +282,8 @@ def _draw_clients(ax: Any, found: ClientLatencies) -> None:
         (few, slow, less), (many, fast, more) = rows[0], rows[-1]
         title = f"{many} requests together: {more / less:.0f} times the throughput of "
         title += f"{few}, {fast / slow:.2f} times the latency"
-    x, y = "time of a token, points: requests [ms]", "throughput [tokens/s]"
+    x = "time of a token, points: requests [ms]"
+    y = "throughput [tokens/s]"
     set_labels(ax, title, x, y, yscale="log")
     label_log_axis(ax.yaxis)
     ax.margins(x=0.1, y=0.12)

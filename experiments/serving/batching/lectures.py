@@ -18,7 +18,9 @@ from jaxkv.plotting import INK, Box, draw_rectangle, set_labels
 from jaxkv.report import Ints, ResultTable, column
 from jaxkv.workloads import Workload, make_workload
 
-NUM_SLOTS, LIMIT, PLACES = 4, 3, 8
+NUM_SLOTS = 4
+LIMIT = 3
+PLACES = 8
 IDLE, PROMPT, TOKEN, END = range(4)
 """Kinds of cells: idle, a prompt token, a generated token, the last generated token."""
 
@@ -35,7 +37,8 @@ CONTINUOUS = (
     "S3 S3 S3 S3 END S5 S5 S5",
     "S4 S4 S4 S4 S4 S4 END S7",
 )
-_PROMPTS, _OUTPUTS = (3, 2, 3, 4, 2, 3, 2), (3, 6, 2, 3, 4, 3, 3)
+_PROMPTS = (3, 2, 3, 4, 2, 3, 2)
+_OUTPUTS = (3, 6, 2, 3, 4, 3, 3)
 """Prompt and output tokens of S1 to S7. The lecture states that S3 ends after 2
 iterations and S2 after 6; it draws no end for the last 3 sequences."""
 
@@ -140,7 +143,8 @@ def draw_iterations(
     names = [f"R{i + 1}" for i in range(len(found))]
     _frame(ax, num_steps, names, title, "time [iterations]")
     for row, step in np.ndindex(len(found), num_steps + 1):
-        first, last = found.first[row], found.last[row]
+        first = found.first[row]
+        last = found.last[row]
         batch_end = found.last[found.first == first].max()
         if first <= step <= last:
             kind = END if step == last else PROMPT if step == first else TOKEN
@@ -152,7 +156,8 @@ def draw_iterations(
     _key(ax, (PROMPT, TOKEN, END, WAITS, *((KEPT,) if is_static else ())))
 
 
-KEPT, WAITS = 4, 5
+KEPT = 4
+WAITS = 5
 """Further kinds of cells: a slot kept by a finished request, and a waiting request."""
 _NAMES = {PROMPT: "prompt", TOKEN: "token", END: "last token", KEPT: "slot kept"}
 _NAMES[WAITS] = "waits"

@@ -16,7 +16,8 @@ from jaxkv.scheduling import Policy
 from jaxkv.serving import Engine
 from jaxkv.workloads import Workload
 
-TOKEN_BUDGET, ROUNDS = 64, 3
+TOKEN_BUDGET = 64
+ROUNDS = 3
 """Rows of a step, and servings of each load, of which the fastest counts."""
 
 
@@ -93,7 +94,8 @@ def _serve(
         Sampling(temperature=0.0, max_tokens=most, ignore_eos=True)
         for most in np.asarray(load.output).tolist()
     ]
-    rng, sizes = np.random.default_rng(seed), np.asarray(load.prompt).tolist()
+    rng = np.random.default_rng(seed)
+    sizes = np.asarray(load.prompt).tolist()
     requests = cut_held_out_prompts(model.tokenizer, [*sizes], samplings, rng)
     engine.trace.clear()
     start_s = time.perf_counter()

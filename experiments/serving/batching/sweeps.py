@@ -172,7 +172,8 @@ def simulate_sweeps(
         return _bounds(config.num_places // PAGE_SIZE, PAGE_SIZE, longest)
 
     def looped(config: Config) -> Iterator[tuple[Workload, int]]:
-        prompt, output = 32, round(config.mean_output_tokens)
+        prompt = 32
+        output = round(config.mean_output_tokens)
         for clients in config.clients:
             yield equal_requests(prompt, output, clients), prompt + output
 
@@ -242,7 +243,8 @@ def equal_requests(
 ) -> Workload:
     """Returns a closed-loop workload: equal requests, `rounds` per client."""
     law = Pair(prompt=Fixed(tokens=prompt), output=Fixed(tokens=output))
-    rng, num = np.random.default_rng(0), rounds * clients
+    rng = np.random.default_rng(0)
+    num = rounds * clients
     return closed_loop(rng, law, clients=clients, num=num)
 
 

@@ -53,7 +53,8 @@ class Config:
         validation.at_least(self, "num_rates", low=2)
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.4)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.4)
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
@@ -106,7 +107,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
-    curves, found = runs.latency_curves(result), runs.sustained_loads(result)
+    curves = runs.latency_curves(result)
+    found = runs.sustained_loads(result)
     title = "OPT-13B: latency of chat by load"
     if "paged" in found:
         title = f"OPT-13B sustains {found['paged'].rate:.2f} chats/s with pages"
@@ -114,7 +116,8 @@ def plot(axes: Any, result: list[Row]) -> None:
     draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
-    bounds, gains = np.linspace(*runs.BOUNDS, 33), [0.0]
+    bounds = np.linspace(*runs.BOUNDS, 33)
+    gains = [0.0]
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
             gain = [load_ratio(curves["paged"], curve, x) for x in bounds]
@@ -127,7 +130,8 @@ def plot(axes: Any, result: list[Row]) -> None:
             f"Pages sustain {min(gains[1:]):.2f} to {max(gains):.2f} times the load, "
         )
         title += "not 2" if max(gains) < 2 else "the paper 2"
-    x, y = "bound on the latency [s/token]", "load of paged / Orca's [ratio]"
+    x = "bound on the latency [s/token]"
+    y = "load of paged / Orca's [ratio]"
     set_labels(ratio, title, x, y, ylim=(0, None))
     ratio.legend()
 

@@ -37,7 +37,8 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, column, computed_column
 
-PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 3.1)
+PANELS = (4, 1)
+PANEL_SIZE_INCHES = (6.8, 3.1)
 CONFIGS = {
     "smoke": Config(
         models=("Yi-34B",),
@@ -80,7 +81,8 @@ class PublishedRatio(NamedTuple):
     where: str
 
 
-_SMALL, _LARGE = "Sarathi (512)", "Sarathi (2,048)"
+_SMALL = "Sarathi (512)"
+_LARGE = "Sarathi (2,048)"
 RATIOS = (
     PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
     PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
@@ -119,7 +121,8 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates all parts; if stopped, returns the finished ones."""
-    name, model = config.models[0], MODELS[config.models[0]]
+    name = config.models[0]
+    model = MODELS[config.models[0]]
     progress.show("4 schedules of prefill")
     timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
     four = [(way, config.share) for way in settings.WAYS]
@@ -251,7 +254,8 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_timeline(ax: Any, timeline: Timeline) -> None:
     """Draws a tick for each token; each schedule has a line for each sequence."""
-    last, stalls = timeline.time_s.max(), {}
+    last = timeline.time_s.max()
+    stalls = {}
     look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
     kinds = (("decoding at the start", ORANGE), ("arrived late", BLUE))
     names = timeline.distinct("way")
@@ -305,7 +309,9 @@ def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
 
 def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     """Draws P99 time between tokens by rate for the first model and dataset."""
-    model, data, ends = loads.model[0], loads.data[0], {}
+    model = loads.model[0]
+    data = loads.data[0]
+    ends = {}
     for system in COLORS:
         subset = loads.where(model=model, data=data, system=system)
         draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
@@ -326,7 +332,9 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     """Draws bars of load over vLLM's for each case; diamonds are published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
-    width, seen, best = 0.2, set[str](), ("", 0.0)
+    width = 0.2
+    seen = set[str]()
+    best = ("", 0.0)
     reference = {
         (x.model, x.data, x.objective, x.system): x.published
         for x in RATIOS
@@ -340,7 +348,8 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             gain = rates.get(system, 0.0) / base
             if not 0 < gain < 100:
                 continue
-            place, label = i + (k - 1.5) * width, "" if system in seen else system
+            place = i + (k - 1.5) * width
+            label = "" if system in seen else system
             look = system_style(system).bar | {"label": label or None}
             ax.bar(place, gain, width * 0.94, **look)
             seen.add(system)

@@ -102,8 +102,11 @@ def simulate_systems(
       cases: systems, each with a rate as a share of `prefill_bound_rate`.
       config: duration and seed.
     """
-    model, law, seconds = MODELS[name], DATA[data], config.seconds
-    full, num = prefill_bound_rate(model, law), num_requests(config)
+    model = MODELS[name]
+    law = DATA[data]
+    seconds = config.seconds
+    full = prefill_bound_rate(model, law)
+    num = num_requests(config)
     members = []
     for system, share in cases:
         rng = np.random.default_rng(config.seed)
@@ -147,7 +150,10 @@ def _drawn(
 NUM_DECODING = 3
 """Sequences that decode when the long prompts arrive."""
 _LATE_S = (0.35, 1.0)
-_SHORT, _LONG, _ANSWER, _LAST = 256, 5000, 90, 30
+_SHORT = 256
+_LONG = 5000
+_ANSWER = 90
+_LAST = 30
 
 
 def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:

@@ -30,7 +30,8 @@ from scaling.shapes import CONFIGS, ModelShape, describe_huggingface
 MAX_SLOTS = 128
 """Largest batch, that of section 5.2."""
 DEVICE = "a100-80gb"
-BANDWIDTH_SHARE, OVERHEAD_S = 0.8, 3e-3
+BANDWIDTH_SHARE = 0.8
+OVERHEAD_S = 3e-3
 """Fraction of the data sheet's bandwidth that is reached, and fixed time of a step,
 both chosen here: a decode step of 32 sequences of 4,096 tokens then takes 34 and 22 ms,
 where the paper's objectives of 5 such steps are 0.2 and 0.1 s. The fraction of the peak

@@ -34,7 +34,8 @@ from jaxkv.report import (
 )
 from jaxkv.serving import Completion
 
-NUM_REPORTED, NUM_CHARS = 6, 240
+NUM_REPORTED = 6
+NUM_CHARS = 240
 """Answers in the report, and characters of each."""
 NUM_LINES = 6
 """Lines of each answer and of its prompt."""
@@ -139,13 +140,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     progress.show("cutting prompts from files that the model has not seen")
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng)
-    num, pages = len(requests), -(-config.max_length // config.page_size)
+    num = len(requests)
+    pages = -(-config.max_length // config.page_size)
     bounds = config.engine_config(config.max_slots * pages, config.max_length)
     served = []
     for name, policy in POLICIES.items():
         server = Server(make_engine(model, bounds, policy=policy))
         update = progress.bar(name, num, "requests")
-        compile_s, done = 0.0, {}
+        compile_s = 0.0
+        done = {}
         if not progress.stopped:
             progress.show(f"{name}: compiling")
             server.serve([requests[0].tokens], [requests[0].sampling])
@@ -164,7 +167,8 @@ def plot(axes: Any, result: Result) -> None:
         draw_slots(
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
-        kind, steps = name.split()[0], len(served.num_rows)
+        kind = name.split()[0]
+        steps = len(served.num_rows)
         rate = serving_metrics(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
         set_labels(ax, title, "time [steps]", "slot [1]")
@@ -208,7 +212,8 @@ def metrics(result: Result) -> dict[str, Any]:
 def summary(result: Result) -> list[ReportPart]:
     """Returns a table of both policies, and some answers."""
     found = metrics(result)
-    requests, slots = found["requests"], result.static.held.shape[1]
+    requests = found["requests"]
+    slots = result.static.held.shape[1]
     ends = [int(served.is_done.sum()) for served in result.both.values()]
     note = f"Stopped early: {ends[0]} and {ends[1]} requests came to their end."
     if min(ends) == requests:
@@ -266,11 +271,14 @@ def collect_record(
         fed = steps.num_rows.any(1)
         fields = {name: getattr(steps, name)[fed] for name in fields}
     num = config.num_requests
-    latency_s, num_tokens = np.full(num, np.nan), np.zeros(num, np.int32)
-    text, reason = [""] * num, [""] * num
+    latency_s = np.full(num, np.nan)
+    num_tokens = np.zeros(num, np.int32)
+    text = [""] * num
+    reason = [""] * num
     for i, answer in answers.items():
         latency_s[i] = answer.finish_s - answer.arrival_s
-        num_tokens[i], reason[i] = len(answer.tokens), answer.reason
+        num_tokens[i] = len(answer.tokens)
+        reason[i] = answer.reason
         text[i] = answer.text or ""
     start_s = min((answer.arrival_s for answer in answers.values()), default=0.0)
     end_s = max((answer.finish_s for answer in answers.values()), default=0.0)
@@ -299,7 +307,8 @@ def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
       duration_s, compile_s: as in the record.
     """
     latency_s = served.latency_s[served.is_done]
-    some, steps = latency_s.size > 0, len(served.num_rows)
+    some = latency_s.size > 0
+    steps = len(served.num_rows)
     reserved = served.used_pages * served.page_size
     share = served.used_places / np.maximum(reserved, 1)
     return {

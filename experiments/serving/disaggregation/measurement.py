@@ -61,7 +61,8 @@ from scaling.costs import kv_bytes_per_token, linear_cost
 from scaling.shapes import describe_config
 
 CLAIMS = claims_file(__file__)
-PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
+PANELS = (2, 1)
+PANEL_SIZE_INCHES = (6.8, 3.2)
 SWITCH = ("shares_served", True)
 WAYS = ("both phases", "either phase")
 NUM_WORKERS = 2
@@ -215,7 +216,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         offered = []
         for share in config.shares_served:
             # Both placements serve the same requests.
-            rate, rng = share * most, np.random.default_rng(config.seed)
+            rate = share * most
+            rng = np.random.default_rng(config.seed)
             num = max(2, round(rate * config.seconds))
             arrival_s = workloads.poisson(rng, rate=rate, num=num)
             tokens = _prompts(loaded, [config.prompt_tokens] * num, rng)
@@ -230,7 +232,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             budgets = (config.token_budget, other)
             with _service(config, folder, roles, budgets) as service:
                 found.append(asyncio.run(_serve(config, load, service)))
-    rows, sent_bytes = [], []
+    rows = []
+    sent_bytes = []
     for (way, load), served in zip(jobs, found, strict=False):
         marks = np.percentile([_times_s(x) for x in served], (50, 90), axis=0)
         simulated = _simulated(config, way, load, replica)
@@ -275,7 +278,9 @@ async def _calibrated(
     config: Config, loaded: Any, service: Service
 ) -> list[tuple[str, int, float]]:
     """Times the prefill of single prompts, and batches that decode."""
-    rng, names, rows = np.random.default_rng(config.seed + 1), itertools.count(), []
+    rng = np.random.default_rng(config.seed + 1)
+    names = itertools.count()
+    rows = []
     most = config.prompt_tokens
     sizes = [most // 4, most // 2, most]
     sizes = [x for x in sizes for _ in range(config.repeats + 1)]
@@ -314,7 +319,8 @@ def _times_s(served: RoutedAnswer) -> tuple[float, float]:
     """Returns the time to first token and the mean time between tokens."""
     times = served.completion
     assert times.first_token_s is not None
-    later_s, num = times.finish_s - times.first_token_s, len(times.tokens) - 1
+    later_s = times.finish_s - times.first_token_s
+    num = len(times.tokens) - 1
     return times.first_token_s - times.arrival_s, later_s / max(num, 1)
 
 
@@ -329,7 +335,8 @@ def _replica(
         each, start = np.polyfit(size, seconds, 1)
         return np.maximum([start, each], 0)
 
-    reads, decodes = line("a prompt"), line("decoding")
+    reads = line("a prompt")
+    decodes = line("decoding")
     cost = linear_cost((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
     # The simulated replicas prefill whole prompts.
     whole = config.prompt_tokens + config.max_slots

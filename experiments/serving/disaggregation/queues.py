@@ -47,7 +47,8 @@ class QueueTimes(ResultRecord):
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per machine and load."""
         rate, *values = field_values(self).values()
-        machines, rates = np.repeat(MACHINES, len(rate)), np.tile(rate, len(MACHINES))
+        machines = np.repeat(MACHINES, len(rate))
+        rates = np.tile(rate, len(MACHINES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
         columns = (machines, rates, *(x.ravel() for x in values))
         return to_rows(dict(zip(names, columns, strict=True)))
@@ -65,7 +66,9 @@ def formula_s(machine: str, rate: float) -> float:
 
     Source: Zhong et al. 2024, arXiv:2401.09670, section 3.1, equations 1 to 3.
     """
-    d, k, r = SERVICE_S, SPEED_UP, rate
+    d = SERVICE_S
+    k = SPEED_UP
+    r = rate
     if machine == "two tensor ways":
         return d / k + r * d**2 / (2 * k * (k - r * d))
     if machine == "two pipeline stages":
@@ -75,7 +78,8 @@ def formula_s(machine: str, rate: float) -> float:
 
 def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     """Simulates every machine under every load."""
-    loads, num = config.queue_loads, config.queue_requests
+    loads = config.queue_loads
+    num = config.queue_requests
     came = np.stack(
         [
             poisson(

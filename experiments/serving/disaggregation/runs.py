@@ -114,7 +114,8 @@ def serve_single_replicas(
       config: duration and seed.
       progress: receives progress.
     """
-    jobs, seconds = [], config.seconds
+    jobs = []
+    seconds = config.seconds
     for name, role, instance, rate in cases:
         requests = sample_requests(KNOWN[name].law, rate, seconds, config.seed)
         if role == "decode":  # a request for one token ends with its prefill
@@ -172,7 +173,8 @@ def search_limits(
     application: settings.Application, instance: Instance
 ) -> dict[ReplicaRole, float]:
     """Returns upper ends of the rate search of a replica, by role."""
-    prompt, output = application.law.prompt.mean, application.law.output.mean
+    prompt = application.law.prompt.mean
+    output = application.law.output.mean
     prefill, decode = (
         np.asarray(x) for x in (instance.cost.prefill, instance.cost.decode_large)
     )
@@ -211,7 +213,8 @@ def application_goodputs(single: PlacementLoads, split: PlacementLoads) -> Goodp
     for name in single.distinct("name"):
         split_loads = split.where(name=name)
         of = goodput_per_objective if name == EXAMPLE else goodput_per_gpu
-        found, placement = np.nan, "-"
+        found = np.nan
+        placement = "-"
         if len(split_loads):
             found = of(split_loads)
             placement = (
@@ -251,7 +254,8 @@ def best_placement(name: str, found: PhaseGoodputs) -> tuple[PhasePlacement, flo
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
-    chosen, rates = [], []
+    chosen = []
+    rates = []
     for role in ("prefill", "decode"):
         selected = found.where(name=name, role=role)
         most = int(np.argmax(selected.rate_per_s))

@@ -115,7 +115,8 @@ CODE = _law((171.3, 98.2), (6.0, 2.0))
 SUMMARIES = _law((1738.3, 90.7), (40.0, 2.0))
 """LongBench; nearly all prompts have OPT's longest length."""
 
-_CHAT, _CODE = "section 6.2: chat, over all models", "section 6.2: code completion"
+_CHAT = "section 6.2: chat, over all models"
+_CODE = "section 6.2: code completion"
 _SUMMARIES = "section 6.2: summaries"
 
 APPLICATIONS: dict[str, Application] = {

@@ -80,7 +80,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ]
     # The example's placement is the paper's, not the best one here.
     reads, decodes = found.where(name=EXAMPLE).rate_per_s
-    one, sustained = Instance(KNOWN[EXAMPLE].model, 1).replica, min(2 * reads, decodes)
+    one = Instance(KNOWN[EXAMPLE].model, 1).replica
+    sustained = min(2 * reads, decodes)
     placements += [
         (EXAMPLE, PhasePlacement(one, one, 2, 1, link), sustained)
         for link in (settings.LINK, *config.links)
@@ -109,8 +110,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges the simulated parts."""
-    found, line = result.goodput, result.queues
-    together, split = found.together_per_card_per_s[0], found.split_per_card_per_s[0]
+    found = result.goodput
+    line = result.queues
+    together = found.together_per_card_per_s[0]
+    split = found.split_per_card_per_s[0]
     reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
     yield measured("example", together, quantity="both phases on one GPU")
     yield measured("example", reads, quantity="prefill on one GPU")
@@ -119,10 +122,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("example", split, quantity=coupled)
     yield measured("more", split / together if together > 0 else math.nan)
     for row in found.at(slice(1, None)).rows():
-        together, split_rate = (
-            row["together_per_card_per_s"],
-            row["split_per_card_per_s"],
-        )
+        together = row["together_per_card_per_s"]
+        split_rate = row["split_per_card_per_s"]
         if math.isnan(split_rate):
             continue
         (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
@@ -141,11 +142,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("need", 10 * size)
     chat = result.split.where(name="chat, 66B")
     if len(chat):
-        quick, slowest_s = float(chat.quick_share.min()), float(chat.transfer_s.max())
+        quick = float(chat.quick_share.min())
+        slowest_s = float(chat.transfer_s.max())
         yield measured(
             "transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s
         )
-    off, known = abs(line.off).max(1), (line.error_s / line.waiting_s).max(1)
+    off = abs(line.off).max(1)
+    known = (line.error_s / line.waiting_s).max(1)
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
     for machine, most, error in zip(MACHINES, off, known, strict=True):
@@ -216,9 +219,11 @@ def plot(axes: Any, result: Result) -> None:
         single.where(role=x) for x in ("both", "prefill", "decode")
     )
     first_s, gap_s = KNOWN[EXAMPLE].objectives
-    lines, label = [both, prefill, split], "first token [s]"
+    lines = [both, prefill, split]
+    label = "first token [s]"
     _draw_tail(axes[0, 0], "ttft_s", lines, first_s, label)
-    lines, label = [both, decode, split], "time per token [s]"
+    lines = [both, decode, split]
+    label = "time per token [s]"
     _draw_tail(axes[0, 1], "tpot_s", lines, gap_s, label)
     goodputs = result.goodput.rows()
     example = next((row for row in goodputs if row["name"] == EXAMPLE), None)
@@ -233,7 +238,8 @@ def _draw_tail(
 ) -> None:
     sustained = {}
     for loads in filter(len, lines):
-        values, name = getattr(loads, field), ROLES[loads.role[0]]
+        values = getattr(loads, field)
+        name = ROLES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
         draw_curve(ax, loads.rate_per_card, values, name, name)
         sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
@@ -251,7 +257,8 @@ def _draw_attained(
     ax: Any, lines: list[PlacementLoads], goodput: dict[str, Any] | None
 ) -> None:
     for loads in filter(len, lines):
-        name, x = ROLES[loads.role[0]], loads.rate_per_card
+        name = ROLES[loads.role[0]]
+        x = loads.rate_per_card
         draw_curve(ax, x, 100 * loads.attained, name, name)
     draw_reference_line(ax, KEPT, f"{KEPT} % of the requests")
     title = "Requests that keep both objectives"
@@ -273,7 +280,8 @@ KEPT = 90
 def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
     gains = []
     for i, row in enumerate(rows):
-        together, split = row["together_per_card_per_s"], row["split_per_card_per_s"]
+        together = row["together_per_card_per_s"]
+        split = row["split_per_card_per_s"]
         base = together if together > 0 else np.nan
         pairs = ((-0.2, together, "both phases"), (0.2, split, "split"))
         for dx, value, name in pairs:

@@ -66,7 +66,8 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 2.9)
+PANELS = (3, 1)
+PANEL_SIZE_INCHES = (6.8, 2.9)
 
 CONFIGS = {
     "smoke": Config(lengths=(64, 128, 256), contexts=(64, 256), head_dim=16, repeats=2),
@@ -164,7 +165,8 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         wide = [jnp.asarray(x, jnp.float64) for x in arrays]
         both = (plain_attention(*wide), *_gradient(plain_attention, *wide))
         exact = [np.asarray(x) for x in both]
-    calls, rest = [], []
+    calls = []
+    rest = []
     for attend in (plain_attention, tiled_attention):
         forward = jax.jit(attend)
         gradient = jax.jit(functools.partial(_gradient, attend))
@@ -212,7 +214,9 @@ def _one_query(context: int, config: Config) -> list[float]:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns ratios at every length, and the units of parallel work."""
-    plain, flash, heads = result.plain, result.flash, result.num_kv_heads
+    plain = result.plain
+    flash = result.flash
+    heads = result.num_kv_heads
     pieces = -(-result.context // 64) * heads
     queries = {
         "tokens": result.length,
@@ -236,7 +240,8 @@ def metrics(result: Result) -> dict[str, Any]:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the published scaling with the measurements."""
-    flash, plain = result.flash, result.plain
+    flash = result.flash
+    plain = result.plain
     ratio = plain.gradient_s / flash.gradient_s
     one = result.one_flash_s / result.one_paged_s
     worst = np.max(flash.error / plain.error, initial=0)
@@ -270,7 +275,8 @@ def plot(axes: Any, result: Result) -> None:
     titles = ["All queries: time with the gradient", "All queries: memory"]
     titles.append("One query, as in decoding")
     if len(result.length) and len(result.context):
-        plain, flash = result.plain, result.flash
+        plain = result.plain
+        flash = result.flash
         gain = plain.gradient_s[-1] / flash.gradient_s[-1]
         titles[0] = (
             f"{result.length[-1]:,} queries: tiles take 1/{gain:.2g} of the time"

@@ -79,7 +79,8 @@ class Config:
         validation.at_least(self, "repeats")
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.8)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(lengths=(4, 8), counted_lengths=(64, 2**18, 2**20), repeats=2),
@@ -162,7 +163,8 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of times and of FLOPs."""
-    title, measured = f"measured on {result.device}, greedy", result.timed.rows()
+    title = f"measured on {result.device}, greedy"
+    measured = result.timed.rows()
     parts: list[ReportPart] = [*metric_sheets({title: measured} if measured else {})]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
     for counted in (result.counted, result.other):
@@ -181,7 +183,8 @@ def summary(result: Result) -> list[ReportPart]:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares growth and a published speed-up with counts and measurements."""
-    other, timed = result.other, result.timed
+    other = result.other
+    timed = result.timed
     attention = counting.growth_exponents(other.attention_flops, other.length)
     without, cached = counting.growth_exponents(other.total_flops, other.length)
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
@@ -209,7 +212,8 @@ SYSTEMS = ("without the cache", "with the cache")
 
 def plot(axes: Any, result: Result) -> None:
     """Draws times on the left and FLOPs on the right; one token above, a text below."""
-    timed, models = result.timed, ((result.counted, "-"), (result.other, "--"))
+    timed = result.timed
+    models = ((result.counted, "-"), (result.other, "--"))
     for row, what, label, seconds in (
         (0, "one token", "tokens before it [tokens]", (timed.without_s, timed.with_s)),
         (1, "a whole text", "length of the text [tokens]", timed.totals_s()),
@@ -236,7 +240,8 @@ def plot(axes: Any, result: Result) -> None:
         title += f"at {result.other.length[-1]:,} tokens"
         set_labels(right, title, label, "operations [FLOP]", **log)
     # Grey lines of slope 3 and 2 pass through the last points.
-    end, length = result.other.length[-1], result.other.length
+    end = result.other.length[-1]
+    length = result.other.length
     x = length[length >= end / 256]
     rows = zip(result.other.total_flops, (3, 2), ("-.", ":"), strict=True)
     for row, power, line in rows:
@@ -302,7 +307,9 @@ def _draw(
         cache: Any = decoding.init_cache(
             make_model_pages(model.config, bounds), max_slots=1, max_length=num
         )
-        token, drawn, seconds = jnp.asarray([start], jnp.int32), [], []
+        token = jnp.asarray([start], jnp.int32)
+        drawn = []
+        seconds = []
         for _ in range(num):
             start_s = time.perf_counter()
             token, cache = feed(model.params, cache, token)

@@ -42,7 +42,8 @@ TRACES = ("azure_conv", "azure_code")
 FOLDER = "JAXKV_DATA"
 """Environment variable with the folder that contains `traces/`."""
 
-MAX_SLOTS, HEAD = 256, 16
+MAX_SLOTS = 256
+HEAD = 16
 BUDGET = 2048
 """Token budget of a step; chunked prefill shares it with decoding."""
 MAX_LENGTH = 1 << 14
@@ -216,7 +217,8 @@ def plot(ax: Any, result: list[Row]) -> None:
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))
     for (trace, model), rows in replays:
         found = [(row["num_devices"], row["first_p99_s"]) for row in rows]
-        kind, size = trace[6:], model.removeprefix("llama-2-")
+        kind = trace[6:]
+        size = model.removeprefix("llama-2-")
         color = BLUE if kind == "code" else ORANGE
         is_small = size == "7b"
         look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}

@@ -52,7 +52,8 @@ class Config:
 
 
 claims = published.claims
-PANELS, PANEL_SIZE_INCHES = (7, 2), (3.4, 3.0)
+PANELS = (7, 2)
+PANEL_SIZE_INCHES = (3.4, 3.0)
 SWITCH = ("traces", False)
 
 CONFIGS = {
@@ -77,7 +78,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
             break
         panel = published.PANELS[name]
         progress.show(f"figure {name}: {panel.title}")
-        setting, most = panel.setting(), BEYOND * panel.axis
+        setting = panel.setting()
+        most = BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
         found = runs.explore_rates(
             setting,
@@ -120,7 +122,8 @@ def summary(result: list[Row]) -> list[ReportPart]:
     ]
     capacities = []
     for name, selected in runs.group_rows(result, "panel").items():
-        curves, found = runs.latency_curves(selected), runs.sustained_loads(selected)
+        curves = runs.latency_curves(selected)
+        found = runs.sustained_loads(selected)
         cells = {system: x.text for system, x in found.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if found[system].relation == "is":
@@ -162,9 +165,11 @@ def plot(axes: Any, result: list[Row]) -> None:
     """Draws figures 12 and 14, then 13, and removes the other axes."""
     free = iter(axes.ravel())
     for name, rows in runs.group_rows(result, "panel").items():
-        ax, panel = next(free), published.PANELS[name]
+        ax = next(free)
+        panel = published.PANELS[name]
         runs.draw_curves(ax, rows, f"{name}: {panel.title}")
-        found, curves = runs.sustained_loads(rows), runs.latency_curves(rows)
+        found = runs.sustained_loads(rows)
+        curves = runs.latency_curves(rows)
         oracle = found.get(published.ORACLE)
         if "paged" in found and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
@@ -184,7 +189,8 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
-    reference, drawn = published.BATCHES[name], [row["system"] for row in rows]
+    reference = published.BATCHES[name]
+    drawn = [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
@@ -195,7 +201,8 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in drawn]
     ax.set_xticks(range(len(rows)), names)
-    data, rate = published.PANELS[name].data, rows[0]["rate_per_s"]
+    data = published.PANELS[name].data
+    rate = rows[0]["rate_per_s"]
     most = max(rows, key=lambda row: row["batch"])
     title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
     title += f"{most['system']} runs {most['batch']:.0f} at once"

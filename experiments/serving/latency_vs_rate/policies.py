@@ -29,7 +29,8 @@ from jaxkv.workloads import (
     time_to_first_token_s,
 )
 
-MAX_SLOTS, HEAD = 128, 511
+MAX_SLOTS = 128
+HEAD = 511
 POLICIES: dict[str, Policy] = {
     "first come first served": scheduling.fcfs(),
     "shortest remaining, predicted": scheduling.shortest_remaining(),
@@ -71,7 +72,8 @@ class Config:
         azure.check_fits(self.model, self.device, self.num_devices)
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
@@ -105,11 +107,13 @@ def draw_workload(config: Config) -> Workload:
         if config.recording is None
         else config.recording
     )
-    found, num = read_recording(path), config.first_requests
+    found = read_recording(path)
+    num = config.first_requests
     for doubt in found.doubts:
         warnings.warn(doubt, stacklevel=2)
     found = found.at_rate(found.rate * config.rate_factor)
-    prompt, output = found.prompt[:num], found.output[:num]
+    prompt = found.prompt[:num]
+    output = found.output[:num]
     rng = np.random.default_rng(config.seed)
     # Lognormal of median 1.
     error = np.exp(config.prediction_sigma * rng.standard_normal(prompt.size))

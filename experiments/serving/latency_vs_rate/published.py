@@ -140,7 +140,8 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
     whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
     yield from _figure_12(whole)
     for row in axis_end_rows(rows):
-        panel, system = PANELS[row["panel"]], row["system"]
+        panel = PANELS[row["panel"]]
+        system = row["system"]
         printed = BATCHES.get(row["panel"], {}).get(system)
         if printed is None:
             continue

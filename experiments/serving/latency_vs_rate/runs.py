@@ -178,7 +178,8 @@ def _row(
     groups: int,
 ) -> Row:
     """Returns metrics of one member, whose requests have `samples` sequences each."""
-    num, each = workload.prompt.shape[0], samples // groups
+    num = workload.prompt.shape[0]
+    each = samples // groups
     arrival_s, finish_s, first_s = (
         x[index][: num * each].reshape(num, each)
         for x in (served.arrival_s, served.finish_s, served.first_s)

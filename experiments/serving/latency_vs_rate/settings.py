@@ -111,10 +111,8 @@ def step_time(server: Machine) -> LinearCost:
     if server.name == "13B":
         return figure_12_cost().cost
     prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
-    fit_device, device = (
-        find_device("a100-80gb"),
-        find_device(server.device),
-    )
+    fit_device = find_device("a100-80gb")
+    device = find_device(server.device)
     each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
     ratio = each / other
     heavier = [

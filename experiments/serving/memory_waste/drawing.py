@@ -42,8 +42,10 @@ USE_LOOKS = (
 
 def plot(axes: Any, result: Any) -> None:
     """Draws memory by part, uses of token places, growth of memory, and throughput."""
-    weights, places = result.weight_bytes / 1e9, result.kv_bytes / 1e9
-    ax, memory = axes[0][0], result.memory_bytes / 1e9
+    weights = result.weight_bytes / 1e9
+    places = result.kv_bytes / 1e9
+    ax = axes[0][0]
+    memory = result.memory_bytes / 1e9
     names = ("parameters", "keys and values", "rest")
     sizes = (weights, places, memory - weights - places)
     colors = [(0.6, 0.6, 0.6), plotting.colors()[BLUE], (0.8, 0.8, 0.8)]
@@ -53,7 +55,8 @@ def plot(axes: Any, result: Any) -> None:
     title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
     set_labels(ax, title, "", "memory of an A100 [GB]")
     _draw_uses(axes[0][1], result)
-    ax, full = axes[1][0], weights + places
+    ax = axes[1][0]
+    full = weights + places
     draw_reference_line(ax, full, "all memory for keys and values")
     ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
     title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
@@ -75,7 +78,8 @@ def plot(axes: Any, result: Any) -> None:
 
 def _draw_uses(ax: Any, result: Any) -> None:
     """Draws simulated shares left and published shares right in each pair of bars."""
-    names, printed = result.system.tolist(), CLAIMS.published("uses")
+    names = result.system.tolist()
+    printed = CLAIMS.published("uses")
     reference = [
         [printed[name].get(use, 0.0) for use in USES.values()] for name in names
     ]
@@ -104,7 +108,8 @@ def _draw_lines(
     ax: Any, result: Any, values: np.ndarray, *, says_end: bool
 ) -> dict[str, tuple[int, float]]:
     """Draws lines up to the last request that fits; returns their end points."""
-    requests, ends = result.growth.requests, {}
+    requests = result.growth.requests
+    ends = {}
     for name, line in zip(result.system.tolist(), values, strict=True):
         last = np.flatnonzero(np.isfinite(line))[-1]
         end = ends[name] = int(requests[last]), float(line[last])

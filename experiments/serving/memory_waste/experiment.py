@@ -74,7 +74,8 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.7)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 3.7)
 
 CONFIGS = {
     "paper": Config(),
@@ -131,7 +132,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     last = settings.SYSTEMS[-1]
     contiguous = _serve(config, setting, orca, progress)
     progress.show("paged memory")
-    names, last_scale = ("prefill", "decode", "decode_large"), config.step_scales[-1]
+    names = ("prefill", "decode", "decode_large")
+    last_scale = config.step_scales[-1]
     costs = [
         cost._replace(
             **{x: getattr(cost, x) * np.float32(scale / last_scale) for x in names}
@@ -177,7 +179,8 @@ def _serve(
     )
     shape = (-1, config.num_seeds)
     ended = served.finish_s > config.warm_up_s
-    means, totals = served.means, served.totals
+    means = served.means
+    totals = served.totals
     return Waste(
         uses=np.stack([getattr(means, x).reshape(shape) for x in USES], axis=-1),
         batch=means.batch.reshape(shape),
@@ -191,7 +194,8 @@ def _growth(
     waste: Waste, server: settings.Machine, cost: Cost, token_bytes: float
 ) -> BatchGrowth:
     """Extrapolates memory and throughput to each batch size that fits."""
-    uses, batch = waste.uses.mean(axis=1), waste.batch.mean(axis=1)
+    uses = waste.uses.mean(axis=1)
+    batch = waste.batch.mean(axis=1)
     places = server.num_places
     # External fragmentation of contiguous regions is lost to all requests; free pages
     # are not.
@@ -269,7 +273,9 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of memory use, and of its dependence on the step time."""
-    waste, scaled, names = result.waste, result.scaled, result.system.tolist()
+    waste = result.waste
+    scaled = result.scaled
+    names = result.system.tolist()
     uses = {use: _spreads(100 * waste.uses[:, :, k]) for k, use in enumerate(USES)}
     served = {
         "requests at once": _spreads(waste.batch),

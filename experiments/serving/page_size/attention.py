@@ -74,7 +74,8 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.6)
+PANELS = (2, 1)
+PANEL_SIZE_INCHES = (6.8, 3.6)
 SWITCH = ("hours", False)
 
 CONFIGS = {
@@ -224,7 +225,8 @@ def _paper_column(result: Result) -> int:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns ratios by shape and page size, and times at the paper's page size."""
-    found, column = result.latency, _paper_column(result)
+    found = result.latency
+    column = _paper_column(result)
     sizes = result.page_size.tolist()
     usual = sizes[column]
     rows = [
@@ -243,7 +245,8 @@ def metrics(result: Result) -> dict[str, Any]:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the published overhead of pages with the measured one."""
-    found, column = result.latency, _paper_column(result)
+    found = result.latency
+    column = _paper_column(result)
     ratios = found.ratio[:, column]
     known = ratios[np.isfinite(ratios)]
     low, high = (known.min(), known.max()) if known.size else (math.nan, math.nan)
@@ -252,7 +255,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         relative = float(np.nanmedian(ratios / found.ratio[:, -1]))
         whole = int(result.page_size[-1])
         spread += f"; {relative:.2f} times that of pages of {whole}, in the median"
-    on_cpu, on_gpu = "is jnp against jnp on", "runs against cuDNN's and XLA's on"
+    on_cpu = "is jnp against jnp on"
+    on_gpu = "runs against cuDNN's and XLA's on"
     words: dict[str, Any] = {
         "size": int(result.page_size[column]),
         "peers": on_gpu if result.paged == "mosaic_gpu" else on_cpu,
@@ -263,24 +267,30 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("price", float(high), which="where it costs most", **words)
 
 
-DASHES, COLORS, MARKS = ("-", "--", ":", "-."), (5, 6, 3, 1), "os^d"
+DASHES = ("-", "--", ":", "-.")
+COLORS = (5, 6, 3, 1)
+MARKS = "os^d"
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the ratio by page size, and times as in the paper."""
     ratios, times = axes
-    column, found = _paper_column(result), result.latency
-    batches, contexts = found.distinct("batch"), found.distinct("context")
+    column = _paper_column(result)
+    found = result.latency
+    batches = found.distinct("batch")
+    contexts = found.distinct("context")
     looks = dict(zip(batches, itertools.cycle(zip(COLORS, MARKS, strict=True))))
     for row in found.rows():
-        batch, context = row["batch"], row["context"]
+        batch = row["batch"]
+        context = row["context"]
         color, mark = looks[batch]
         look = {"linestyle": DASHES[contexts.index(context) % 4], "marker": mark}
         label = f"{batch} x {context}"
         draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
         subset = found.where(batch=batch)
-        paged, contiguous = subset.paged_s[:, column], subset.contiguous_s[:, column]
+        paged = subset.paged_s[:, column]
+        contiguous = subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
         draw_curve(
             times, subset.context, 1e3 * paged, color, f"{label}, pages", marker=mark
@@ -294,7 +304,8 @@ def plot(axes: Any, result: Result) -> None:
     if batches:
         at_size = found.ratio[:, column]
         size = result.page_size[column]
-        least, most_ratio = at_size.min(), at_size.max()
+        least = at_size.min()
+        most_ratio = at_size.max()
         title = f"Pages of {size} take {least:.2f} to {most_ratio:.2f} times as long "
         title += "as contiguous attention"
         most = 1e3 * found.paged_s[:, column].max()

@@ -47,7 +47,8 @@ class Config:
         validation.at_least(self, "seed", low=0)
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.6)
 SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
@@ -76,7 +77,9 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates each dataset at two rates; if stopped, keeps the finished ones."""
-    page_sizes, seconds, seed = config.page_sizes, 3600 * config.hours, config.seed
+    page_sizes = config.page_sizes
+    seconds = 3600 * config.hours
+    seed = config.seed
     server = settings.SERVERS["13B"]
     rows = []
     for data, law in settings.DATA.items():
@@ -85,7 +88,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         progress.show(f"{data}, pages of every size")
         load = runs.draw_load(law, FULL[data], seconds, seed)
         cases = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
-        places, cost = server.num_places, settings.step_time(server)
+        places = server.num_places
+        cost = settings.step_time(server)
         members = [
             SimulationMember(
                 load.at(rate),
@@ -104,7 +108,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             progress=progress,
         )
         for i, (rate, size) in enumerate(cases):
-            w, means = load.at(rate), served.means
+            w = load.at(rate)
+            means = served.means
             num = w.prompt.shape[0]
             finish_s = served.finish_s[i][:num]
             finish_s = np.where(np.isnan(finish_s), served.end_s[i], finish_s)
@@ -122,10 +127,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares latencies and memory use with published and expected ones."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
-        rows, law = (
-            result.serving.where(data=data, rate=LOADED[data]),
-            settings.DATA[data],
-        )
+        rows = result.serving.where(data=data, rate=LOADED[data])
+        law = settings.DATA[data]
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
         found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
         words: dict[str, Any] = {"data": data, "low": low, "high": high}
@@ -137,7 +140,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         # Both sources count before the tokens of a step are written, the simulator
         # after.
         written = rows.batch / places
-        tokens, unused = 100 * (rows.tokens - written), 100 * (rows.unused + written)
+        tokens = 100 * (rows.tokens - written)
+        unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
             words = {"data": data, "size": size}
             yield measured("tokens", float(tokens[i]), rate=FULL[data], **words)
@@ -149,13 +153,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: Any, result: Result) -> None:
     """Draws latency and memory use by page size."""
     latency, memory = axes
-    worst, least = ("", 0, 0.0), ("", 0, 100.0)
+    worst = ("", 0, 0.0)
+    least = ("", 0, 100.0)
     for data in ("ShareGPT", "Alpaca"):
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
-            y, label = rows.normalised_s, f"{data}, {LOADED[data]:g} requests/s"
+            y = rows.normalised_s
+            label = f"{data}, {LOADED[data]:g} requests/s"
             draw_curve(latency, rows.page_size, y, data, label)
-            bar, look = [0.85 * y.min()] * 2, {"marker": "", "linewidth": 4}
+            bar = [0.85 * y.min()] * 2
+            look = {"marker": "", "linewidth": 4}
             label = f"{data}, the paper's best"
             draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
             times = y.max() / y.min()

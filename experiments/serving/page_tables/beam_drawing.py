@@ -22,9 +22,11 @@ from jaxkv.plotting import (
     slot_color,
 )
 
-_LABEL, _THIN = 0.55, 0.06
+_LABEL = 0.55
+_THIN = 0.06
 """Widths: of the labels before the pages, and of a page that is never used."""
-_ROW, _LINE = 0.39, 0.08
+_ROW = 0.39
+_LINE = 0.08
 """Heights: of a beam, and of a line of text."""
 
 HEIGHT = 4 * _ROW + 0.83
@@ -53,7 +55,8 @@ def draw_beams(
       width: width in inches.
     """
     for slot, name in enumerate(names):
-        middle, color = y + (slot + 0.5) * _ROW, slot_color(slot)
+        middle = y + (slot + 0.5) * _ROW
+        color = slot_color(slot)
         look = {"color": color, "fontweight": "bold"}
         draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
         following = frames.tokens[i, slot, frames.length[i, slot]]
@@ -79,7 +82,8 @@ def _draw_page(
 ) -> None:
     """Draws a physical page across the rows of its beams."""
     slots = frames.owners(i, page)
-    height, size = box.height / len(slots), frames.held.shape[2]
+    height = box.height / len(slots)
+    size = frames.held.shape[2]
     for k, slot in enumerate(slots):
         band = box._replace(y=box.y + k * height, height=height)
         draw_rectangle(
@@ -110,12 +114,14 @@ def _draw_pool(
     for page, is_used in enumerate(used):
         box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
         left += box.width + 0.05
-        count, owners = int(frames.ref[i, page]), frames.owners(i, page)
+        count = int(frames.ref[i, page])
+        owners = frames.owners(i, page)
         fill_stripes(ax, box, owners)
         draw_frame(ax, box, owners)
         if not is_used:
             continue
-        middle, color = box.x + box.width / 2, INK if count else GHOST
+        middle = box.x + box.width / 2
+        color = INK if count else GHOST
         draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
         before = int(frames.ref[i - 1, page]) if i else count
         if count:

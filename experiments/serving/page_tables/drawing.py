@@ -31,8 +31,10 @@ type Scene = tuple[str, Frames, tuple[str, ...]]
 """Title, frames, and the name of each slot."""
 
 _MARGIN = 0.1
-_COLUMN, _GAP = 3.5, 0.2
-_ROW, _THIN = 0.24, 0.09
+_COLUMN = 3.5
+_GAP = 0.2
+_ROW = 0.24
+_THIN = 0.09
 """Heights: of a page with 2 lines of text, and of a page that is never used."""
 _PAGE = 1.22
 """Width of a page with 2 words a line."""
@@ -68,7 +70,8 @@ def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
             sequences = 0.05 + sum(num * _ROW + 0.17 for num in pages if num)
             height = 0.46 + max(pool, sequences)
         for i, caption in enumerate(frames.caption):
-            x, top = (i % 2) * (_COLUMN + _GAP), y + height * (i // 2)
+            x = (i % 2) * (_COLUMN + _GAP)
+            top = y + height * (i // 2)
             draw_text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
             if is_beams:
                 beam_drawing.draw_beams(
@@ -83,7 +86,8 @@ def _draw_frame(
     ax: Any, x: float, y: float, frames: Frames, i: int, names: Sequence[str]
 ) -> None:
     """Draws a frame: pages and table of each sequence, lines to the pool, the pool."""
-    table_x, pool_x = x + _PAGE + 0.11, x + _COLUMN - _PAGE - 0.2
+    table_x = x + _PAGE + 0.11
+    pool_x = x + _COLUMN - _PAGE - 0.2
     for place, head in (
         (x + _PAGE / 2, "logical pages"),
         (table_x + 0.04, "page"),
@@ -92,7 +96,8 @@ def _draw_frame(
     ):
         look = {"color": GREY, "ha": "center", "va": "baseline"}
         draw_text(ax, place, y - 0.04, head, SMALL, **look)
-    pool, top = {}, y
+    pool = {}
+    top = y
     for page, used in enumerate(frames.ever_used()):
         box = Box(pool_x, top, _PAGE, (_ROW if used else _THIN) - 0.03)
         _draw_page(ax, box, frames, i, page)
@@ -114,12 +119,11 @@ def _draw_slot(
     pool: dict[int, Box],
 ) -> float:
     """Draws a sequence's logical pages and table rows; returns the lower edge."""
-    color, size, table_x = (
-        slot_color(slot),
-        frames.held.shape[2],
-        x + _PAGE + 0.11,
-    )
-    length, texts = int(frames.length[i, slot]), frames.words_of(frames.tokens[i, slot])
+    color = slot_color(slot)
+    size = frames.held.shape[2]
+    table_x = x + _PAGE + 0.11
+    length = int(frames.length[i, slot])
+    texts = frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
         draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
@@ -151,8 +155,10 @@ def _draw_slot(
 
 def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     """Draws a physical page in its owners' colours, with the words read from K."""
-    count, copied = int(frames.ref[i, page]), int(frames.copied[i, page])
-    owners, held = frames.owners(i, page), frames.held[i, page]
+    count = int(frames.ref[i, page])
+    copied = int(frames.copied[i, page])
+    owners = frames.owners(i, page)
+    held = frames.held[i, page]
     middle = box.y + box.height / 2
     color = INK if count else GHOST
     draw_text(ax, box.x - 0.03, middle, str(page), 6, color=color, ha="right")

@@ -24,9 +24,11 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, column, field_values
 from jaxkv.sampling import Sampling
 
-NUM_PAGES, PAGE_SIZE = 9, 4
+NUM_PAGES = 9
+PAGE_SIZE = 4
 """Page pool of the paper's figures."""
-WIDTH, NUM_BEAM_PAGES = 4, 17
+WIDTH = 4
+NUM_BEAM_PAGES = 17
 """Number of beams, and pages for them: a request is admitted only if its worst case
 fits, in which beams share no page of their answers."""
 
@@ -210,7 +212,8 @@ beams, with their reference counts."""
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the tables of the frames with those of the published figures."""
-    samples, beams = result.samples, result.beams
+    samples = result.samples
+    beams = result.beams
     found = {
         "grows": [_row(result.one, i, 0) for i in range(4)],
         "one": [_row(result.two, i, 0) for i in range(3)],
@@ -233,7 +236,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
     """Returns a slot's pages in token order with their filled places."""
-    pages, filled = frames.pages(frame, slot), frames.filled(frame, slot)
+    pages = frames.pages(frame, slot)
+    filled = frames.filled(frame, slot)
     return dict(zip(pages, filled, strict=True))
 
 

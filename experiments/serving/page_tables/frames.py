@@ -45,7 +45,8 @@ class Frames(ResultRecord):
 
     def filled(self, frame: int, slot: int) -> list[int]:
         """Returns the number of filled places in each page of a slot."""
-        size, length = self.held.shape[2], int(self.length[frame, slot])
+        size = self.held.shape[2]
+        length = int(self.length[frame, slot])
         return [min(size, length - i) for i in range(0, length, size)]
 
     def ever_used(self) -> list[bool]:
@@ -149,7 +150,8 @@ class FrameRecorder(Stepper):
         for step, (caption, call) in enumerate(zip(captions, calls, strict=False)):
             raise_if_violated(call.step_infos.violations, first_step=step)
             shot = _look(call.state, before, rows)
-            before, num_copied = shot["page_ids"], (shot["copied"] != NO_PAGE).sum()
+            before = shot["page_ids"]
+            num_copied = (shot["copied"] != NO_PAGE).sum()
             if (
                 not self.config.max_beams
                 and num_copied != call.step_infos.num_copied.sum()

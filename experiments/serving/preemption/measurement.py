@@ -92,7 +92,8 @@ class Config(RaggedConfig):
         validation.within(self, *shares, low=0, high=1)
 
 
-PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
+PANELS = (4, 1)
+PANEL_SIZE_INCHES = (6.8, 2.9)
 SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
@@ -166,16 +167,13 @@ def _asked(
 
     pool = pages_of(config.pool_share)
     small = max(1, round(config.host_share * pool))
-    wide, tight = (
-        tight_engine_config(config, need, need),
-        tight_engine_config(config, pool, pool),
-    )
+    wide = tight_engine_config(config, need, need)
+    tight = tight_engine_config(config, pool, pool)
     narrow = tight_engine_config(config, pool, small)
-    again, swap = (
-        PreemptionSetting("recompute", pool),
-        PreemptionSetting("swap", pool, "swap", swap_pages=pool),
-    )
-    both, rules = (again, swap), get_args(Victim.__value__)
+    again = PreemptionSetting("recompute", pool)
+    swap = PreemptionSetting("swap", pool, "swap", swap_pages=pool)
+    both = (again, swap)
+    rules = get_args(Victim.__value__)
     ways = [(PreemptionSetting("room for all", need), wide)]
     for way in both:
         held = way._replace(name=f"{way.name}, hold new", hold_new=True)
@@ -222,7 +220,8 @@ def cut_prompts(
     rng = np.random.default_rng(config.seed)
     requests = config.requests(model.tokenizer, rng, ignore_eos=True)
     # Eight attempts: a file may be shorter than the request.
-    tries, ask = [config.move_tokens] * 8, requests[0].sampling
+    tries = [config.move_tokens] * 8
+    ask = requests[0].sampling
     found = cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
     return requests, max(found, key=lambda request: len(request.tokens))
 
@@ -243,9 +242,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     held = [x.where(hold_new=True) for x in served]
     if any(map(len, held)):
         yield measured("held", sum(x.num_overtaken.sum() for x in held))
-    none, plain = result.spaces.where(swap_pages=0), ways.where(name="recompute")
+    none = result.spaces.where(swap_pages=0)
+    plain = ways.where(name="recompute")
     if len(none) and len(plain):
-        lost, reference = none.num_recomputed[0], float(plain.num_recomputed[0])
+        lost = none.num_recomputed[0]
+        reference = float(plain.num_recomputed[0])
         yield measured("left_end", lost, published=reference)
     for share, published in WATERMARKS.items():
         marks = result.watermarks
@@ -253,7 +254,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             marks.watermark == [round(share * x) for x in marks.pool_pages]
         )
         if len(selected):
-            found, reference = 100 * selected.recomputed_share[0], 100 * published
+            found = 100 * selected.recomputed_share[0]
+            reference = 100 * published
             words: dict[str, Any] = {"share": 100 * share}
             yield measured(
                 "watermark", found, published=reference, differs=True, **words
@@ -272,7 +274,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured(
             "end_to_end", np.median(again.duration_s[0] / swap.duration_s[0])
         )
-    moves, sizes = result.moves, result.moves.page_size
+    moves = result.moves
+    sizes = result.moves.page_size
     if len(moves) < 2:
         return
     again, swap = (
@@ -289,24 +292,24 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of all settings; parts that were not served are left out."""
-    ways, moves = result.ways, result.moves
+    ways = result.ways
+    moves = result.moves
     counts = ("num_preempted", "recomputed_share", "pages_moved", "steps")
     times = ("seconds", "mean_latency_s", "p95_latency_s", "num_different")
     moved = ("num_bytes", "recompute_s", "swap_s", "swap_through_host_s")
     parts_s = ("out_s", "in_s", "host_out_s", "host_in_s")
     kept = ("watermark", "watermark_share", *counts)
     room = ("swap_pages", "host_pages", "num_fallbacks", *counts)
-    pool, need = ways.pool_pages.min(initial=2**31), ways.pool_pages.max(initial=0)
+    pool = ways.pool_pages.min(initial=2**31)
+    need = ways.pool_pages.max(initial=0)
     title = f"a pool of {pool} pages; {need} suffice for all requests"
     note = (
         f"Seconds: median (lowest-highest) of {ways.duration_s.shape[-1]} alternating "
         "servings. Pages moved: out and back. Hold new: no new request is admitted "
         "until all preempted ones are done."
     )
-    marks, spaces = (
-        "a watermark at admission, recomputing",
-        "swap space that is too small",
-    )
+    marks = "a watermark at admission, recomputing"
+    spaces = "swap space that is too small"
     lost = "Requests that find no room in the buffer have their tokens recomputed."
     small = Servings.joined([result.spaces, result.hosts])
     back = f"restoring one request of {moves.num_tokens.max(initial=0):,} tokens"
@@ -332,10 +335,12 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_ways(ax: Any, ways: Servings) -> None:
     """Draws computed and recomputed tokens as a bar for each setting."""
-    names, again_look = ways.name.tolist(), {"hatch": "xxx", "edgecolor": "white"}
+    names = ways.name.tolist()
+    again_look = {"hatch": "xxx", "edgecolor": "white"}
     shares = {}
     for i, row in enumerate(ways.rows()):
-        fed, again = row["num_fed"] / 1000, row["num_recomputed"] / 1000
+        fed = row["num_fed"] / 1000
+        again = row["num_recomputed"] / 1000
         color = system_style(names[i]).color
         ax.barh(i, fed - again, 0.66, color=color)
         ax.barh(i, again, 0.66, left=fed - again, color=color, **again_look)
@@ -399,7 +404,8 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         (spaces, "swap", "buffer on the device", "-"),
         (hosts, "swap, hold new", "and host memory, {} pages", ""),
     ):
-        x, y = 100 * found.swap_share, 100 * found.recomputed_share
+        x = 100 * found.swap_share
+        y = 100 * found.recomputed_share
         pages = " or ".join(f"{num:,}" for num in found.host_pages.tolist())
         if len(found):
             draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
@@ -409,10 +415,8 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         label += " found no room" if i == 0 else ""
         look = {"ha": "right"} if at[0] >= 99 else {}
         plotting.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
-    top, title = (
-        100 * spaces.recomputed_share.max(initial=0.0),
-        "Room of the swap buffer",
-    )
+    top = 100 * spaces.recomputed_share.max(initial=0.0)
+    title = "Room of the swap buffer"
     enough = 100 * spaces.swap_share[spaces.recomputed_share <= 0]
     if len(enough):
         title = f"A buffer of {enough.min():.0f} % of the pool avoids recomputation"
@@ -424,11 +428,13 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
 
 def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
     """Draws the time to restore one request by page size."""
-    x, y = "page size [tokens]", "time [ms]"
+    x = "page size [tokens]"
+    y = "time [ms]"
     if not len(moves):
         set_labels(ax, "Restoring one request: not measured in this run", x, y)
         return
-    sizes, medians = moves.page_size.tolist(), {}
+    sizes = moves.page_size.tolist()
+    medians = {}
     for label, values, system in (
         ("recompute", moves.recompute_s, "recompute"),
         ("swap through host memory", moves.swap_through_host_s, "swap, hold new"),

@@ -123,8 +123,10 @@ def _time_reading(
 ) -> list[float]:
     """Times the step that prefills all tokens of the request, after which it ends."""
     state = init(config, make_model_pages(model.config, config))
-    forward, policy = PagedForward(model.config, config.numerics), scheduling.fcfs()
-    ask, clock = Sampling.greedy(max_tokens=1), from_seconds(0.0)
+    forward = PagedForward(model.config, config.numerics)
+    policy = scheduling.fcfs()
+    ask = Sampling.greedy(max_tokens=1)
+    clock = from_seconds(0.0)
     drain = jax.jit(engine.drain, donate_argnames="state")
     found = []
     for _ in range(repeats + 1):
@@ -198,7 +200,8 @@ def _time_moves(
         return pages, staging, pool, table
 
     before = _first_layer(pages, table)
-    out_s, in_s = [], []
+    out_s = []
+    in_s = []
     for _ in range(repeats + 1):
         took_s, (staging, pool, table) = time_call(leave, pages, staging, pool, table)
         out_s.append(took_s)
@@ -222,7 +225,8 @@ def _time_host(
     staging = _staging(pages, config)
     owner = np.array([0] + [1] * num_pages, np.int32)
     ids = np.full(staging.page_ids.shape, NO_PAGE, np.int32)
-    ids[0, 0], ids[1, :num_pages] = 0, np.arange(1, num_pages + 1)
+    ids[0, 0] = 0
+    ids[1, :num_pages] = np.arange(1, num_pages + 1)
     state = init(config, pages)
     staging = staging._replace(
         owner=jnp.asarray(owner),

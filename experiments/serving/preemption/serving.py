@@ -148,7 +148,9 @@ def serve_settings(
     Returns:
       The servings by table; if stopped, those of finished settings.
     """
-    tables, expected, compiled = {}, list[list[int]](), set[EngineConfig]()
+    tables = {}
+    expected = list[list[int]]()
+    compiled = set[EngineConfig]()
     warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
     for name, label, repeats, ways in cases:
         found: list[list[ServedRun]] = [[] for _ in ways]
@@ -278,7 +280,8 @@ def check_counts(server: Server, *, num_recomputed: int) -> dict[str, int]:
     Raises:
       RuntimeError: trace and engine disagree.
     """
-    info, size = server.steps, server.engine.config.page_size
+    info = server.steps
+    size = server.engine.config.page_size
     found = count_preemptions(
         info.request_id, info.num_rows, info.reason > 0, page_size=size
     )

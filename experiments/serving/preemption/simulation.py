@@ -71,7 +71,8 @@ class Config:
         validation.at_least(self, "seed", low=0)
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.7)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 3.7)
 SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
@@ -111,7 +112,8 @@ class Result(ResultRecord):
     @computed_column(heading=f"{NUM_TOKENS} tokens brought back")
     def bring_back(self) -> RestoreCosts:
         """Times to restore a single request, calculated."""
-        sizes, again = PAGE_SIZES, recompute_s(NUM_TOKENS)
+        sizes = PAGE_SIZES
+        again = recompute_s(NUM_TOKENS)
         return RestoreCosts.of(
             (x, NUM_TOKENS, again, restore_s(NUM_TOKENS, x)) for x in sizes
         )
@@ -173,7 +175,8 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates every setting."""
-    law, num = settings.DATA["ShareGPT"], config.simulated_requests
+    law = settings.DATA["ShareGPT"]
+    num = config.simulated_requests
     cases = list_settings(config.seed)
     loads = [
         open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
@@ -185,7 +188,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         head=runs.HEAD,
         progress=progress,
     )
-    totals, rows = served.totals, []
+    totals = served.totals
+    rows = []
     for i, way in enumerate(cases):
         fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
@@ -225,14 +229,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         selected = latest.where(watermark=mark)
         shares = 100 * selected.recomputed_share
         for id, values in (("kept_free", shares), ("latency", selected.normalised_s)):
-            low, mean, high = values.min(), values.mean(), values.max()
+            low = values.min()
+            mean = values.mean()
+            high = values.max()
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
             most = max(high - mean, mean - low)
             yield measured(id, mean, tolerance=most, num=len(selected), **words)
     rules = _first(found.where(study="victims", watermark=0))
     if len(rules) > 1:
-        shares, best = rules.recomputed_share, rules.recomputed_share.argmin()
+        shares = rules.recomputed_share
+        best = rules.recomputed_share.argmin()
         words = {"best": rules.victim[best].replace("_", " ")}
         (latest,) = rules.where(victim="latest").recomputed_share
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
@@ -260,7 +267,8 @@ def summary(result: Result) -> list[ReportPart]:
     """Returns tables of rules, watermarks and page sizes."""
     found = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
-    rules, sizes = _first(found.where(study="victims")), found.where(study="pages")
+    rules = _first(found.where(study="victims"))
+    sizes = found.where(study="pages")
     kept = f"victims and pages kept free, {RATE} requests/s"
     pages = f"end to end, {PAGES_RATE} requests/s"
     back = f"{NUM_TOKENS} tokens restored"
@@ -273,18 +281,22 @@ def summary(result: Result) -> list[ReportPart]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws rules and watermarks above, page sizes below."""
-    found, single = result.simulated, result.bring_back
+    found = result.simulated
+    single = result.bring_back
     _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
     _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
-    ax, size = axes[1, 0], "page size [tokens]"
-    again, swap = 1000 * single.recompute_s, 1000 * single.swap_s
+    ax = axes[1, 0]
+    size = "page size [tokens]"
+    again = 1000 * single.recompute_s
+    swap = 1000 * single.swap_s
     draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
     draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
     title = f"Swapping restores {NUM_TOKENS} tokens sooner "
     title += f"from pages of {less[0]} on" if less else "with no page size"
     set_labels(ax, title, size, "time [ms]")
-    ax, worst = axes[1, 1], ("", 0.0)
+    ax = axes[1, 1]
+    worst = ("", 0.0)
     for name in PREEMPTIONS:
         rows = found.where(study="pages", preemption=name)
         draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
@@ -309,12 +321,11 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
     draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in RULES:
-        rows, text = (
-            _first(found.where(study="victims", victim=rule)),
-            rule.replace("_", " "),
-        )
+        rows = _first(found.where(study="victims", victim=rule))
+        text = rule.replace("_", " ")
         draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
-    latest, first = found.where(study="victims", victim="latest"), True
+    latest = found.where(study="victims", victim="latest")
+    first = True
     for seed in latest.distinct("seed"):
         rows = latest.where(seed=seed)
         look = {"marker": "", "linewidth": 0.8, "alpha": 0.6}
@@ -326,12 +337,14 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     rows = _first(latest)
     values = scale * getattr(rows, name)
     if name == "recomputed_share":
-        title, y = "Tokens computed again by pages kept free", "again [% of tokens]"
+        title = "Tokens computed again by pages kept free"
+        y = "again [% of tokens]"
         if len(rows):
             title = f"Keeping {rows.watermark[-1]:.0f} pages free: {values[0]:.0f} % "
             title += f"computed again become {values[-1]:.0f} %"
     else:
-        title, y = "Latency by pages kept free", "latency [ms/token]"
+        title = "Latency by pages kept free"
+        y = "latency [ms/token]"
         if len(rows):
             title = f"Latency is least, {values.min():.0f} ms/token, with "
             title += f"{rows.watermark[int(values.argmin())]:.0f} pages kept free"

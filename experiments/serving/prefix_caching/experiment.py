@@ -83,7 +83,8 @@ class Config:
         validation.among(self, "evictions", known=EVICTIONS, least=1)
 
 
-PANELS, PANEL_SIZE_INCHES = (3, 1), (6.8, 3.0)
+PANELS = (3, 1)
+PANEL_SIZE_INCHES = (6.8, 3.0)
 
 CONFIGS = {
     "real": Config(),
@@ -183,10 +184,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     ):
         if num:
             loads.append(make(num, num_each, config.seed))
-    usual, settings = config.evictions[0], []
+    usual = config.evictions[0]
+    settings = []
     for load in loads:
         # One more page holds the token that is always computed.
-        least, whole = load.longest + 1, load.num_distinct + 1
+        least = load.longest + 1
+        whole = load.num_distinct + 1
         some = (round(share * load.num_distinct) for share in config.shares)
         pools = sorted({least, *(max(least, num) for num in some), whole})
         for pool in pools:
@@ -228,7 +231,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns a table of hit rates for each workload that was served."""
-    loads, served = result.loads.rows(), result.rated.distinct("workload")
+    loads = result.loads.rows()
+    served = result.rated.distinct("workload")
     return [_sheet(load, result.rated) for load in loads if load["name"] in served]
 
 
@@ -262,7 +266,8 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges identities and published hit rates for the workloads that were served."""
-    loads, rated = result.loads.rows(), result.rated
+    loads = result.loads.rows()
+    rated = result.rated
     found = [claim for load in loads for claim in _of_load(load, rated)]
     for id in CLAIMS.ids:
         yield from (claim for claim in found if claim.id == id)
@@ -277,7 +282,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredValue]:
-    name, best = load["name"], 100 * load["best_share"]
+    name = load["name"]
+    best = 100 * load["best_share"]
     whole = rated.where(workload=name, is_whole=True)
     if len(whole):
         rate = 100 * float(whole.rate[0])
@@ -288,7 +294,8 @@ def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredVal
         yield measured("below", 100 * float(rates.max()), published=best, **load)
     walk = rated.curve(name, "depth_first")
     if len(walk):
-        rate, pool = 100 * float(walk.rate[0]), walk.pool[0]
+        rate = 100 * float(walk.rate[0])
+        pool = walk.pool[0]
         yield measured("walk", rate, published=best, pool=pool, **load)
 
 
@@ -315,7 +322,8 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     """Draws the servings of a workload."""
-    distinct, ends = load["distinct_pages"], {}
+    distinct = load["distinct_pages"]
+    ends = {}
     draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
     for order, eviction, label, system in KINDS:
         runs = rated.curve(load["name"], order, eviction)

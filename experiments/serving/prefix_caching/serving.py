@@ -116,7 +116,8 @@ def serve_prompts(
     Raises:
       ValueError: the pool is out of range, or a prompt does not fit.
     """
-    most, longest = server.config.num_pages, max(map(len, prompts))
+    most = server.config.num_pages
+    longest = max(map(len, prompts))
     num_pages = num_pages or most
     if not longest < num_pages <= most:
         raise ValueError(f"{num_pages=} must be in [{longest + 1}, {most}]")

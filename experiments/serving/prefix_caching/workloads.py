@@ -100,7 +100,8 @@ def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
       num_turns: turns of each, at least 1.
       seed: seed of all draws.
     """
-    rng, fresh = np.random.default_rng(seed), itertools.count()
+    rng = np.random.default_rng(seed)
+    fresh = itertools.count()
     common = [_take(fresh, INSTRUCTION) for _ in range(2)]
     histories = [common[user % 2] for user in range(num_users)]
     prompts = []
@@ -121,7 +122,8 @@ def make_few_shot(num_tasks: int, num_questions: int, seed: int) -> PromptPages:
       num_questions: questions of each task, at least 1.
       seed: seed of all draws.
     """
-    rng, fresh = np.random.default_rng(seed), itertools.count()
+    rng = np.random.default_rng(seed)
+    fresh = itertools.count()
     common = _take(fresh, INSTRUCTION)
     shots = [common + _take(fresh, num) for num in rng.integers(16, 65, num_tasks)]
     tasks = rng.permutation(np.repeat(np.arange(num_tasks), num_questions))

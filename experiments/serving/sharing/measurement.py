@@ -40,7 +40,8 @@ from jaxkv.sampling import Sampling
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
 CLAIMS = claims_file(__file__)
-PANELS, PANEL_SIZE_INCHES = (5, 2), (3.4, 2.8)
+PANELS = (5, 2)
+PANEL_SIZE_INCHES = (3.4, 2.8)
 SWITCH = ("num_simulated", False)
 DATA = {"short": "Alpaca", "long": "ShareGPT"}
 
@@ -229,7 +230,8 @@ def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares savings with closed forms and published numbers."""
     yield from lengths_claims(result.samples, how="", reading="")
-    readings, beams = result.readings, result.beams
+    readings = result.readings
+    beams = result.beams
     if len(readings):
         *first, last = map(str, readings.chunk_size)
         most = float((readings.prompt_rows / readings.prompt_tokens).max())
@@ -252,7 +254,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
     """Compares a saving with figure 15, if it has one."""
-    ours_, published = 100 * row["saved_share"], 100 * row["published_share"]
+    ours_ = 100 * row["saved_share"]
+    published = 100 * row["published_share"]
     if np.isfinite(published):
         data = DATA[row["lengths"]]
         yield measured(id, ours_, published=published, data=data, **row)
@@ -286,10 +289,12 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
         draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
-        selected, system = savings.where(lengths=name), LENGTHS[name]
+        selected = savings.where(lengths=name)
+        system = LENGTHS[name]
         if not len(selected):
             continue
-        ours, expected = 100 * selected.saved_share, 100 * selected.expected_share
+        ours = 100 * selected.saved_share
+        expected = 100 * selected.expected_share
         is_known = np.isfinite(expected).all()
         mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
         tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
@@ -319,7 +324,8 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         "prompt tokens computed": (GREEN, "//"),
         "steps": (ORANGE, ".."),
     }
-    rows, names = list(prefixes.metrics()), []
+    rows = list(prefixes.metrics())
+    names = []
     for i, row in enumerate(rows):
         names.append(f"{row['prefix_tokens']}\ntokens")
         shares = (

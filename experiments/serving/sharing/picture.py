@@ -54,7 +54,9 @@ def serve_scenes(client: Client) -> PageTableScenes:
     Args:
       client: client of an engine with at least 4 slots and beam search of width 4.
     """
-    num, server, progress = NUM_SEQUENCES, client.engine, client.progress
+    num = NUM_SEQUENCES
+    server = client.engine
+    progress = client.progress
     tokenizer: Any = client.model.tokenizer
     same: dict[str, Any] = {"ignore_eos": True, "prefix_cache": False}
     same["max_tokens"] = NUM_TOKENS + 2 * server.config.steps_per_call
@@ -97,7 +99,8 @@ def _look(
 
 
 INK = "0.15"
-_LINE_CHARS, _MOST_COLUMNS = 9, 7
+_LINE_CHARS = 9
+_MOST_COLUMNS = 7
 """Characters in each of the 2 lines of a page, and pages of a sequence, that fit."""
 _FIRST_FOREIGN = "\N{LATIN SMALL LETTER TURNED A}"
 """First character beyond the European letters; a font may lack the following ones."""
@@ -108,7 +111,8 @@ _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
 def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
     """Draws the sequences of a scene as rows; a shared page spans its rows."""
     ax.set_axis_off()
-    row, ids = picture.rows()[i], picture.page_ids[i]
+    row = picture.rows()[i]
+    ids = picture.page_ids[i]
     columns = min(ids.shape[1], _MOST_COLUMNS)
     ax.set(xlim=(0, columns), ylim=(NUM_SEQUENCES, 0))
     title = f"{row['scene'].capitalize()}: {row['logical_pages']} logical pages in "
@@ -121,7 +125,8 @@ def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
     for k in range(columns):
         first = 0
         for page, run in itertools.groupby(ids[order, k].tolist()):
-            readers, reader = len([*run]), order[first]
+            readers = len([*run])
+            reader = order[first]
             box = Box(k + 0.012, first + 0.04, 0.976, readers - 0.08)
             if page != NO_PAGE:
                 words = picture.text[i, reader, k]
@@ -138,7 +143,8 @@ def _draw_page(
     draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
     draw_rectangle(ax, box, facecolor="none", **look)
-    middle, color = box.y + box.height / 2, INK if shade < 3 else "white"
+    middle = box.y + box.height / 2
+    color = INK if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
     shown = "".join(
         "↵" if x == "\n" else x if x.isprintable() and x < _FIRST_FOREIGN else "·"

@@ -230,7 +230,8 @@ class Client(NamedTuple):
 
     def samplings(self, answers: np.ndarray, **fields: Any) -> list[Sampling]:
         """Returns sampling for answers of fixed lengths; end tokens are ignored."""
-        ask, seed = self.ask, self.engine.config.seed
+        ask = self.ask
+        seed = self.engine.config.seed
         ask = dataclasses.replace(ask, ignore_eos=True, **fields)
         return [
             dataclasses.replace(ask, seed=seed + i, max_tokens=limit)
@@ -252,7 +253,8 @@ class Client(NamedTuple):
         Raises:
           RuntimeError: the engine's page count differs from that of its tables.
         """
-        texts, asks = [x.tokens for x in requests], [x.sampling for x in requests]
+        texts = [x.tokens for x in requests]
+        asks = [x.sampling for x in requests]
         done = self.engine.serve(texts, asks, policy=policy, progress=self.progress)
         if done is None:
             return None
@@ -265,7 +267,9 @@ class Client(NamedTuple):
         distinct = np.array([np.unique(ids[ids >= 0]).size for ids in held], int)
         if (distinct != info.used_pages).any():
             raise RuntimeError(f"{distinct=} pages, {info.used_pages=}")
-        prompt_rows, rows, name = np.zeros_like(sizes), info.num_rows, info.request_id
+        prompt_rows = np.zeros_like(sizes)
+        rows = info.num_rows
+        name = info.request_id
         of_prompt = np.clip(sizes[name] - pages.length, 0, rows) * (name >= 0)
         np.add.at(prompt_rows, name, of_prompt)
         return ServedPages(
@@ -397,8 +401,10 @@ def serve_prefixes(
             if served is None:
                 return PrefixSavings.of(rows)
             runs[uses].append(served)
-        off, on = runs[False][0], runs[True][0]
-        both, answers = (off.totals(), on.totals()), sum(map(len, on.tokens.values()))
+        off = runs[False][0]
+        on = runs[True][0]
+        both = (off.totals(), on.totals())
+        answers = sum(map(len, on.tokens.values()))
         pairs = zip(runs[False], runs[True], strict=True)
         rows.append(
             on.totals()

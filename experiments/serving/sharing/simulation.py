@@ -218,7 +218,8 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
         for n in ANSWERS:
             # The same requests in the same random order for every number of samples.
             rng = np.random.default_rng(config.seed)
-            order, rate = rng.permutation(size), SEQUENCES_PER_S[name] / n
+            order = rng.permutation(size)
+            rate = SEQUENCES_PER_S[name] / n
             load = make_workload(
                 workloads.poisson(rng, rate=rate, num=size),
                 tokens.prompt[order],
@@ -240,7 +241,8 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
         )
         if progress.stopped:
             break
-        means, preempted = served.means, served.totals.preempted
+        means = served.means
+        preempted = served.totals.preempted
         saved = workloads.shared_page_saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
             expected = measured_page_saving(tokens, n, settings.PAGE_SIZE)
@@ -273,16 +275,19 @@ def simulate_translations(config: Config, progress: Progress) -> TranslationRate
         batch[:, k] = served.means.batch.reshape(shape)
     capacity = functools.partial(workloads.capacity, at_most_s=AT_MOST_S)
     at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
-    prefixes, rates = np.array(config.prefixes), np.broadcast_to(RATES, shape)
+    prefixes = np.array(config.prefixes)
+    rates = np.broadcast_to(RATES, shape)
     return TranslationRates(prefixes, rates, latency_s, batch, np.array(at_most))
 
 
 def _translations(
     system: str, prefix: int, rate: float, seconds: float, seed: int
 ) -> SimulationMember:
-    page, places = settings.PAGE_SIZE, SERVER.num_places
+    page = settings.PAGE_SIZE
+    places = SERVER.num_places
     shared = prefix // page * page if system == "paged" else 0
-    rng, num = np.random.default_rng(seed), max(1, round(rate * seconds))
+    rng = np.random.default_rng(seed)
+    num = max(1, round(rate * seconds))
     load = open_loop(rng, SENTENCES, rate=rate, num=num)
     reservation = simulation.reservation(
         "oracle",
@@ -338,7 +343,8 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
     """Draws simulated and published bars; a dash marks the saving by lengths."""
-    data, place = DATA[name], np.arange(len(counted))
+    data = DATA[name]
+    place = np.arange(len(counted))
     for shift, share, system, label in (
         (-0.2, counted.published_share, "published", "the paper's"),
         (0.2, counted.saved_share, data, "ours"),
@@ -372,6 +378,7 @@ def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
     )
     if np.isfinite(row["published_ratio"]):
         title += f", the paper's {row['published_ratio']}"
-    x, y = "load [requests/s]", "latency [s/token]"
+    x = "load [requests/s]"
+    y = "latency [s/token]"
     set_labels(ax, title, x, y, ylim=(0, 1))
     ax.legend()

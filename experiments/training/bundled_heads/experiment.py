@@ -157,9 +157,11 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains heads, scores held-out text and exports."""
     target = load_model(model_folder(config.model))
-    heads, acceptance = [], []
+    heads = []
+    acceptance = []
     for kind in config.kinds:
-        recipe, shape = config.recipe(kind), config.shape(kind, target.config)
+        recipe = config.recipe(kind)
+        shape = config.shape(kind, target.config)
         corpus = open_corpus(recipe.run.corpus)
         found = train_heads(recipe, shape, target.params, corpus, progress=progress)
         params = jax.tree.map(
@@ -203,7 +205,8 @@ def score_heads(
     """Returns the share of correct drafts by depth and rank, in greedy answers."""
     recipe = config.recipe(kind)
     held_out = open_corpus(recipe.run.corpus).held_out
-    half, num = recipe.run.seq_len // 2, config.num_answers
+    half = recipe.run.seq_len // 2
+    num = config.num_answers
     pieces = stream_windows(held_out, seq_len=half - 1, num_windows=num)
     bounds = make_benchmark_config(16, 2 * half, max_sequences=64, queue_capacity=64)
     engine = make_engine(target, bounds, has_text=False)
@@ -224,7 +227,8 @@ def score_heads(
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the acceptance rate of the best drafts by depth."""
-    names, ends = {"medusa": "Medusa", "eagle": "EAGLE"}, []
+    names = {"medusa": "Medusa", "eagle": "EAGLE"}
+    ends = []
     for kind in result.acceptance.distinct("kind"):
         best = result.acceptance.where(kind=kind, rank=0)
         name = names.get(kind, kind)
@@ -260,7 +264,8 @@ def heads_card(
 ) -> str:
     """Returns the model card of heads in Markdown; all numbers are the run's."""
     recipe = config.recipe(kind)
-    run, text = recipe.run, recipe.run.corpus
+    run = recipe.run
+    text = recipe.run.corpus
     assert isinstance(text, CorpusConfig)
     split = load_documents(text)
     epochs = row["num_tokens"] / len(encode_documents(split.train))

@@ -242,10 +242,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         how: Any = {"objective": config.objective, "progress": progress}
         runs = [training.train(config.trunk, folder / "trunk", **how)]
         if runs[0].status == "done":
-            at, start = folder / "cooldown", runs[0].checkpoint
+            at = folder / "cooldown"
+            start = runs[0].checkpoint
             runs.append(training.train(config.cooldown, at, start=start, **how))
-    params, done = runs[-1].params, len(runs) == 2 and runs[-1].status == "done"
-    tokens, loss, before = [], [], 0
+    params = runs[-1].params
+    done = len(runs) == 2 and runs[-1].status == "done"
+    tokens = []
+    loss = []
+    before = 0
     for part in runs:
         tokens += [before + line["tokens"] for line in part.curve]
         loss += [line["loss"] for line in part.curve]
@@ -296,7 +300,8 @@ def plot(ax: Any, result: Result) -> None:
             f"Training ends at {result.bits_per_byte:.3f} bits/byte on held-out files"
         )
         draw_reference_line(ax, result.bits_per_byte, "held-out files, at the end")
-    x, y = "tokens trained on [millions]", "loss [bits/byte]"
+    x = "tokens trained on [millions]"
+    y = "loss [bits/byte]"
     set_labels(ax, title, x, y, yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()
@@ -304,7 +309,8 @@ def plot(ax: Any, result: Result) -> None:
 
 def model_card(config: Config, split: TextSplit, result: Result) -> str:
     """Returns the model card in Markdown; all numbers are the run's."""
-    model, trunk = serving_config(config.trunk.model), config.trunk
+    model = serving_config(config.trunk.model)
+    trunk = config.trunk
     epochs = result.num_tokens / len(encode_documents(split.train))
     data = describe_source(config.text)
     window = config.cooldown_seq_len
@@ -313,9 +319,12 @@ def model_card(config: Config, split: TextSplit, result: Result) -> str:
         ("the same before rounding to bfloat16", result.bits_per_byte_float32),
         ("training loss of the last report, nats per token", result.loss[-1]),
     ]
-    name, drafts, loss = "shipped", "", ""
+    name = "shipped"
+    drafts = ""
+    loss = ""
     if num := model.num_ahead_layers:
-        name, drafts = "deepseek", " --speculate mtp"
+        name = "deepseek"
+        drafts = " --speculate mtp"
         loss = f"""The loss is that of the next token, plus 0.3 times the mean loss of
         {num} module for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section
         2.2)."""
@@ -359,7 +368,8 @@ def describe_shape(model: ModelConfig) -> str:
     """Returns a paragraph on the architecture and sizes of a model."""
     sizes = f"hidden size {model.hidden_size}, {model.num_layers} layers"
     ends = f"MLP {model.mlp_size}, vocabulary {model.vocab_size}. Weights in bfloat16."
-    latent, experts = model.latent, model.experts
+    latent = model.latent
+    experts = model.experts
     if latent is None or experts is None:
         return f"""Llama architecture (RMS norm, rotary positions, SwiGLU, tied
         embeddings): {sizes}, {model.num_q_heads} query and {model.num_kv_heads} KV

@@ -56,7 +56,8 @@ from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
 from scaling.training import count_model_parameters, stream_windows, training_flops
 
-PANELS, PANEL_SIZE_INCHES = (2, 2), (3.4, 3.4)
+PANELS = (2, 2)
+PANEL_SIZE_INCHES = (3.4, 3.4)
 
 
 CONFIGS = {
@@ -197,7 +198,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
                 break
             found.append(trained)
     first = {x.kind: x for x in found if x.config.seed == 0}
-    served, depths = ServedModels.of([]), DraftDepths.of([])
+    served = ServedModels.of([])
+    depths = DraftDepths.of([])
     if {DENSE, WHOLE} <= {*first} and not progress.stopped:
         served, depths = serving.serve_in_turns(
             first[DENSE],
@@ -231,7 +233,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _row(trained: TrainedModel) -> dict[str, Any]:
     """Returns a row of `TrainedModels`."""
-    model, score = trained.model, trained.score
+    model = trained.model
+    score = trained.score
     counts = count_model_parameters(model)
     bare = dataclasses.replace(model, num_ahead_layers=0)
     seq_len = trained.config.seq_len
@@ -285,7 +288,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     by_loss, by_bias = (result.late_balance(kind) for kind in BALANCES)
     if by_loss.size and by_bias.size:
         # Decided if every run of one balance is below every run of the other.
-        low, high = by_bias.min() - by_loss.max(), by_bias.max() - by_loss.min()
+        low = by_bias.min() - by_loss.max()
+        high = by_bias.max() - by_loss.min()
         shown = judge_direction(-high, -low, above=0)
         yield measured(
             "balance",
@@ -303,7 +307,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("lossless", drafting.num_other.sum(), num=num)
     yield measured("acceptance", 100 * result.depths.accepted_share[0])
     ratios = result.served.ratios(serving.WITH_DRAFTS, drafting.batch[0])
-    low, high = ratios.min(), ratios.max()
+    low = ratios.min()
+    high = ratios.max()
     shown = judge_direction(low, high)
     yield measured(
         "speed",
@@ -360,7 +365,8 @@ def _draw_attention(ax: Any, models: TrainedModels) -> None:
         lead = by_kind["MLA"][2] - by_kind[DENSE][2]
         title = f"MLA: {100 * share:.0f} % of MHA's bytes, {lead:+.3f} nats"
         ax.legend()
-    x, y = "KV cache [bytes/token]", "held-out loss [nats/byte]"
+    x = "KV cache [bytes/token]"
+    y = "held-out loss [nats/byte]"
     set_labels(ax, title, x, y, xscale="log")
     label_log_axis(ax.xaxis)
 
@@ -396,7 +402,8 @@ def _draw_depths(ax: Any, result: Result) -> None:
         ax.bar_label(drawn, [f"{x:.0f}" for x in share], padding=2)
         title = f"Of the first drafts {share[0]:.0f} % are accepted"
         ax.set_xticks(depths.depth)
-    x, y = "position of the draft [tokens]", "accepted [%]"
+    x = "position of the draft [tokens]"
+    y = "accepted [%]"
     set_labels(ax, title, x, y, ylim=(0, 100))
 
 

@@ -155,7 +155,9 @@ def serve_in_turns(
         return servers
 
     def measure(batch: int, server: Server) -> _Served:
-        answers, emitted, drafted = [], [], []
+        answers = []
+        emitted = []
+        drafted = []
         started = time.perf_counter()
         for start in range(0, len(prompts), batch):
             answers += server.serve(prompts[start : start + batch], [ask] * batch)
@@ -173,7 +175,8 @@ def serve_in_turns(
             num / seconds, answers, np.concatenate(emitted), np.concatenate(drafted)
         )
 
-    rows, depths = [], DraftDepths.of([])
+    rows = []
+    depths = DraftDepths.of([])
     for batch, servers, found in measure_in_turns(
         batches,
         rounds,

@@ -58,7 +58,8 @@ from scaling.training import (
 )
 from scaling.training import transformer as make_transformer_config
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.6)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.6)
 BALANCING = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
@@ -222,12 +223,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     windows = stream_windows(
         corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
-    drops, loads, losses = [], [], []
+    drops = []
+    loads = []
+    losses = []
     trained: Params | None = None
     for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
         training = config.training(balancing)
         found = train_in_memory(training, corpus, progress=progress)
-        trained, model = found.params, config.model(balancing)
+        trained = found.params
+        model = config.model(balancing)
         outputs = jax.jit(functools.partial(models.outputs, config=model))
         of_experts = outputs(trained, jnp.asarray(windows[:, :-1])).loads
         one = models.imbalance(of_experts)
@@ -255,10 +259,12 @@ def _dropped(
     config: Config, balancing: str, params: Params, windows: np.ndarray
 ) -> tuple[float, list[tuple[Any, ...]]]:
     """Returns the loss without drops, and drops and loss of each capacity factor."""
-    model, p = config.model(balancing), max(config.devices)
+    model = config.model(balancing)
+    p = max(config.devices)
     held_out = jnp.asarray(windows)
     whole = parse_layout(f"ep={p},gather")
-    rows, base = [], _loss(model, whole, params, held_out)
+    rows = []
+    base = _loss(model, whole, params, held_out)
 
     @jax.jit
     def read(params: Params, tokens: Array) -> list[Routing]:
@@ -270,7 +276,8 @@ def _dropped(
         layout = parse_layout(f"ep={p},capacity={capacity:g}")
         own = len(windows) // p * config.seq_len
         chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
-        limit, lost = layout.places(own, **chosen), []
+        limit = layout.places(own, **chosen)
+        lost = []
         for routing in routings:
             for begin in range(0, p * own, own):
                 part = operator.itemgetter(slice(begin, begin + own))
@@ -300,7 +307,8 @@ def _divide(
     held_out = jnp.asarray(windows[: config.batch_size])
     one = jax.jit(divided_gradient(model, StepConfig()))
     wanted = one(params, held_out)[1]
-    rows, steps = [], []
+    rows = []
+    steps = []
     for words in progress.track(config.layouts, "layouts", "compiling"):
         layout = parse_layout(words)
         mesh = make_training_mesh(layout)
@@ -405,7 +413,8 @@ def plot(axes: Any, result: Result) -> None:
     left.legend()
     dropped = {}
     for name in BALANCING:
-        subset, label = result.drops.where(balancing=name), f"{name} balancing"
+        subset = result.drops.where(balancing=name)
+        label = f"{name} balancing"
         draw_curve(right, subset.capacity, 100 * subset.dropped, label, f"{label} loss")
         pairs = zip(subset.capacity, subset.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
@@ -415,7 +424,8 @@ def plot(axes: Any, result: Result) -> None:
         shares = [100 * dropped[name, shared[0]] for name in BALANCING]
         title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "
         title += f"balancing loss, {shares[1]:.0f} % without"
-    x, y = "capacity / even share [ratio]", "choices dropped [%]"
+    x = "capacity / even share [ratio]"
+    y = "choices dropped [%]"
     set_labels(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()

@@ -60,7 +60,8 @@ from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 from scaling.sweeps import Workers, open_on_device
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -194,7 +195,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         for row in (each.row for each in found)
         for kind, width, rate in [(row["kind"], row["width"], row["learning_rate"])]
     ]
-    all_runs, top_k = PairRuns.of(rows), config.shapes.top_k
+    all_runs = PairRuns.of(rows)
+    top_k = config.shapes.top_k
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
     routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
     # Loads relative to their mean; empty unless both kinds were trained.
@@ -216,13 +218,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
     """Fits a power law of compute to each kind; returns NaN without resamples."""
-    curves, slopes = np.full((2, 0, 3), np.nan), np.full((2, 3), np.nan)
-    grid, ratio = np.zeros(0), np.full(3, np.nan)
+    curves = np.full((2, 0, 3), np.nan)
+    slopes = np.full((2, 3), np.nan)
+    grid = np.zeros(0)
+    ratio = np.full(3, np.nan)
     if num_resamples:
         used = fitted.where(is_fitted=True)
         law = find_law("power").over("flops")
         grid = np.geomspace(used.flops.min(), used.flops.max(), 50)
-        curves, fits = np.full((2, 50, 3), np.nan), []
+        curves = np.full((2, 50, 3), np.nan)
+        fits = []
         for i, subset in enumerate(used.where(kind=kind) for kind in PAIR):
             data = {"flops": subset.flops, "loss": subset.loss}
             one = fit_law(law, data, loss="mse", bootstrap=num_resamples)
@@ -257,7 +262,8 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     p /= p.sum(axis=1, keepdims=True)
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]
     of_chosen = np.take_along_axis(p, chosen, axis=1)
-    wanted, found = np.zeros_like(p), np.zeros_like(p)
+    wanted = np.zeros_like(p)
+    found = np.zeros_like(p)
     np.put_along_axis(wanted, chosen, of_chosen / of_chosen.sum(1, keepdims=True), 1)
     np.put_along_axis(found, np.asarray(routing.expert), np.asarray(routing.share), 1)
     return float(np.abs(found - wanted).max())
@@ -358,7 +364,8 @@ def plot(axes: Any, result: Result) -> None:
         losses = [result.curve_loss[i][-1, 0] for i in range(len(PAIR))]
         ends = [f"{kind} {loss:.2f}" for kind, loss in zip(PAIR, losses, strict=True)]
         title = f"With most compute: {', '.join(ends)} nats/byte (bands: 90 %)"
-    x, y = "training compute [FLOP]", "held-out loss [nats/byte]"
+    x = "training compute [FLOP]"
+    y = "held-out loss [nats/byte]"
     set_labels(left, title, x, y, xscale="log", yscale="log")
     label_wide_log_axis(left.xaxis)
     label_log_axis(left.yaxis)
@@ -368,7 +375,8 @@ def plot(axes: Any, result: Result) -> None:
         system = f"{name} balancing"
         most.append(float(np.max(loads, initial=0.0)))
         for layer, load in enumerate(loads, 1):
-            place, label = range(1, len(load) + 1), f"{system}, layer {layer}"
+            place = range(1, len(load) + 1)
+            label = f"{system}, layer {layer}"
             look = {"linestyle": ("-", "--", ":", "-.")[(layer - 1) % 4]}
             draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
     draw_reference_line(right, 1, "mean")

@@ -242,7 +242,8 @@ def train_expert_model(job: Job, *, config: Config, workers: Workers) -> Trainin
       branching.Stopped: training was stopped before its end.
     """
     kind, width, learning_rate, seed = job
-    shapes, steps = config.shapes, steps_for_width(width, config.shapes)
+    shapes = config.shapes
+    steps = steps_for_width(width, config.shapes)
     run = TrainConfig(
         model=make_model(kind, width, shapes),
         corpus=config.corpus,

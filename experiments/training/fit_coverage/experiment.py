@@ -61,7 +61,8 @@ class Config:
             )
 
 
-PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.2)
+PANELS = (2, 1)
+PANEL_SIZE_INCHES = (6.8, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -80,7 +81,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         (kind, config.sizes[0], "both", config.num_ill_posed) for kind in ILL_POSED
     ]
     total = sum(count for *_, count in kinds)
-    update, done, rows = progress.bar("surfaces", total, "surfaces"), 0, []
+    update = progress.bar("surfaces", total, "surfaces")
+    done = 0
+    rows = []
     for kind, size, noise, count in kinds:
         progress.show(f"{kind}, {size} runs, {noise} noise")
         outcomes = []
@@ -93,7 +96,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             update(done)
         row = {"kind": kind, "runs": size, "noise": noise, "surfaces": count}
         covered, width, doubted = map(np.array, zip(*outcomes, strict=True))
-        whole, width = covered.all(1), np.median(width, axis=0)
+        whole = covered.all(1)
+        width = np.median(width, axis=0)
         shares = {f"covers {x}": covered[:, i].mean() for i, x in enumerate(QUANTITIES)}
         shares |= {f"width {x}": width[i] for i, x in enumerate(QUANTITIES)}
         shares |= {"doubted": doubted.mean(), "covers all": whole.mean()}
@@ -113,7 +117,8 @@ def _fit(
     tokens = flops / (6 * params)
     target = {"num_params": [params], "num_tokens": [tokens]}
     found = fits.predict(result, target, "confidence")
-    a, floor = result.exponent_intervals["a"], result.intervals["E"]
+    a = result.exponent_intervals["a"]
+    floor = result.intervals["E"]
     low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     true = np.array([exponent, truth["E"], surface_loss(params, tokens, truth)])
@@ -153,7 +158,8 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     names = [row["kind"] for row in ill]
     doubted = 100 * np.array([row["doubted"] for row in ill])
     neither = 100 * np.array([row["neither"] for row in ill])
-    covered_only, start = 100 - doubted - neither, np.zeros(len(ill))
+    covered_only = 100 - doubted - neither
+    start = np.zeros(len(ill))
     for values, label, color, hatch in (
         (doubted, "warning", BLUE, ""),
         (covered_only, "covered", GREEN, "//"),

@@ -34,7 +34,8 @@ def plot(axes: Any, result: Result) -> None:
     from matplotlib import ticker
 
     _draw_curves(axes[0, 0], result)
-    ax, fit = axes[0, 1], result.fit
+    ax = axes[0, 1]
+    fit = result.fit
     draw_isoflop_groups(ax, fit)
     ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(fit.minima.x).sum())
@@ -64,11 +65,13 @@ def _draw_curves(ax: Any, result: Result) -> None:
         ax.plot([], [], color=shade[at], label=words)
     if result.held_out_flops.size:
         look = {"marker": "", "linewidth": 0.8}
-        x, y = result.held_out_flops, result.held_out_loss
+        x = result.held_out_flops
+        y = result.held_out_loss
         draw_curve(ax, x, y, RED, "held-out run", **look)
     there = np.isfinite(result.envelope.loss)
     if there.any():
-        x, y = result.envelope.flops[there], result.envelope.loss[there]
+        x = result.envelope.flops[there]
+        y = result.envelope.loss[there]
         ax.plot(x, y, "k", linewidth=1.4, label="envelope")
     num = len(np.unique(curves.run))
     low = float(curves.flops.min())
@@ -82,7 +85,8 @@ def _draw_curves(ax: Any, result: Result) -> None:
 
 def _draw_optima(ax: Any, result: Result, name: str) -> None:
     """Draws the optimum by 3 approaches, up to the held-out run."""
-    optima, predicted = result.optima, result.predicted
+    optima = result.optima
+    predicted = result.predicted
     ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
     look = {"color": _GREY, "markersize": 2}
@@ -128,7 +132,9 @@ def _line(
 
 def _draw_losses(ax: Any, result: Result) -> None:
     """Draws fitted, predicted and held-out losses."""
-    fit, predicted, truth = result.fit, result.predicted, result.truth
+    fit = result.fit
+    predicted = result.predicted
+    truth = result.truth
     dots = {"color": _GREY, "markersize": 4}
     ax.plot(fit.flops, fit.loss, ".", label="fitted runs", **dots)
     surface = result.surface
@@ -136,8 +142,10 @@ def _draw_losses(ax: Any, result: Result) -> None:
     x = surface.flops
     y = predicted["loss_law"][0] * x ** predicted["loss_law"][1]
     ax.plot(x, y, ":", color=_GREY, linewidth=1.2, label="log-linear")
-    value, at = predicted["predicted"], predicted["flops"]
-    color, level = colors()[BLUE], predicted["level"]
+    value = predicted["predicted"]
+    at = predicted["flops"]
+    color = colors()[BLUE]
+    level = predicted["level"]
     ax.vlines(
         at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
     )
@@ -155,7 +163,8 @@ def _draw_losses(ax: Any, result: Result) -> None:
 
 def _draw_rates(ax: Any, result: Result) -> None:
     """Draws the best learning rate of every cell by tokens."""
-    rates, predicted = result.rates, result.predicted
+    rates = result.rates
+    predicted = result.predicted
     widths = np.unique(rates.width)
     looks = zip(sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths)
     for color, mark, width in looks:
@@ -169,7 +178,8 @@ def _draw_rates(ax: Any, result: Result) -> None:
         ends = [np.median(rates.where(width=x).learning_rate) for x in widths[[0, -1]]]
         title = f"Best rate, median: {ends[0]:.2g} at width {widths[0]:.0f}, "
         title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
-    x, y = "trained on [tokens]", "best learning rate [1]"
+    x = "trained on [tokens]"
+    y = "best learning rate [1]"
     set_labels(ax, title, x, y, xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()

@@ -49,9 +49,12 @@ COSINE = "cosine"
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
-PANELS, PANEL_SIZE_INCHES = (3, 2), (3.4, 3.9)
+PANELS = (3, 2)
+PANEL_SIZE_INCHES = (3.4, 3.9)
 plot = drawing.plot
-claims, metrics, summary = report.claims, report.metrics, report.summary
+claims = report.claims
+metrics = report.metrics
+summary = report.summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +121,8 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     rows = _train(config, config.sweep, folder, progress)
     under_cosine = _train(config, cosine_sweep(config, rows), folder / COSINE, progress)
     progress.show("fitting")
-    log, cosine = read_log(folder), read_log(folder / COSINE)
+    log = read_log(folder)
+    cosine = read_log(folder / COSINE)
     assert cosine.curves is not None
     errors = prediction.choose_law(log, config.budgets)
     fit = fit_log(

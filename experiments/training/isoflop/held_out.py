@@ -56,7 +56,8 @@ def train_held_out(
       prediction: content of `prediction.json`.
       progress: receives progress; may stop.
     """
-    sweep, path = config.sweep, folder / FILE
+    sweep = config.sweep
+    path = folder / FILE
     model = family_shape(prediction["width"], config.num_layers, config.seq_len)
     cell = Cell(model, prediction["num_steps"])
     tried: dict[float, tuple[TrainConfig, TrainResult]] = {}

@@ -47,7 +47,8 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
       The mean of |ln(predicted / observed)| by law, best first; infinite if too few
       runs remain to fit.
     """
-    flops, rising = log.columns["flops"], sorted(budgets)
+    flops = log.columns["flops"]
+    rising = sorted(budgets)
     found = {}
     for name in LAWS:
         errors = []
@@ -121,7 +122,8 @@ def predict_held_out(
     low = value * math.exp(-math.hypot(math.log(best / low), half))
     high = value * math.exp(math.hypot(math.log(high / best), half))
     largest = c > 0.5 * c.max()
-    rates, tried = [rate], config.learning_rates
+    rates = [rate]
+    tried = config.learning_rates
     if len(tried) > 1:  # also the neighbours at the grid's ratio
         ratio = tried[1] / tried[0]
         rates = [float(f"{rate * ratio**i:.4g}") for i in (-1, 0, 1)]

@@ -39,7 +39,8 @@ _PREDICTED = (
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns metrics of the sweep, the prediction and the held-out run."""
-    predicted, fit = result.predicted, json.loads(result.fit.document)
+    predicted = result.predicted
+    fit = json.loads(result.fit.document)
     by_method = {x["method"]: x for x in fit["frontiers"]}
     parabola = by_method["parabola"]
     rows = [json.loads(line) for line in result.runs.splitlines()]
@@ -93,7 +94,8 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
-    fit, cosine = json.loads(result.fit.document), json.loads(result.cosine)
+    fit = json.loads(result.fit.document)
+    cosine = json.loads(result.cosine)
     every = [(each, "cosine") for each in cosine["frontiers"]]
     every += [(each, "constant, then falling") for each in fit["frontiers"]]
     rows = [
@@ -127,7 +129,8 @@ def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
 
 
 def _budgets(result: Result) -> Sheet:
-    optima, rows = result.optima, []
+    optima = result.optima
+    rows = []
     at = [*optima.methods].index("parabola")
     minima = zip(
         optima.num_params[at], optima.num_tokens[at], optima.loss[at], strict=True

@@ -24,7 +24,8 @@ from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
 from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 
-PANELS, PANEL_SIZE_INCHES = (2, 1), (6.8, 3.6)
+PANELS = (2, 1)
+PANEL_SIZE_INCHES = (6.8, 3.6)
 
 CONFIGS = {
     "cpu": Config(),
@@ -145,15 +146,18 @@ def score_counting(
     probs = zipf_probabilities(source.vocab_size, source.exponent)
     entropy = corpora.entropy(probs)
     random = np.random.default_rng([source.seed, 4])
-    means, errors = [], []
+    means = []
+    errors = []
     for length in lengths:
         counts = random.multinomial(length, probs, size=repeats) + 0.5
         estimated = counts / counts.sum(1, keepdims=True)
         excess = -np.log(estimated) @ probs - entropy
         means.append(excess.mean())
         errors.append(excess.std(ddof=1) / repeats**0.5)
-    tokens, excess = np.array(lengths, float), np.array(means)
-    law, data = find_law("power"), {"num_tokens": tokens, "loss": excess}
+    tokens = np.array(lengths, float)
+    excess = np.array(means)
+    law = find_law("power")
+    data = {"num_tokens": tokens, "loss": excess}
     power = fit_law(law.over("num_tokens"), data, loss="mse")
     low, high = power.intervals["b"]
     return CountingExcess(
@@ -198,7 +202,8 @@ def fit_runs(
 def plot(axes: Any, result: Result) -> None:
     """Draws losses by tokens with the entropies, and the excess of counting."""
     left, right = np.ravel(axes)
-    runs, names = result.runs, ["0 tokens", "1 token", "2 tokens", "3 tokens"]
+    runs = result.runs
+    names = ["0 tokens", "1 token", "2 tokens", "3 tokens"]
     lines = zip(result.optima, ("-.", ":", (0, (5, 1)), (0, (1, 1))), strict=False)
     for seen, (optimum, line) in enumerate(lines):
         last = seen == len(result.optima) - 1
@@ -216,7 +221,8 @@ def plot(axes: Any, result: Result) -> None:
     if np.isfinite(runs.loss).any() and len(result.optima):
         title = f"The best model ends at {np.nanmin(runs.loss):.3f} nats/token, "
         title += f"{np.nanmin(runs.loss) - result.optima[-1]:.3f} above the entropy"
-    x, y = "tokens trained on [tokens]", "loss [nats/token]"
+    x = "tokens trained on [tokens]"
+    y = "loss [nats/token]"
     set_labels(left, title, x, y, xscale="log")
     left.legend()
     counts = result.counts
@@ -224,7 +230,8 @@ def plot(axes: Any, result: Result) -> None:
     draw_curve(right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1)
     draw_curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
     title = f"Counting approaches the entropy with slope {counts.slope:.3f}"
-    x, y = "tokens counted [tokens]", "loss - entropy [nats/token]"
+    x = "tokens counted [tokens]"
+    y = "loss - entropy [nats/token]"
     set_labels(right, title, x, y, xscale="log", yscale="log")
     right.legend()
 
@@ -232,7 +239,9 @@ def plot(axes: Any, result: Result) -> None:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares every loss with the floor, and the fits with the truth."""
-    runs, counts, floor = result.runs, result.counts, float(result.optima[-1])
+    runs = result.runs
+    counts = result.counts
+    floor = float(result.optima[-1])
     if not np.isfinite(runs.loss).any():
         return
     far = (runs.loss - floor) / np.hypot(runs.loss_se, result.floor_se)
@@ -241,7 +250,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("source", 1 + result.source_excess / counts.entropy)
     yield measured("slope", counts.slope)
     tokens = float(counts.num_tokens[-1])
-    last, slack = tokens * counts.excess[-1], 4 * tokens * counts.excess_se[-1]
+    last = tokens * counts.excess[-1]
+    slack = 4 * tokens * counts.excess_se[-1]
     yield measured("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
@@ -253,7 +263,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns the floor, the fits and the best run."""
-    runs, best = result.runs, {"best_loss": None, "best_num_params": None}
+    runs = result.runs
+    best = {"best_loss": None, "best_num_params": None}
     if np.isfinite(runs.loss).any():
         at = np.nanargmin(runs.loss)
         best = {"best_loss": runs.loss[at], "best_num_params": runs.num_params[at]}

@@ -138,7 +138,8 @@ def train_language(
     """
     corpus = open_on_device(language)
     # Mean code length of each scored window under the language.
-    nats, num = code_lengths(language, corpus.held_out), len(corpus.held_out)
+    nats = code_lengths(language, corpus.held_out)
+    num = len(corpus.held_out)
     place = stream_windows(
         np.arange(num, dtype=np.uint32),
         seq_len=config.seq_len,
@@ -186,7 +187,8 @@ def train_language(
 
     def work(runs: Sequence[TrainConfig]) -> None:
         for end in workers.train(runs, describe_run):
-            model, tokens = end.run.model, end.run.num_tokens
+            model = end.run.model
+            tokens = end.run.num_tokens
             num_params = count_model_parameters(model).total
             numbers = end.score or [np.nan] * 4
             rows.append((model.hidden_size, num_params, tokens, *numbers))

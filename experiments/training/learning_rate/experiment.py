@@ -83,7 +83,8 @@ class Config:
         return make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
 
-PANELS, PANEL_SIZE_INCHES = (1, 2), (3.4, 3.8)
+PANELS = (1, 2)
+PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -163,8 +164,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(axes: Any, result: Result) -> None:
     """Draws loss by learning rate, and the best rate by width."""
     left, right = axes
-    runs, powers = result.runs, result.powers
-    tokens, widths = np.unique(runs.num_tokens), np.unique(runs.width)
+    runs = result.runs
+    powers = result.powers
+    tokens = np.unique(runs.num_tokens)
+    widths = np.unique(runs.width)
     shades = sequential_colors(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
@@ -185,7 +188,8 @@ def plot(axes: Any, result: Result) -> None:
         for line, number in words:
             label = f"{number:,.0f} tokens"
             left.plot([], [], color="0.45", linestyle=line, label=label)
-    x, y = "learning rate [1]", "held-out loss [nats/token]"
+    x = "learning rate [1]"
+    y = "held-out loss [nats/token]"
     set_labels(left, title, x, y, xscale="log")
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
@@ -203,7 +207,8 @@ def plot(axes: Any, result: Result) -> None:
         f"Best rate falls as width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     )
     title = title if is_known else "Best learning rate: too few optima"
-    x, y = "width [features]", "best learning rate [1]"
+    x = "width [features]"
+    y = "best learning rate [1]"
     set_labels(right, title, x, y, xscale="log", yscale="log")
     label_log_axis(right.yaxis)
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
@@ -218,9 +223,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     powers = result.powers
     if not np.isfinite(powers.of_width):
         return
-    exponent, half = powers.of_width, powers.of_width_half
+    exponent = powers.of_width
+    half = powers.of_width_half
     yield measured("width", exponent, tolerance=half, half=half, level=result.level)
-    exponent, half = powers.of_tokens, powers.of_tokens_half
+    exponent = powers.of_tokens
+    half = powers.of_tokens_half
     yield measured("tokens", exponent + half, exponent=exponent, half=half)
 
 

@@ -73,7 +73,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     for size in progress.track(sizes, "means", "sizes"):
         drawn = rng.exponential(SIGMA, (config.num_means, int(size)))
         errors.append(np.mean((drawn.mean(1) - SIGMA) ** 2))
-    sizes, error = sizes[: len(errors)], np.array(errors)
+    sizes = sizes[: len(errors)]
+    error = np.array(errors)
     if len(errors) < 3:
         return Result(sizes, error, *[np.nan] * 4)
     data = {"num_samples": sizes, "loss": error}
@@ -87,7 +88,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the errors and the law."""
-    x, law = result.num_samples, SIGMA**2 / result.num_samples
+    x = result.num_samples
+    law = SIGMA**2 / result.num_samples
     draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
     draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "

@@ -44,7 +44,8 @@ from jaxkv.report import (
 from scaling.frontiers import find_best_runs
 
 CONFIGS = settings.CONFIGS
-PANELS, PANEL_SIZE_INCHES = (4, 1), (6.8, 2.9)
+PANELS = (4, 1)
+PANEL_SIZE_INCHES = (6.8, 2.9)
 run = runs.run
 
 
@@ -116,7 +117,8 @@ def read_ratios(result: Result) -> ComputeRatios:
                 rows.append((side, compute, *[np.nan] * 7, reason))
                 continue
             at = (bounded if bounded.size else known)[-1]
-            first, last = known[0], known[-1]
+            first = known[0]
+            last = known[-1]
             selected = (ratio[at], low[at], high[at], loss[at])
             rows.append(
                 (
@@ -138,13 +140,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     ratios = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
     for row in ratios.at(np.isfinite(ratios.ratio)).rows(*names):
-        name, shown = row.pop("side"), row.pop("direction")
-        published, row["direction"] = PAIRS[name], direction_verdict(shown)
+        name = row.pop("side")
+        shown = row.pop("direction")
+        published = PAIRS[name]
+        row["direction"] = direction_verdict(shown)
         words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
         yield measured(published.claim, row["ratio"], **words)
     for row in _gains(result).rows():
-        name, lead, se = row["side"], row["lead"], row["lead_se"]
+        name = row["side"]
+        lead = row["lead"]
+        se = row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
             shown = judge_direction(lead - 2 * se, lead + 2 * se, above=0)
             words = {"name": name, "source": PAIRS[name].source}
@@ -197,9 +203,11 @@ def summary(result: Result) -> list[ReportPart]:
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
     # Residual of each curve from the runs on its frontier.
-    curves, rates = [], []
+    curves = []
+    rates = []
     for i, name in enumerate(result.sides):
-        subset, residual = result.runs.where(side=i), result.curves.residual[i]
+        subset = result.runs.where(side=i)
+        residual = result.curves.residual[i]
         best = find_best_runs(subset.flops, subset.loss)
         shown = f"{residual:.3f}" if np.isfinite(residual) else "not fitted"
         curves.append((str(name), str(len(subset)), str(len(best)), shown))
@@ -274,7 +282,8 @@ def _draw_curves(ax: Any, result: Result) -> None:
 
 
 def _draw_places(ax: Any, result: Result) -> None:
-    places, losses = result.places.place, result.places.loss
+    places = result.places.place
+    losses = result.places.loss
     for i, name in enumerate(result.sides.tolist()):
         mark = system_style(name).marker
         draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
@@ -335,7 +344,8 @@ def _draw_differences(ax: Any, result: Result) -> None:
     if worst[0]:
         title = f"At equal size {worst[0]} is worst, by {worst[1]:.2f} nats "
         title += "(lines: seeds)"
-    less, size = "loss - transformer's [nats/byte]", "parameters outside embeddings [1]"
+    less = "loss - transformer's [nats/byte]"
+    size = "parameters outside embeddings [1]"
     set_labels(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])

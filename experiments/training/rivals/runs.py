@@ -218,7 +218,8 @@ def train_side(
         workers.corpus.held_out, seq_len=config.seq_len, num_windows=config.num_windows
     )
     diverged = np.full((len(windows), config.seq_len), np.nan)
-    rows, longest = [], []
+    rows = []
+    longest = []
     for seed in config.seeds:
         losses = diverged
         runs = [train_config(horizon, rate, seed) for horizon in config.horizons]
@@ -307,7 +308,8 @@ def _places(trained: SideResults, num_sides: int, seq_len: int) -> PositionLosse
     middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
     loss = np.full((num_sides, len(middle)), np.nan)
     gains = np.full((4, num_sides), np.nan)
-    quarter, reference = seq_len // 4, None
+    quarter = seq_len // 4
+    reference = None
     for i in range(num_sides):
         sizes = [size for j, size in trained if j == i]
         if not sizes:

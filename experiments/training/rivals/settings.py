@@ -30,7 +30,8 @@ class Side(NamedTuple):
 _ADAM = OptimizerConfig(kind="adamw", weight_decay=0.0)
 _SGD = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0)
 # Best rate of short runs: about 0.01 for the transformer, 0.05 for recurrent nets.
-_RATES, _RECURRENT_RATES = (2e-3, 6e-3, 1.8e-2), (6e-3, 1.8e-2, 5.4e-2)
+_RATES = (2e-3, 6e-3, 1.8e-2)
+_RECURRENT_RATES = (6e-3, 1.8e-2, 5.4e-2)
 _SGD_RATES = (0.1, 0.3, 0.9)
 
 REFERENCE = "transformer"

@@ -24,11 +24,13 @@ class AnswerWriter:
           whole: True if complete texts arrive with their scores, instead of growing
             texts.
         """
-        self._prompts, self._whole = prompts, whole
+        self._prompts = prompts
+        self._whole = whole
         self._waiting = [""] * len(prompts)
         self._complete = [False] * len(prompts)
         self._scores: list[float | None] = [None] * len(prompts)
-        self._turn, self._begun = 0, False
+        self._turn = 0
+        self._begun = False
         self._on_terminal = sys.stdout.isatty()
         self._begin()
 
@@ -47,7 +49,8 @@ class AnswerWriter:
             if not self._complete[self._turn]:
                 return
             self._write("\n")
-            self._turn, self._begun = self._turn + 1, False
+            self._turn = self._turn + 1
+            self._begun = False
             self._begin()
 
     def finish(self) -> None:

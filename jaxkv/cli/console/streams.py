@@ -101,7 +101,8 @@ class _Guard(io.FileIO):
 
     def __init__(self, number: int, failed: Callable[[OSError], None]):
         super().__init__(number, "w", closefd=False)
-        self._failed, self._is_lost = failed, False
+        self._failed = failed
+        self._is_lost = False
 
     def write(self, data: Buffer, /) -> int:
         """Writes bytes; returns their number."""

@@ -73,10 +73,12 @@ def gather_logit_rows(
     width: int = 1,
 ) -> LogitRows:
     """Gathers the inputs of sampling for `width` places of each slot."""
-    s, row = state.sequences, jnp.maximum(state.slots.sequence, 0)
+    s = state.sequences
+    row = jnp.maximum(state.slots.sequence, 0)
     # Drafts follow the known tokens: each place has one more token as known.
     known = place_positions(state.slots.num_tokens, width)
-    row, emits = repeat_places(row, width), repeat_places(emits, width)
+    row = repeat_places(row, width)
+    emits = repeat_places(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
     # Idle rows are greedy and without log-probabilities: they must not select a slower
     # program for the batch.

@@ -119,7 +119,8 @@ def emit(
         drawn = _from_verification(state, judged, emits, is_tree, result, config)
     state, emitted = _append_tokens(state, drawn, emits)
     # Log-probabilities of the emitted tokens, of prompts, and of alternatives.
-    s, width = state.sequences, config.emit_width
+    s = state.sequences
+    width = config.emit_width
     sequence = repeat_places(state.slots.sequence, width)
     place = place_positions(known, width)
     counts = place < repeat_places(known + emitted.num_emitted, width)
@@ -214,10 +215,13 @@ def _append_tokens(
     state: EngineState, drawn: _Candidates, emits: Bool[Array, " slots"]
 ) -> tuple[EngineState, SamplerOutput]:
     """Appends tokens up to the first stop condition, and sets finish reasons."""
-    s, sequence = state.sequences, state.slots.sequence
+    s = state.sequences
+    sequence = state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    known, width = state.slots.num_tokens, drawn.tokens.shape[0] // row.shape[0]
-    place, owner = place_positions(known, width), repeat_places(row, width)
+    known = state.slots.num_tokens
+    width = drawn.tokens.shape[0] // row.shape[0]
+    place = place_positions(known, width)
+    owner = repeat_places(row, width)
     stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
     if drawn.num is None:
         counts = emits & ~drawn.invalid
@@ -234,7 +238,8 @@ def _append_tokens(
         num = jnp.where(emits, drawn.num, 0)
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         ends = (why != NOT_ENDED) & (index < num[:, None])
-        each, no_end = index * len(REASONS) + why, width * len(REASONS) + NOT_ENDED
+        each = index * len(REASONS) + why
+        no_end = width * len(REASONS) + NOT_ENDED
         first = jnp.min(jnp.where(ends, each, no_end), axis=1)
         num = jnp.minimum(num, first // len(REASONS) + 1)
         reason = first % len(REASONS)

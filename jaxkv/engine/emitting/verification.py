@@ -49,7 +49,9 @@ def verify(
     """
 
     def judge(length: int) -> Continuation:
-        draft_probs, parents, tree = drafts.draft_probs, drafts.parents, drafts.tree
+        draft_probs = drafts.draft_probs
+        parents = drafts.parents
+        tree = drafts.tree
         if tree is not None:
             ancestors = tree.ancestors[:, :length, :length]
             tree = Tree(tree.depth[:, :length], ancestors) if length else None
@@ -106,7 +108,8 @@ def _judge(
     # By place; the root is not a draft.
     known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
     token = arrays.take(known, (slot[:, :, None], child), fill=-1)
-    token, draft_probs = token.reshape(-1, child.shape[2]), drafts.draft_probs
+    token = token.reshape(-1, child.shape[2])
+    draft_probs = drafts.draft_probs
     draft_probs = (
         None if draft_probs is None else draft_probs.reshape(token.shape[0], -1)
     )

@@ -110,7 +110,8 @@ def read_fields(
             result |= dict.fromkeys(names, _checked(key, names[0], value, most))
         elif names[0] not in result and names[0] not in family.derived:
             raise ValueError(f"{key} is missing")
-    hidden, heads = result["hidden_size"], result["num_q_heads"]
+    hidden = result["hidden_size"]
+    heads = result["num_q_heads"]
     result.setdefault("mlp_size", 4 * hidden)
     if "kv_rank" in result:  # latent attention: every head has its own key
         result.setdefault("q_rank", None)
@@ -223,7 +224,8 @@ def _family_of(raw: Mapping[str, Any]) -> str:
         found = found[0]
     kind = raw.get("model_type")
     if found is None:
-        found, names = kind, {name: name for name in served}
+        found = kind
+        names = {name: name for name in served}
     if not isinstance(found, str) or found not in names:
         raise ValueError(
             f"architecture {shorten(found)} is not supported, only "

@@ -187,7 +187,8 @@ def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeSca
             f"{key}={shorten(value)} is not supported without the other one of mscale "
             "and mscale_all_dim"
         )
-    magnitude, score_magnitude = rope.get("attention_factor"), 1.0
+    magnitude = rope.get("attention_factor")
+    score_magnitude = 1.0
     if weights:
         if magnitude is not None:
             raise ValueError(

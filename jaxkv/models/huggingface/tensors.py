@@ -62,7 +62,9 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
         transformer.param_shapes(config)
     ):
         path = tuple(key.key for key in keys)
-        prefix, module, kind = "", _module(path), path[-1]
+        prefix = ""
+        module = _module(path)
+        kind = path[-1]
         if in_layer := module.startswith("."):
             # Layers for multi-token prediction follow those of the model.
             first = config.num_layers if path[0] == "ahead" else 0
@@ -206,7 +208,8 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     folder of a model with a tied head may store the embeddings under the head's name.
     Buffers that are not weights are dropped.
     """
-    family, names = FAMILIES[config.family], list(names)
+    family = FAMILIES[config.family]
+    names = list(names)
     embed, head = embed_and_head(config)
     bare = not any(name.startswith(family.base) for name in names)
     found = {

@@ -110,7 +110,8 @@ def partial_states(
     has_v_pages = v_pages is not None
     warpgroups.check_shapes(q, k_pages, tiling, value_width, has_v_pages=has_v_pages)
     items, group = decode_plan.item_heads(q.shape[1], k_pages.shape[1])
-    slopes, schedule = None, plan.schedule
+    slopes = None
+    schedule = plan.schedule
     if scoring.slopes is not None:
         # Row t * group + g of item i is query head i * group + g.
         slopes = (scoring.slopes.astype(jnp.float32) * LOG2E).reshape(items, group)
@@ -153,10 +154,13 @@ def _launch(
     num_blocks, num_items, block_rows, head_dim = given.q.shape
     tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
     _, num_lines, padded_rows = given.rows.shape
-    products, is_latent = padded_rows // WGMMA_ROWS, given.v is None
-    num_warpgroups, value_width = products, head_dim
+    products = padded_rows // WGMMA_ROWS
+    is_latent = given.v is None
+    num_warpgroups = products
+    value_width = head_dim
     if is_latent:
-        num_warpgroups, value_width = 2, decode_plan.LATENT_VALUE_WIDTH
+        num_warpgroups = 2
+        value_width = decode_plan.LATENT_VALUE_WIDTH
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
@@ -186,8 +190,10 @@ def _launch(
 
     tiled = warpgroups.tensor_core_layout()
     boxes = max(1, tile // given.k.shape[2])
-    lanes, wide = (num_warpgroups, WGMMA_ROWS), jnp.float32
-    q_ring, ring = (tiling.q_stages, products, WGMMA_ROWS), (stages, tile, head_dim)
+    lanes = (num_warpgroups, WGMMA_ROWS)
+    wide = jnp.float32
+    q_ring = (tiling.q_stages, products, WGMMA_ROWS)
+    ring = (stages, tile, head_dim)
     copies = products * (2 if given.slopes is None else 3)
     barriers = warpgroups.make_barriers
     queries = plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled)
@@ -208,7 +214,8 @@ def _launch(
         v_free=None if is_latent else barriers(stages, num_warpgroups),
         consumers=barriers(1, num_warpgroups),
     )
-    items, parts = (num_blocks, num_items, block_rows), (programs, 2, block_rows)
+    items = (num_blocks, num_items, block_rows)
+    parts = (programs, 2, block_rows)
     return plgpu.kernel(
         decode_attention,
         out_type=[

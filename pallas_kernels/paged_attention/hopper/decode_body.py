@@ -126,7 +126,8 @@ def _walk(
 
     All warpgroups visit the same pieces, so that they agree on the stages of the rings.
     """
-    program, total = lax.axis_index("program"), inputs.ends[inputs.ends.shape[0] - 1]
+    program = lax.axis_index("program")
+    total = inputs.ends[inputs.ends.shape[0] - 1]
     begin = stream_k.stretch_begin(total, program, tiling)
     end = stream_k.stretch_begin(total, program + 1, tiling)
 
@@ -157,7 +158,8 @@ def _walk(
     block = inputs.begin[program]
     count = jnp.maximum(tiles(block)[1], 1)
     inside = begin - inputs.ends[block] + count * kv_heads
-    head, tile = lax.div(inside, count), lax.rem(inside, count)
+    head = lax.div(inside, count)
+    tile = lax.rem(inside, count)
     start = begin, block, head, tile, jnp.int32(0)
     state = lax.while_loop(lambda state: state[0] < end, step, start)
     return end - begin, state[-1]
@@ -173,8 +175,10 @@ def run_decode_consumer(
     emulated: bool,
 ) -> None:
     """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
-    own, tile = _own_share(shared, outputs.out.shape[3]), tiling.tile
-    kv_heads, shape = inputs.q.shape[1], (WGMMA_ROWS, tile)
+    own = _own_share(shared, outputs.out.shape[3])
+    tile = tiling.tile
+    kv_heads = inputs.q.shape[1]
+    shape = (WGMMA_ROWS, tile)
     is_latent = shared.v is None
     v_free = shared.k_free if shared.v_free is None else shared.v_free
 
@@ -184,7 +188,8 @@ def run_decode_consumer(
         return shared.k.at[stage, :, pl.ds(own.column, own.width)]
 
     def visit(piece: _Piece) -> None:
-        low, high = inputs.low[piece.block], inputs.high[piece.block]
+        low = inputs.low[piece.block]
+        high = inputs.high[piece.block]
         inner_low = inputs.inner_low[piece.block]
         inner_high = inputs.inner_high[piece.block]
         q_stage = lax.rem(piece.index, jnp.int32(tiling.q_stages))
@@ -268,7 +273,8 @@ def _shape_scores(
     products, begin, rows: Ref, slopes: Ref, scoring: StaticScoreTransform
 ):
     """Turns products of queries and keys into scores in base 2: `[64, tile]`."""
-    scores, shape = softmax.scale_and_cap(products, scoring), products.shape
+    scores = softmax.scale_and_cap(products, scoring)
+    shape = products.shape
     if slopes is not None:
         position = softmax.load_row_values(rows.at[decode_plan.POSITION], shape)
         distance = (softmax.key_positions(shape, begin) - position).astype(jnp.float32)
@@ -309,7 +315,8 @@ def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
     The last copies are still in flight when this returns.
     """
     (block_rows, value_width), width = out_target.shape, shared.out.shape[2]
-    own, moved = _own_share(shared, value_width), min(block_rows, WGMMA_ROWS)
+    own = _own_share(shared, value_width)
+    moved = min(block_rows, WGMMA_ROWS)
     packed = pl.ds(own.product * WGMMA_ROWS, moved)
     for begin in range(0, own.width, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -333,7 +340,8 @@ def run_decode_producer(
 ) -> None:
     """Runs the producer warpgroup, which copies queries, keys and values."""
     _, kv_heads, block_rows, _ = inputs.q.shape
-    q_stages, items_per_head = tiling.q_stages, kv_heads // inputs.k.shape[1]
+    q_stages = tiling.q_stages
+    items_per_head = kv_heads // inputs.k.shape[1]
     moved = min(block_rows, WGMMA_ROWS)
 
     def ask_for_rows(piece: _Piece) -> None:

@@ -60,7 +60,8 @@ def merge_and_unpack_mosaic_gpu(
     """
     num_blocks, kv_heads, block_rows, head_dim = states.out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
-    moved, width = min(block_rows, WGMMA_ROWS), min(head_dim, COLUMNS)
+    moved = min(block_rows, WGMMA_ROWS)
+    width = min(head_dim, COLUMNS)
     stretches = range(-(-block_rows // WGMMA_ROWS))
     # With one row a block, every row is in a block.
     is_row_a_block = tokens == 1 and num_blocks == rows
@@ -71,7 +72,8 @@ def merge_and_unpack_mosaic_gpu(
         out, lse, part_out, part_lse, ends, row, block_of, *others = references
         merged, merged_lse, state_out, state_lse, *others = others
         result, result_lse, blank, arrived = others
-        block, head = lax.axis_index("block"), lax.axis_index("head")
+        block = lax.axis_index("block")
+        head = lax.axis_index("head")
         columns = pl.ds(lax.axis_index("columns") * width, width)
         first, last = stream_k.item_programs(
             ends, block, head, kv_heads=kv_heads, tiling=tiling
@@ -87,7 +89,8 @@ def merge_and_unpack_mosaic_gpu(
                 target = state_out.at[stage, held]
                 source = outs.at[packed, columns]
                 plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
-                source, target = lses.at[packed], state_lse.at[stage, held]
+                source = lses.at[packed]
+                target = state_lse.at[stage, held]
                 plgpu.copy_gmem_to_smem(source, target, arrived.at[stage])
 
             @pl.when(num_states == 1)
@@ -185,7 +188,8 @@ def merge_and_unpack_mosaic_gpu(
 def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.RowState:
     """Adds a normalized partial state, with log-sum-exp in base 2, to a running sum."""
     top = jnp.maximum(state.top, lse)
-    decay, weight = jnp.exp2(state.top - top), jnp.exp2(lse - top)
+    decay = jnp.exp2(state.top - top)
+    weight = jnp.exp2(lse - top)
     added = out * softmax.broadcast_rows(weight, out.shape)
     return softmax.RowState(
         state.out * softmax.broadcast_rows(decay, out.shape) + added,

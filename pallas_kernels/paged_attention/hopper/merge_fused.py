@@ -46,7 +46,8 @@ class DecodePartials(NamedTuple):
     @property
     def inputs(self) -> MergeInputs:
         """Inputs of the merge kernel."""
-        packing, ends = self.plan.packing, self.plan.schedule.ends
+        packing = self.plan.packing
+        ends = self.plan.schedule.ends
         return MergeInputs(self.states, ends, packing.row, packing.block, self.tiling)
 
 
@@ -95,7 +96,9 @@ def run_fused_merge(
     """
     num_blocks, kv_heads, _, head_dim = inputs.states.out.shape
     (rows, q_heads, _), width = outputs.out.shape, outputs.held.shape[1]
-    tokens, group, sides = inputs.row.shape[1], q_heads // kv_heads, head_dim // width
+    tokens = inputs.row.shape[1]
+    group = q_heads // kv_heads
+    sides = head_dim // width
 
     # Writes zeros to the warpgroup's share of the rows of neither kernel.
     zeros = jnp.zeros(outputs.held.shape, outputs.held.dtype)
@@ -172,5 +175,6 @@ def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
     layout = plgpu.Layout.WGMMA
     source = outs.at[*place, :, columns]
     found = plgpu.load(source, layout=layout, optimized=False)
-    source, layout = lses.at[*place], layout.reduce(1)
+    source = lses.at[*place]
+    layout = layout.reduce(1)
     return found, plgpu.load(source, layout=layout, optimized=False)

@@ -138,7 +138,9 @@ def _launch(
     log-sum-exps of packed rows are returned, too.
     """
     (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
-    tile, stages, q_stages = tiling.tile, tiling.stages, tiling.q_stages
+    tile = tiling.tile
+    stages = tiling.stages
+    q_stages = tiling.q_stages
     cut = decode_output if isinstance(decode_output, merge_fused.MergeInputs) else None
     operands, structure = jax.tree.flatten((given, cut))
 
@@ -177,9 +179,12 @@ def _launch(
             ),
         )
 
-    tiled, barriers = warpgroups.tensor_core_layout(), warpgroups.make_barriers
-    dtype, ring = given.q.dtype, (stages, tile, head_dim)
-    boxes, halves = max(1, tile // page_size), (2, WGMMA_ROWS)
+    tiled = warpgroups.tensor_core_layout()
+    barriers = warpgroups.make_barriers
+    dtype = given.q.dtype
+    ring = (stages, tile, head_dim)
+    boxes = max(1, tile // page_size)
+    halves = (2, WGMMA_ROWS)
 
     shared = prefill_body.PrefillSharedMemory(
         q=plgpu.SMEM((q_stages, *halves, head_dim), dtype, transforms=tiled),
@@ -197,7 +202,8 @@ def _launch(
         turn=barriers(1, 2),
     )
     written = [] if cut is not None else [jax.new_ref(decode_output)]
-    wide, lse = jnp.float32, (given.tiles.shape[1], q_heads, TILE_ROWS)
+    wide = jnp.float32
+    lse = (given.tiles.shape[1], q_heads, TILE_ROWS)
     made = [jax.ShapeDtypeStruct(lse, wide)]
     if cut is not None:
         rows = cut.block.shape[0], q_heads, head_dim

@@ -105,7 +105,8 @@ def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Any, Any]:
     round gets the shortest of the next. All warpgroups visit the same items, so that
     they agree on the stages of the rings.
     """
-    program, q_heads = lax.axis_index("program"), inputs.q.shape[1]
+    program = lax.axis_index("program")
+    q_heads = inputs.q.shape[1]
     num_tiles = inputs.tiles.shape[1]
 
     def number(turn):
@@ -152,7 +153,8 @@ def run_prefill_consumer(
     """Runs a consumer warpgroup, which computes attention of 64 rows."""
     warpgroup = lax.axis_index("warpgroup")
     head_dim = inputs.q.shape[2]
-    tile, stages = tiling.tile, tiling.stages
+    tile = tiling.tile
+    stages = tiling.stages
     shape = (WGMMA_ROWS, tile)
 
     def meet() -> None:
@@ -233,10 +235,8 @@ def run_prefill_consumer(
         _send(item, state, inputs, outputs, shared)
 
     def _seen(shape, begin, positions):
-        place, position = (
-            softmax.key_positions(shape, begin),
-            softmax.load_row_values(positions, shape),
-        )
+        place = softmax.key_positions(shape, begin)
+        position = softmax.load_row_values(positions, shape)
         seen = place <= position
         return seen if window is None else seen & (place > position - window)
 
@@ -259,7 +259,8 @@ def _send(
     The last copies are still in flight when this returns.
     """
     warpgroup = lax.axis_index("warpgroup")
-    head_dim, width = inputs.q.shape[2], shared.out.shape[2]
+    head_dim = inputs.q.shape[2]
+    width = shared.out.shape[2]
     lse = state.top + jnp.log2(state.total)
     out = state.out * softmax.broadcast_rows(1.0 / state.total, state.out.shape)
     start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
@@ -308,7 +309,8 @@ def run_prefill_producer(
     tiling: Tiling,
 ) -> None:
     """Runs the producer warpgroup, which copies queries, keys and values."""
-    group, q_stages = inputs.q.shape[1] // inputs.k.shape[1], tiling.q_stages
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    q_stages = tiling.q_stages
 
     def ask_for_rows(item: _Item, half: int) -> None:
         stage = lax.rem(item.index, jnp.int32(q_stages))
@@ -323,9 +325,11 @@ def run_prefill_producer(
             inputs.tiles[prefill_plan.ROW, item.tile] + half * WGMMA_ROWS, 8
         )
         rows = pl.ds(start, WGMMA_ROWS)
-        queries, target = inputs.q.at[rows, item.head], shared.q.at[stage, half]
+        queries = inputs.q.at[rows, item.head]
+        target = shared.q.at[stage, half]
         plgpu.copy_gmem_to_smem(queries, target, full)
-        positions, target = inputs.position.at[rows], shared.position.at[stage, half]
+        positions = inputs.position.at[rows]
+        target = shared.position.at[stage, half]
         plgpu.copy_gmem_to_smem(positions, target, full)
 
     def visit(item: _Item) -> None:

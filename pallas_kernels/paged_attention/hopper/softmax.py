@@ -67,7 +67,8 @@ class RowState(NamedTuple):
 
 def init_rows(head_dim: int) -> RowState:
     """Returns the initial state of 64 rows."""
-    per_row, wide = plgpu.Layout.WGMMA.reduce(1), jnp.float32
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    wide = jnp.float32
     return RowState(
         out=plgpu.layout_cast(
             jnp.zeros((WGMMA_ROWS, head_dim), wide), plgpu.Layout.WGMMA

@@ -33,7 +33,8 @@ LATENCIES = {
     "inter-token P99": ("inter_token_s", "p99"),
 }
 """Latency and statistic of each predicted number."""
-END_TO_END, FIRST_TOKEN = "end-to-end mean", "first token median"
+END_TO_END = "end-to-end mean"
+FIRST_TOKEN = "first token median"
 """The numbers that are fitted, and that have bars."""
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of a prediction."""
@@ -80,7 +81,8 @@ class Predictions(ResultTable):
     @computed_column(heading="in 50 %", is_reported=False)
     def is_in_50(self) -> np.ndarray:
         """True if the 50 % interval contains the measured value."""
-        low, high = self.quarter_s, self.three_quarters_s
+        low = self.quarter_s
+        high = self.three_quarters_s
         return (low <= self.measured_s) & (self.measured_s <= high)
 
     @property

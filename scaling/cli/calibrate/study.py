@@ -50,7 +50,8 @@ from scaling.cli.calibrate.result import (
     prediction_rows,
 )
 
-DATA, PUBLISHED = "JAXKV_DATA", "vllm_h100/runs.csv"
+DATA = "JAXKV_DATA"
+PUBLISHED = "vllm_h100/runs.csv"
 """Environment variable with the folder of published data, and a file in it."""
 DESCRIPTIONS = {
     "model": "model left out",
@@ -121,7 +122,10 @@ def predict_stages(
         )
     num = sum(NUM_ROUNDS * len(fitted) + len(held) for _, fitted, held in folds)
     update = progress.bar("calibration", num, "simulations")
-    done, rows, fits, server = 0, [], [], ""
+    done = 0
+    rows = []
+    fits = []
+    server = ""
     coefficients = Coefficients.of([])
 
     def on_simulated() -> None:

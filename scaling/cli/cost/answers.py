@@ -84,7 +84,8 @@ def _pipeline(case: CostCase) -> str:
 
 
 def _quadratic(case: CostCase) -> str:
-    terms, model = case.evaluate(forward_terms), case.model
+    terms = case.evaluate(forward_terms)
+    model = case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
     whole = total_flops(terms)
     seen = model.over_layers(
@@ -117,7 +118,8 @@ def _mixture(case: CostCase) -> str:
         experts=MixtureShape(num_experts=8, top_k=2, size=model.mlp_size),
         mixture_layers=(True,),
     )
-    now, then = count_parameters(model), count_parameters(mixed)
+    now = count_parameters(model)
+    then = count_parameters(mixed)
     return (
         f"{model.name} has no experts. With 8 experts of the width of its FFN, 2 of "
         f"them per token, it would have {then.total / now.total:.2f} times the "
@@ -129,13 +131,15 @@ def _mixture(case: CostCase) -> str:
 
 
 def _real_mixture(case: CostCase) -> str:
-    model, x = case.model, case.model.experts
+    model = case.model
+    x = case.model.experts
     assert x is not None
     size = x.top_k * x.size + x.shared_size
     plain = dataclasses.replace(
         model, experts=None, mlp_size=size, mixture_layers=(), num_ahead_layers=0
     )
-    now, dense = count_parameters(model), count_parameters(plain)
+    now = count_parameters(model)
+    dense = count_parameters(plain)
     return (
         f"Of {now.total / 1e9:.4g} G parameters a token uses {now.active / 1e9:.4g} G. "
         "A dense model whose FFN has the width of a token's experts would have "

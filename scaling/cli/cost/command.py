@@ -195,16 +195,14 @@ def list_models() -> str:
 
 def to_document(case: CostCase) -> dict[str, Any]:
     """Returns all numbers as a JSON document."""
-    model, tokens = case.model, case.batch * case.sequence
-    step, memory = (
-        case.evaluate(training_step_flops),
-        case.evaluate(training_memory),
-    )
-    params, places = count_parameters(model), place_counts(model)
-    decode, prefill = (
-        case.evaluate(decode_work),
-        case.evaluate(prefill_work),
-    )
+    model = case.model
+    tokens = case.batch * case.sequence
+    step = case.evaluate(training_step_flops)
+    memory = case.evaluate(training_memory)
+    params = count_parameters(model)
+    places = place_counts(model)
+    decode = case.evaluate(decode_work)
+    prefill = case.evaluate(prefill_work)
     schemes: dict[str, dict[str, float]] = {}
     for each in case.evaluate(training_traffic):
         scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})

@@ -49,7 +49,8 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
         times = map(format_seconds, (work["compute_s"], work["memory_s"]))
         rows.append((name, counted[0], *read, counted[1], *times, work["bound"]))
     heads = ("step", "operations", "weights", "K and V", "op/byte")
-    dtype, d = case.dtype, case.device
+    dtype = case.dtype
+    d = case.device
     kept = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
     note = (
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
@@ -65,7 +66,8 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
 
 def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
     """Returns the traffic of a device in decode and prefill steps of an engine."""
-    batch, cp = case.batch, case.layout.pages
+    batch = case.batch
+    cp = case.layout.pages
     size: Any = {"number_bytes": case.number_bytes}
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
     is_divided = "divided" if sizes["rows"] % cp == 0 else "not divided"
@@ -95,11 +97,10 @@ def per_device(case: CostCase) -> dict[str, float]:
     Operations are those of an average device; the first and last pipeline stages have
     more.
     """
-    layout, d = case.layout, case.device
-    step, parts = (
-        case.evaluate(training_step_flops),
-        layout.tensor * layout.pipeline,
-    )
+    layout = case.layout
+    d = case.device
+    step = case.evaluate(training_step_flops)
+    parts = layout.tensor * layout.pipeline
     each = (step.model + step.recomputed) / (parts * layout.context)
     sent = sum(x.forward + x.backward for x in case.evaluate(training_traffic))
     kv = case.evaluate(kv_bytes_per_token)

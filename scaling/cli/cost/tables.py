@@ -30,7 +30,9 @@ def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
 
 def symbols(case: CostCase) -> list[tuple[str, int, str]]:
     """Returns the symbols of the formulas with values and meanings."""
-    model, a, x = case.model, case.model.attention, case.model.experts
+    model = case.model
+    a = case.model.attention
+    x = case.model.experts
     found = [
         ("b", case.batch, "sequences"),
         ("s", case.sequence, "tokens of each"),
@@ -76,7 +78,8 @@ def _shape(case: CostCase) -> Sheet:
 
 
 def _weights(case: CostCase) -> Sheet:
-    rows, places = [], place_counts(case.model)
+    rows = []
+    places = place_counts(case.model)
     for x in list_weights(case.model):
         if x.place == "ahead":
             continue
@@ -113,19 +116,16 @@ def _conventions(case: CostCase) -> Sheet:
 
 
 def _flops(case: CostCase) -> list[Sheet]:
-    terms, tokens = case.evaluate(forward_terms), case.batch * case.sequence
-    step, params = (
-        case.evaluate(training_step_flops),
-        count_parameters(case.model),
-    )
+    terms = case.evaluate(forward_terms)
+    tokens = case.batch * case.sequence
+    step = case.evaluate(training_step_flops)
+    params = count_parameters(case.model)
     whole = total_flops(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
-        each, share = (
-            format_flops(x.flops / tokens),
-            format_percent(x.flops / whole),
-        )
+        each = format_flops(x.flops / tokens)
+        share = format_percent(x.flops / whole)
         rows.append((name, x.formula, each, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
     note = f"Attention pairs: {case.attention}, {t}, at most the window."
@@ -156,7 +156,8 @@ def _flops(case: CostCase) -> list[Sheet]:
 
 
 def _memory(case: CostCase) -> Sheet:
-    found, each = case.evaluate(training_memory), case.bytes_per_param
+    found = case.evaluate(training_memory)
+    each = case.bytes_per_param
     formulas = {
         "weights": f"{each.weight} N",
         "gradients": f"{each.gradient} N",
@@ -206,7 +207,8 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
     places = place_counts(last) | {"first": 0, "last": 0}
     size = sum(x.size * x.stored * places[x.place] for x in list_weights(last))
     terms = case.evaluate(forward_terms, model=last)
-    tokens, each = case.batch * case.sequence, case.bytes_per_param.weight
+    tokens = case.batch * case.sequence
+    each = case.bytes_per_param.weight
     sums = per_token(case.stored, last)
     kept = sums[last.mixture_layers[0]] * tokens
     boundary = tokens * model.hidden_size * each

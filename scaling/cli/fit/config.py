@@ -121,7 +121,8 @@ class FitConfig:
         for pair in self.bound:
             name, _, text = pair.partition("=")
             low, colon, high = text.partition(":")
-            flag, form = f"--bound {pair}", "NAME=LOW:HIGH"
+            flag = f"--bound {pair}"
+            form = "NAME=LOW:HIGH"
             if not colon or not (low or high):
                 raise ValueError(f"{flag}: must be {form}")
             found[name] = (

@@ -57,10 +57,8 @@ def _draw_losses(ax: Any, result: LogFits) -> None:
     lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
     styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
-        color, look = (
-            sequential_colors(known)[i],
-            {"linestyle": next(styles), "linewidth": 1},
-        )
+        color = sequential_colors(known)[i]
+        look = {"linestyle": next(styles), "linewidth": 1}
         ax.plot(flops, loss, color=color, label=format_count(size), **look)
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
@@ -148,9 +146,11 @@ def draw_isoflop_groups(ax: Any, result: LogFits) -> None:
         flops = float(np.exp(np.log(result.flops[selected]).mean()))
         dots = {"linestyle": "", "marker": next(marks), "color": color}
         dots["markersize"] = 4
-        x, y = result.num_params[selected], result.loss[selected]
+        x = result.num_params[selected]
+        y = result.loss[selected]
         ax.plot(x, y, label=f"{flops:.2g} FLOP", **dots)
-        x, y = result.parabolas.x[i], result.parabolas.y[i]
+        x = result.parabolas.x[i]
+        y = result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=1)
     ax.set(xscale="log")
 
@@ -173,7 +173,8 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
         lines = ax.contour(contour.x, contour.y, height, **look)
         names = {float(at): f"{x:g}" for at, x in zip(log_levels, LEVELS, strict=True)}
         ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=9)
-    x, y = contour.x, contour.y
+    x = contour.x
+    y = contour.y
     ax.plot(x[len(x) // 2], y[len(y) // 2], "k+", ms=5)
     ax.set(xlabel=f"{contour.x_name} [1]", ylabel=f"{contour.y_name} [1]")
     ax.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))

@@ -42,7 +42,8 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
     parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
     if config.by:  # groups without a fit are listed, and not drawn
         there = np.any([part.rows for part in parts], axis=0)
-        log, is_fitted = log.take(there), is_fitted[there]
+        log = log.take(there)
+        is_fitted = is_fitted[there]
         parts = [part._replace(rows=part.rows[there]) for part in parts]
     progress.show("contour of the objective")
     num_runs = len(log.runs)
@@ -129,7 +130,10 @@ def _document(
     picks = (config.last_of, config.best_of, config.by)
     used = [x for x in (*rules, *picks, *config.columns) if x]
     seen = log.take(is_fitted)
-    notes, frontiers, warnings, shifts = [], [], [], []
+    notes = []
+    frontiers = []
+    warnings = []
+    shifts = []
     for part in parts:
         group = {"group": part.label} if config.by else {}
         notes += map(part.label_line, part.found.notes)
@@ -166,7 +170,8 @@ def _document(
 
 def _choices(config: FitConfig, log: Log, is_fitted: np.ndarray) -> Iterator[str]:
     """Yields sentences about consequences of the options and sizes."""
-    num_fitted, num_rows = int(is_fitted.sum()), is_fitted.size
+    num_fitted = int(is_fitted.sum())
+    num_rows = is_fitted.size
     if line := describe_thinning(num_fitted):
         yield line
     if num_fitted > (most := grids.MAX_ROWS):

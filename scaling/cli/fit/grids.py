@@ -82,7 +82,8 @@ def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
 
 
 def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
-    law, selected = fit.find_law(), {name: x[rows] for name, x in columns.items()}
+    law = fit.find_law()
+    selected = {name: x[rows] for name, x in columns.items()}
     empty = PlotCurve(np.empty(0), np.empty(0))
     if not {*SIZES} <= columns.keys():
         there = [name for name in SIZES if name in columns]
@@ -131,7 +132,8 @@ class GridGroups(NamedTuple):
 
 def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> GridGroups:
     """Returns the parabolas through the isoFLOP groups of all parts of a log."""
-    group, num_groups = np.full(is_fitted.size, -1), 0
+    group = np.full(is_fitted.size, -1)
+    num_groups = 0
     found = []
     for part in parts:
         each = _parabolas(part.found, int((part.rows & is_fitted).sum()))
@@ -174,9 +176,11 @@ def objective_contour(fit: FitResult, columns: Columns) -> Contour:
         none = np.empty(0)
         return Contour("", "", none, none, np.empty((0, 0)), none, none)
     places = [[*fit.coefficients].index(name) for name in names]
-    samples, axes = fit.sampled()[:, places], []
+    samples = fit.sampled()[:, places]
+    axes = []
     for i, place in enumerate(places):  # about twice as wide as the samples
-        value, half = [*fit.coefficients.values()][place], 0.0
+        value = [*fit.coefficients.values()][place]
+        half = 0.0
         known = samples[np.isfinite(samples[:, i]), i]
         if known.size:
             low, high = np.quantile(known, (0.02, 0.98))

@@ -71,7 +71,8 @@ def fit_groups(
     Raises:
       ValueError: the log, or every group of it, cannot be fitted.
     """
-    parts, doubts = [], []
+    parts = []
+    doubts = []
     groups = {"": np.ones(len(log.runs), bool)}
     if config.by:  # in the order of their first rows
         labels = np.array(log.label(config.names("by")))
@@ -104,7 +105,8 @@ def _fit_group(
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
         raise ValueError(f"{config.log}: the rule selects no row to fit")
-    seen, held_out_log = log.take(rows & is_fitted), log.take(rows & ~is_fitted)
+    seen = log.take(rows & is_fitted)
+    held_out_log = log.take(rows & ~is_fitted)
     if label and seen.curves is not None:
         selected = {log.runs[i] for i in np.flatnonzero(rows)}
         curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))

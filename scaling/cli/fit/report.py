@@ -96,7 +96,8 @@ def _name(fit: dict[str, Any]) -> str:
 
 
 def _coefficients(fit: dict[str, Any]) -> Sheet:
-    given, intervals = fit.get("fixed", {}), fit["intervals"]
+    given = fit.get("fixed", {})
+    intervals = fit["intervals"]
     rows = [
         (x, _short(y), "given" if x in given else _interval(intervals.get(x), y))
         for x, y in fit["coefficients"].items()

@@ -118,7 +118,8 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
         raise ValueError(
             f"the fit has inputs {', '.join(fit.inputs)}; N and D are needed"
         )
-    count, shape = document.get("count"), document.get("shape", {})
+    count = document.get("count")
+    shape = document.get("shape", {})
     if not isinstance(shape, dict) or any(
         type(shape[name]) is not _SHAPE.get(name) for name in shape
     ):

@@ -41,16 +41,16 @@ def render_plan_figure(
 
 def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
     """Draws loss against parameters for a few budgets, and the optimum."""
-    num_params, loss = document["num_params"], document["loss"]
-    highest, looks = (
-        loss,
-        zip((0.01, 0.1, 1.0, 10.0), (2, 3, 5, 1), "s^od", strict=True),
-    )
+    num_params = document["num_params"]
+    loss = document["loss"]
+    highest = loss
+    looks = zip((0.01, 0.1, 1.0, 10.0), (2, 3, 5, 1), "s^od", strict=True)
     for times, color, mark in looks:
         flops = case.flops * times
         sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 301)
         tokens = tokens_left(flops, sizes, case.served)
-        sizes, tokens = sizes[tokens > 0], tokens[tokens > 0]
+        sizes = sizes[tokens > 0]
+        tokens = tokens[tokens > 0]
         if not sizes.size:
             continue
         losses = case.loss(sizes, tokens)
@@ -69,15 +69,18 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
         draw_reference_line(ax, floor, "floor of the law")
     title = f"{case.flops:.3g} FLOP are best spent on {num_params:.3g} parameters "
     title += f"({law}): {loss:.3f} nats/token"
-    x, y = f"parameters, {case.family.count} [1]", "loss [nats/token]"
+    x = f"parameters, {case.family.count} [1]"
+    y = "loss [nats/token]"
     set_labels(ax, title, x, y, xscale="log")
     ax.legend()
 
 
 def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     """Draws contours of the loss, the budget, and the optima of all budgets."""
-    num_params, num_tokens = document["num_params"], document["num_tokens"]
-    powers, colors = case.loss_model.powers, plotting.colors()
+    num_params = document["num_params"]
+    num_tokens = document["num_tokens"]
+    powers = case.loss_model.powers
+    colors = plotting.colors()
     sizes = num_params * np.geomspace(1 / _SPAN, _SPAN, 121)
     tokens = num_tokens * np.geomspace(1 / _SPAN, _SPAN, 121)
     losses = case.loss(sizes[None, :], tokens[:, None])
@@ -106,7 +109,8 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
         ax.axhline(unique, color=colors[1], linewidth=1.2, label="all unique tokens")
     ax.set(xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     title = f"The optimum: {num_params:.3g} parameters, {num_tokens:.3g} tokens"
-    x, y = f"parameters, {case.family.count} [1]", "training data [tokens]"
+    x = f"parameters, {case.family.count} [1]"
+    y = "training data [tokens]"
     set_labels(ax, title, x, y)
     ax.legend()
 
@@ -139,7 +143,8 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
     _mark(ax, case.flops, document["tokens_per_param"])
     ratio = document["tokens_per_param"]
     title = f"{ratio:.3g} tokens per parameter at {case.flops:.3g} FLOP"
-    x, y = "budget [FLOP]", "data / size [tokens per parameter]"
+    x = "budget [FLOP]"
+    y = "data / size [tokens per parameter]"
     set_labels(ax, title, x, y, xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()

@@ -33,19 +33,19 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
     Raises:
       ValueError: the budget is too small or too large for any design.
     """
-    loss_model, powers, unique = (
-        case.loss_model,
-        case.loss_model.powers,
-        case.unique_tokens,
-    )
-    free, best = allocate_budget(powers, case.flops), case.allocate()
+    loss_model = case.loss_model
+    powers = case.loss_model.powers
+    unique = case.unique_tokens
+    free = allocate_budget(powers, case.flops)
+    best = case.allocate()
     training_only = case._replace(served=0.0).allocate()
     family = case.family
     try:
         design = nearest_design(family, best.num_params)
     except ValueError as error:
         # Vocabularies that have small enough designs, or the origin of this one.
-        size, way_out = family.vocab_size, ""
+        size = family.vocab_size
+        way_out = ""
         most = max_vocab_size(family, best.num_params)
         if most is not None and 1 <= most < size:
             way_out = f"; with --vocab-size in [1, {most:,}] there are smaller designs"
@@ -125,7 +125,9 @@ def _refusal(case: PlanCase, error: ValueError, way_out: str) -> ValueError:
 
 def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, Any]:
     """Returns the nearest design: shape, exact counts, and training costs."""
-    model, offer, sequence = design.model, case.offer, case.family.sequence
+    model = design.model
+    offer = case.offer
+    sequence = case.family.sequence
     memory = training_memory(model, sequence=sequence, checkpointing="boundary")
     train = case.bill(design.flops_per_token * best.num_tokens)
     # Training tokens within the budget; 0 if serving takes the whole budget.
@@ -148,7 +150,8 @@ def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, An
 
 
 def _shape(design: Design) -> dict[str, Any]:
-    model, heads = design.model, design.model.attention
+    model = design.model
+    heads = design.model.attention
     assert isinstance(heads, HeadAttention)
     return {
         "hidden_size": model.hidden_size,
@@ -196,7 +199,8 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
       training_only: best design if training takes the whole budget, under the same
         limit on unique tokens.
     """
-    served, target = case.served, training_only.loss
+    served = case.served
+    target = training_only.loss
     how: Any = {"inference_tokens": served, "repeating": case.repeating}
     equal = cheapest_model(case.loss_model.powers, target, **how)
     flops, usual = (
@@ -214,11 +218,9 @@ def _warnings(
     case: PlanCase, document: dict[str, Any], sure: OptimumSpread | None
 ) -> Iterator[str]:
     """Yields warnings about a plan."""
-    loss_model, fit, shape = (
-        case.loss_model,
-        case.loss_model.fit,
-        document["architecture"],
-    )
+    loss_model = case.loss_model
+    fit = case.loss_model.fit
+    shape = document["architecture"]
     if fit is not None:
         yield from loss_model.doubts
         yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)

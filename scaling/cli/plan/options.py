@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from jaxkv.cli import describe_default, refuse_outside
 
-LEAST, MOST = 1e-6, 1e40
+LEAST = 1e-6
+MOST = 1e40
 """Limits of any amount; products would overflow beyond them."""
 
 

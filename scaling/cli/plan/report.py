@@ -78,9 +78,12 @@ def _steps(
 
 
 def _devices(case: PlanCase, document: PlanDocument) -> Sheet:
-    mfu, rows = case.mfu, []
+    mfu = case.mfu
+    rows = []
     for x, offer in zip(document["devices"], case.offers, strict=True):
-        rate, price, per_usd = x["flops_per_s"], x["usd_per_hour"], x["flops_per_usd"]
+        rate = x["flops_per_s"]
+        price = x["usd_per_hour"]
+        per_usd = x["flops_per_usd"]
         is_best = offer is case.offer and len(case.offers) > 1
         rows.append(
             (
@@ -103,7 +106,8 @@ def _devices(case: PlanCase, document: PlanDocument) -> Sheet:
 
 
 def _operations(options: PlanOptions, case: PlanCase) -> str:
-    flops, offer = case.flops, case.offer
+    flops = case.flops
+    offer = case.offer
     if options.flops is not None:
         return f"The budget is given: C = {flops:.4g} FLOPs."
     if options.target_loss is not None:
@@ -128,8 +132,10 @@ def _operations(options: PlanOptions, case: PlanCase) -> str:
 
 
 def _division(case: PlanCase, document: PlanDocument) -> str:
-    free, searched = document["compute_optimum"], document["num_params_searched"]
-    loss_model, p = case.loss_model, case.loss_model.powers
+    free = document["compute_optimum"]
+    searched = document["num_params_searched"]
+    loss_model = case.loss_model
+    p = case.loss_model.powers
     a = p.beta / (p.alpha + p.beta)
     ratio = (p.alpha * p.A / (p.beta * p.B)) ** (1 / (p.alpha + p.beta))
     text = (
@@ -151,7 +157,8 @@ def _division(case: PlanCase, document: PlanDocument) -> str:
 
 
 def _serving(options: PlanOptions, case: PlanCase, document: PlanDocument) -> Sheet:
-    served, serve = case.served, options.serve_mfu
+    served = case.served
+    serve = options.serve_mfu
     rows = []
     models = {
         "training only": document["training_optimum"],
@@ -159,7 +166,8 @@ def _serving(options: PlanOptions, case: PlanCase, document: PlanDocument) -> Sh
         "the plan": document,
     }
     for name, x in models.items():
-        num_params, num_tokens = x["num_params"], x["num_tokens"]
+        num_params = x["num_params"]
+        num_tokens = x["num_tokens"]
         amounts = (
             lifetime_flops(num_params, num_tokens),
             2 * num_params * served,
@@ -188,10 +196,8 @@ def _repeating(case: PlanCase, document: PlanDocument, unique: float) -> str:
     if document["num_tokens"] <= unique:
         return f"The {unique:.4g} unique tokens are enough: no token is repeated."
     sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
-    halves, new = (
-        case.loss_model.half_lives,
-        case._replace(unique_tokens=None).allocate(),
-    )
+    halves = case.loss_model.half_lives
+    new = case._replace(unique_tokens=None).allocate()
     return (
         f"The {unique:.4g} unique tokens are fewer than the {new.num_tokens:.4g} of "
         "the optimum. The value of repetitions decays, D' = U (1 + R_D* (1 - "
@@ -206,7 +212,8 @@ def _repeating(case: PlanCase, document: PlanDocument, unique: float) -> str:
 
 
 def _loss(case: PlanCase, document: PlanDocument) -> Sheet:
-    p, confidence = case.loss_model.powers, document["interval"]
+    p = case.loss_model.powers
+    confidence = document["interval"]
     sizes, tokens = case.worth(document["num_params"], document["num_tokens"])
     terms = (
         ("floor", "E", p.floor),
@@ -254,8 +261,10 @@ def _numbers(loss_model: LossModel) -> str:
 
 def _architecture(case: PlanCase, document: PlanDocument) -> Sheet:
     """Returns the design nearest to N with its counts and memory."""
-    has, counts = document["architecture"], document["architecture"]["num_params"]
-    width, mlp = has["hidden_size"], has["mlp_size"]
+    has = document["architecture"]
+    counts = document["architecture"]["num_params"]
+    width = has["hidden_size"]
+    mlp = has["mlp_size"]
     rows = [
         ("width h", f"{width:,}"),
         ("layers", f"{has['num_layers']:,}"),
@@ -284,7 +293,8 @@ def _architecture(case: PlanCase, document: PlanDocument) -> Sheet:
 
 def _as_fitted(case: PlanCase) -> str:
     """Returns the properties that the architecture shares with the fitted runs."""
-    family, fitted = case.family, case.loss_model.shape
+    family = case.family
+    fitted = case.loss_model.shape
     words = {"vocab_size": "vocabulary", "sequence": "length of sequences"}
     if family.tie_embeddings:
         words["tie_embeddings"] = "tied embeddings"
@@ -294,11 +304,9 @@ def _as_fitted(case: PlanCase) -> str:
 
 def _exact(case: PlanCase, document: PlanDocument) -> str:
     """Explains the operations that 6 N D omits, and the best exact design."""
-    has, other, tokens = (
-        document["architecture"],
-        document["exact_optimum"],
-        document["num_tokens"],
-    )
+    has = document["architecture"]
+    other = document["exact_optimum"]
+    tokens = document["num_tokens"]
     each = has["train_flops_per_token"]
     text = (
         "With all products counted, including attention over "

@@ -65,7 +65,9 @@ def _draw_sweep_objective(
     probability = [100 * row["objective_probability"] for row in rows]
     limits = ", ".join(x.text for x in case.objectives)
     draw_curve(ax, rates, probability, BLUE, limits)
-    low, middle, high = largest[0.9], largest[0.5], largest[0.1]
+    low = largest[0.9]
+    middle = largest[0.5]
+    high = largest[0.1]
     if low.relation != "below":
         text = f"probability 90 to 10 %: {low.text} to {high.text} requests/s"
         ax.axvspan(low.rate, high.rate, color="0.85", zorder=0, label=text)

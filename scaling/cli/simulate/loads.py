@@ -58,9 +58,11 @@ def draw_loads(
     """Draws the loads of all rates: the same requests, arriving faster."""
     rates = parse_sweep(options.sweep) or (options.rate or math.nan,)
     pair = _length_pair(options, setup)
-    prefix, block = options.prefix_tokens, options.block_size
+    prefix = options.prefix_tokens
+    block = options.block_size
     cached = prefix // block * block if options.prefix_caching else 0
-    prompt, answer = pair.prompt.mean, pair.output.mean
+    prompt = pair.prompt.mean
+    answer = pair.output.mean
     warm_up_s, num_slots = _expect(
         options, setup, posterior, rates[-1], (prefix + prompt, cached, answer)
     )
@@ -187,13 +189,15 @@ def read_loads(
             "the ids of repeated chunks"
         )
     rates = parse_sweep(options.sweep) or (options.rate,)
-    loads, found = [], []
+    loads = []
+    found = []
     for rate in rates:
         scaled = recording if rate is None else recording.at_rate(rate)
         load = _cut_trace(
             options, scaled.workload(cache_tokens=options.cache_tokens or None)
         )
-        prompt, output = np.asarray(load.workload.prompt), load.workload.output
+        prompt = np.asarray(load.workload.prompt)
+        output = load.workload.output
         longest = prompt + np.asarray(output)
         if load.workload.context is not None:
             longest = longest + np.asarray(load.workload.context)

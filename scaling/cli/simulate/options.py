@@ -195,7 +195,9 @@ def parse_sweep(text: str) -> tuple[float, ...]:
     form = f"--sweep {text}: must be rate=LOW:HIGH:NUMBER"
     if match is None:
         raise ValueError(f"{form}, such as rate=1:40:20")
-    low, high, num = float(match[1]), float(match[2]), int(match[3])
+    low = float(match[1])
+    high = float(match[2])
+    num = int(match[3])
     if not 0 < low < high < math.inf or not 2 <= num <= 1000:
         raise ValueError(f"{form} with 0 < LOW < HIGH and NUMBER in [2, 1000]")
     return tuple(low + (high - low) * k / (num - 1) for k in range(num))

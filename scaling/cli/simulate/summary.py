@@ -104,7 +104,8 @@ class RunSummary:
 
     def document(self, rate: float) -> dict[str, Any]:
         """Returns the numbers as a JSON document."""
-        case, load = self._case, self.run.load
+        case = self._case
+        load = self.run.load
         found: dict[str, Any] = {
             "rate_per_s": rate,
             "num_requests": self.num_measured,
@@ -117,7 +118,8 @@ class RunSummary:
                 **{name: _middle(x) for name, x in samples.items()},
                 "interval": {name: _interval(x) for name, x in samples.items()},
             }
-        finished, tokens = self.run.num_finished(), self.run.num_tokens()
+        finished = self.run.num_finished()
+        tokens = self.run.num_tokens()
         good = self.goodput(case.objectives)
         return found | {
             "requests_per_s": _middle(finished / load.window_s),
@@ -135,7 +137,8 @@ class RunSummary:
         self,
     ) -> tuple[Float[np.ndarray, " times"], Float[np.ndarray, "draws times"]] | None:
         """Returns times in the window in s, and the share of blocks in use then."""
-        start_s, used = self.run.step_start_s, self.run.step_used_share
+        start_s = self.run.step_start_s
+        used = self.run.step_used_share
         if start_s is None or used is None:
             return None
         load = self.run.load
@@ -169,7 +172,8 @@ class RunSummary:
 
 def _find_sizes(case: ServerCase, run: ServerRun, end_to_end_s: float) -> LoadSizes:
     """Returns the sizes of the measured part of a load."""
-    load, w = run.load, run.load.workload
+    load = run.load
+    w = run.load.workload
     prompt = np.asarray(w.prompt)
     if w.context is not None:
         prompt = prompt + np.asarray(w.context)

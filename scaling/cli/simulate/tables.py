@@ -112,9 +112,12 @@ def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
       case: the case.
       outside: sizes of its loads that the fitted stages do not cover.
     """
-    load, nums, device = case.loads[0], case.num_measured, case.setup.device.name
+    load = case.loads[0]
+    nums = case.num_measured
+    device = case.setup.device.name
     windows = [x.window_s for x in case.loads]
-    window, num = f"{windows[0]:.4g} s", f"{nums[0]:,} requests"
+    window = f"{windows[0]:.4g} s"
+    num = f"{nums[0]:,} requests"
     if len(nums) > 1:
         if min(windows) < max(windows):
             window = f"{min(windows):.4g} to {max(windows):.4g} s"

@@ -34,7 +34,8 @@ from scaling.training import (
     training_flops,
 )
 
-SWEEPS, TRAININGS = sweeps.SWEEPS, sweeps.TRAININGS
+SWEEPS = sweeps.SWEEPS
+TRAININGS = sweeps.TRAININGS
 NUM_EVAL_WINDOWS = 1024
 """Held-out windows that score a trained model."""
 MODEL = "model"

@@ -117,14 +117,16 @@ def hidden_conditional_entropies(
     """
     num_tokens = hidden.writes.shape[1]
     joint = hidden.share[None]  # token sequences, next state
-    found, before = [], 0.0
+    found = []
+    before = 0.0
     for length in range(1, most + 2):
         if num_tokens**length > _MAX_BLOCKS:
             break
         joint = (joint[:, None] * hidden.writes.T).reshape(-1, len(hidden.share))
         total = markov.entropy(joint.sum(1))
         found.append(total - before)
-        joint, before = joint @ hidden.moves, total
+        joint = joint @ hidden.moves
+        before = total
     return tuple(found)
 
 
@@ -132,7 +134,8 @@ def hidden_code_lengths(
     hidden: HiddenChain, stream: Integer[np.ndarray, " tokens"]
 ) -> Float64[np.ndarray, " tokens"]:
     """Returns the negative log probability of each token by the filter, in nats."""
-    belief, found = hidden.share[None], np.empty(len(stream))
+    belief = hidden.share[None]
+    found = np.empty(len(stream))
     for t in range(len(stream)):
         token = stream[t : t + 1].astype(np.int64)
         found[t] = -np.log(belief @ hidden.writes[:, token[0]])[0]

@@ -25,10 +25,12 @@ def make_kgram_chain(
     Atoms are drawn from `base`, by a hash with this seed; `mixture` has the weight of
     each context length, from 1 token on.
     """
-    size, order = len(base), len(mixture)
+    size = len(base)
+    order = len(mixture)
     context = np.arange(size**order, dtype=np.uint64)
     cumulative = np.cumsum(base)
-    tokens, weights = [], []
+    tokens = []
+    weights = []
     for length, share in enumerate(mixture, 1):
         last = context % np.uint64(size**length)
         for atom, weight in enumerate(ATOM_WEIGHTS):

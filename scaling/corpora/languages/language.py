@@ -167,7 +167,8 @@ def _chain(config: LanguageConfig) -> markov.Chain:
         base = zipf_probabilities(size, config.exponent)
         return kgrams.make_kgram_chain(base, config.mixture, seed=config.seed)
     if config.kind == "zipf":
-        probs, order = zipf_probabilities(size, config.exponent)[None], 0
+        probs = zipf_probabilities(size, config.exponent)[None]
+        order = 0
     else:
         order = config.order
         drawn = _random(config, 0).random((size**order, size))
@@ -177,7 +178,8 @@ def _chain(config: LanguageConfig) -> markov.Chain:
 
 
 def _hidden(config: LanguageConfig) -> hidden_markov.HiddenChain:
-    random, states = _random(config, 0), config.num_states
+    random = _random(config, 0)
+    states = config.num_states
     moves = hidden_markov.random_rows(random.random((states,) * 2), config.sharpness)
     drawn = random.random((states, config.vocab_size))
     return hidden_markov.make_hidden_chain(

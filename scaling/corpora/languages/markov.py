@@ -96,7 +96,8 @@ def chain_conditional_entropies(chain: Chain) -> tuple[float, ...]:
     Source: Cover and Thomas, Elements of Information Theory, theorem 4.2.4.
     """
     share = stationary_distribution(chain)
-    blocks, joint = [], share
+    blocks = []
+    joint = share
     for length in range(chain.order, 0, -1):
         blocks.append(entropy(joint))
         # Summing over the oldest token gives sequences of one token fewer.
@@ -158,9 +159,11 @@ def sample_chain(
             token = chain.tokens[now, below.sum(1)]
             now = _following(chain, now, token)
             going = contexts[t, active] != now
-            found[t, active], contexts[t, active] = token, now
+            found[t, active] = token
+            contexts[t, active] = now
             if not going.all():
-                active, now = active[going], now[going]
+                active = active[going]
+                now = now[going]
                 if not len(active):
                     break
         ends = np.concatenate([[start], contexts[-1, :-1]])

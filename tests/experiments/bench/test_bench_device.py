@@ -31,7 +31,8 @@ class Clock(Quiet):
     """A clock that advances only during work, with the end of a call."""
 
     def __init__(self, left_s: float = math.inf) -> None:
-        self.now_s, self.end_s = 0.0, left_s
+        self.now_s = 0.0
+        self.end_s = left_s
 
     @property
     def left_s(self) -> float:
@@ -93,7 +94,8 @@ def done(rows: list[dict[str, Any]]) -> set[str]:
 
 
 def test_a_call_continues_the_pieces_of_the_previous_call(call: Any) -> None:
-    slow, quick = fake("slow", 8, 40.0), fake("quick", 3, 20.0)
+    slow = fake("slow", 8, 40.0)
+    quick = fake("quick", 3, 20.0)
     rows, log = call(203.0, slow, quick)
     # Half of 200 s is for the first part; then the second part runs.
     slow_first = [("slow", f"slow{i}") for i in range(3)]

@@ -81,7 +81,8 @@ def test_bench_kernels_document(
     found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
     assert found["device"] == "cpu"
     assert found["ceilings"].keys() == set(Ceilings._fields)
-    rows, absent = found["rows"], found["absent"]
+    rows = found["rows"]
+    absent = found["absent"]
     assert all(row.keys() >= KEYS for row in rows)
     known = [spec.name for spec in SETS["tiny"]]
     *attention, copy, products = known
@@ -468,7 +469,8 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_cupti_the_queue_is_timed() -> None:
-    add, x = jax.jit(lambda x: x + 1), jnp.zeros((3,))
+    add = jax.jit(lambda x: x + 1)
+    x = jnp.zeros((3,))
     assert _cupti(lambda index: add(x), 2) is None
     timing = _queue(lambda index: add(x), 2)
     assert timing.clock == "queue"

@@ -169,7 +169,8 @@ def test_prepare_runs_before_devices_are_initialized(
 ) -> None:
     [launches] = load_experiment("bench_launches").studies
     assert launches.prepare is experiment.prepare
-    calls, begin = [], run_folder.begin_run
+    calls = []
+    begin = run_folder.begin_run
     made_up = experiment_with_all.studies[0]._replace(prepare=lambda: calls.append(1))
     replace(
         monkeypatch,

@@ -76,7 +76,8 @@ def test_a_trace_shares_whole_prompts(question: dict[str, Any], tmp_path: Path) 
     for row, (arrival_us, prompt, cached, output, _) in zip(
         rows, question["requests"], strict=True
     ):
-        shared, own = int(row["prefix_length"]), int(row["input_tokens"])
+        shared = int(row["prefix_length"])
+        own = int(row["input_tokens"])
         assert shared + own == prompt
         assert 1 <= own <= 16
         assert shared >= cached
@@ -166,7 +167,8 @@ def test_systems_are_compared_on_a_stage(
     # The first answer is apart; then medians of the rounds.
     assert (found.first_s[0], found.seconds[0], found.cpu_s[0]) == (9, 3, 4)
     assert found.ratio[0] == 1
-    low, high = found.seconds[1] / 4, found.seconds[1] / 2
+    low = found.seconds[1] / 4
+    high = found.seconds[1] / 2
     assert low < found.ratio[1] < high
     np.testing.assert_allclose(found.error, np.array([0.4, 0.041, 0.041]) / 0.5 - 1)
     np.testing.assert_allclose(found.first_error[0], 0, atol=1e-6)

@@ -47,7 +47,8 @@ def measured(num_other: int) -> Result:
             for name, num in ((BEFORE, 150), (AFTER, 300))
         ]
     )
-    steps, losses = np.array([5, 10]), np.array([1.5, 0.5])
+    steps = np.array([5, 10])
+    losses = np.array([1.5, 0.5])
     return Result(models, runs, steps, losses, 5000, 200.0, "cpu")
 
 

@@ -45,7 +45,8 @@ def asks_of(num: int) -> list[Sampling]:
 @pytest.mark.thorough
 def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None:
     """Each step fixes another token: Santilli et al., proposition 1."""
-    rng, asks = np.random.default_rng(0), asks_of(8)
+    rng = np.random.default_rng(0)
+    asks = asks_of(8)
     texts = [rng.integers(0, 61, 3 + i).tolist() for i in range(8)]
     plain = engines.serve(
         [

@@ -85,8 +85,10 @@ class AdaptingServer:
     """A server with one more step in every turn, each of two tokens."""
 
     def __init__(self, way: str, bounds: Any):
-        self.way, self.turn = way, 0
-        self.name, self.served = f"{way} {bounds.max_drafts}", []
+        self.way = way
+        self.turn = 0
+        self.name = f"{way} {bounds.max_drafts}"
+        self.served = []
 
 
 def test_adaptive_counts_are_means_over_rounds(

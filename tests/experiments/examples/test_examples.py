@@ -43,7 +43,8 @@ class ShortestFirst(NamedTuple):
         order = jnp.argsort(jnp.where(counts.waiting, counts.waiting_tokens, 2**30))
         head = ("waiting", "waiting_tokens", "waiting_scored_prompt")
         sorted_head = {name: getattr(counts, name)[order] for name in head}
-        plan, back = self.fcfs.plan(counts._replace(**sorted_head)), jnp.argsort(order)
+        plan = self.fcfs.plan(counts._replace(**sorted_head))
+        back = jnp.argsort(order)
         head = ("admit", "head_places", "head_rows")
         return plan._replace(**{name: getattr(plan, name)[back] for name in head})
 
@@ -85,7 +86,10 @@ def serve(params, state):
 
 # [end of the examples]
 
-HIDDEN, HEADS, HEAD_DIM, VOCAB = 16, 2, 8, 61
+HIDDEN = 16
+HEADS = 2
+HEAD_DIM = 8
+VOCAB = 61
 CONFIG = jaxkv.EngineConfig(
     num_pages=24,
     page_size=4,
@@ -166,7 +170,8 @@ GREEDY = jaxkv.Sampling.greedy(max_tokens=20, stop_tokens=(END,))
 
 
 def test_all_features_inside_a_custom_jit_and_scan() -> None:
-    params, state = make_params(), jaxkv.init(CONFIG, make_pages())
+    params = make_params()
+    state = jaxkv.init(CONFIG, make_pages())
     asks = [engines.Ask(name, prompt, GREEDY) for name, prompt in enumerate(PROMPTS)]
     requests = jax.tree.map(jnp.asarray, engines.requests_of(asks, CONFIG))
     state, taken = jaxkv.submit(state, requests, config=CONFIG)

@@ -25,7 +25,8 @@ def work(**counts: float) -> Work:
     return zero._replace(**{k: jnp.int32(v) for k, v in counts.items()})
 
 
-DISTSERVE, FIGURE_12 = "distserve:opt-13b:1", "opt-13b-a100-40gb"
+DISTSERVE = "distserve:opt-13b:1"
+FIGURE_12 = "opt-13b-a100-40gb"
 # Prompts of 300 and 400 tokens; sequences that decode at 500; both at once.
 READ = work(num_prompt_rows=700, prompt_context=700)._replace(
     prompt_squares=jnp.float32(300**2 + 400**2)
@@ -62,7 +63,8 @@ def test_published_fits_give_the_printed_step_times(
 @pytest.mark.parametrize("model", ["opt-13b", "mixtral-8x7b"])
 def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
     """A prefill chunk after 50 tokens, and two decodes."""
-    new, past = jnp.array([70, 1, 1]), jnp.array([50, 400, 9])
+    new = jnp.array([70, 1, 1])
+    past = jnp.array([50, 400, 9])
     found = make_roofline_cost(
         shapes.describe(model),
         find_device("a100-80gb"),

@@ -15,7 +15,8 @@ LAW = AgentTraffic(num_jobs=12, max_turns=8, sub_agent_turns=2.0)
 def test_jobs_are_connected_and_their_tokens_add_up() -> None:
     load = draw_agents(LAW, 3)
     w: Any = load.workload
-    after, tokens = np.asarray(w.after), np.asarray(w.prompt + w.output)
+    after = np.asarray(w.after)
+    tokens = np.asarray(w.prompt + w.output)
     delay_s = np.asarray(w.delay) @ [1, 1e-6]
     assert np.unique(load.job).tolist() == list(range(12))
     assert (after >= 0).sum(axis=1).max() > 1

@@ -22,7 +22,8 @@ def result() -> Result:
 
 @pytest.mark.slow
 def test_slots_fill_as_in_the_lectures(result: Result) -> None:
-    static, continuous = result.static_sequences, result.continuous_sequences
+    static = result.static_sequences
+    continuous = result.continuous_sequences
     assert lectures.grid_rows(static) == [*lectures.STATIC]
     assert lectures.grid_rows(continuous) == [*lectures.CONTINUOUS]
     # "Sequence 3 finished after two iterations", sequence 2 after six.

@@ -112,7 +112,8 @@ def test_stalls_follow_from_the_schedule(result: Result) -> None:
 @pytest.mark.slow
 def test_the_tail_is_a_step_with_a_full_budget(result: Result) -> None:
     # The expected times omit the few sequences that decode in the same step.
-    yi, budgets = settings.MODELS["Yi-34B"], (256, 2048)
+    yi = settings.MODELS["Yi-34B"]
+    budgets = (256, 2048)
     full_s = [settings.prompt_s(yi, budget) for budget in budgets]
     assert result.budgets.budget.tolist() == [*budgets]
     np.testing.assert_allclose(result.budgets.tbt_p99_s, full_s, rtol=0.1)

@@ -64,7 +64,8 @@ def test_static_batching_reserves_more_memory_for_longer(
     result: experiment.Result,
 ) -> None:
     config = experiment.CONFIGS["smoke"]
-    static, continuous = result.static, result.continuous
+    static = result.static
+    continuous = result.continuous
     assert len(static.num_rows) > len(continuous.num_rows)
     assert static.held.any()
     assert not continuous.held.any()
@@ -154,8 +155,10 @@ def test_lengths_vary_within_their_bounds() -> None:
 def test_prompts_are_held_out_text_from_the_start_of_a_line() -> None:
     from scaling.corpora import STANDARD_LIBRARY, load_documents
 
-    rng, sizes = np.random.default_rng(1), [5, 60, 10_000_000]
-    tokenizer, ask = ByteTokenizer(257), Sampling.greedy()
+    rng = np.random.default_rng(1)
+    sizes = [5, 60, 10_000_000]
+    tokenizer = ByteTokenizer(257)
+    ask = Sampling.greedy()
     requests = cut_held_out_prompts(tokenizer, sizes, [ask] * 3, rng)
     texts = [x.text.decode() for x in load_documents(STANDARD_LIBRARY).held_out]
     assert [len(request.tokens) for request in requests[:2]] == sizes[:2]

@@ -10,7 +10,8 @@ from tests.support import smoke
 
 @pytest.mark.slow
 def test_smoke_measures_every_length() -> None:
-    config, kept = CONFIGS["smoke"], smoke.run("flash_attention")
+    config = CONFIGS["smoke"]
+    kept = smoke.run("flash_attention")
     result = kept.result
     assert result.length.tolist() == [*config.lengths]
     assert result.context.tolist() == [*config.contexts]

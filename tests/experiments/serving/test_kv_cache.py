@@ -67,7 +67,8 @@ def test_times_without_a_cache_are_interpolated_as_powers() -> None:
 
 @pytest.mark.slow
 def test_smoke_generates_the_same_tokens_both_ways() -> None:
-    config, timed = CONFIGS["smoke"], smoke.run("kv_cache").result.timed
+    config = CONFIGS["smoke"]
+    timed = smoke.run("kv_cache").result.timed
     assert timed.length.tolist() == [*config.lengths]
     assert timed.is_same.all()
     assert timed.every_with_s.shape == (config.lengths[-1],)

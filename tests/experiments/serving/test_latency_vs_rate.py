@@ -58,7 +58,8 @@ def test_further_rates_are_near_the_crossings() -> None:
 
 def test_a_load_is_the_same_at_every_rate() -> None:
     load = runs.draw_load(ALPACA, 4.0, 100.0, seed=1)
-    slow, fast = load.at(2.0), load.at(4.0)
+    slow = load.at(2.0)
+    fast = load.at(4.0)
     num = slow.prompt.shape[0]
     assert 150 < num < 250 < fast.prompt.shape[0]
     np.testing.assert_array_equal(slow.output, fast.output[:num])
@@ -88,9 +89,11 @@ def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> No
     replace(monkeypatch, runs, "serve_at_rates", serve)
     setting = PANELS["12a"].setting()
     load = runs.draw_load(ALPACA, 1.0, 10.0, 0)
-    even, systems = np.array([1.0, 2.0, 3.0]), ("paged", "Orca (Max)")
+    even = np.array([1.0, 2.0, 3.0])
+    systems = ("paged", "Orca (Max)")
     found = runs.explore_rates(setting, load, systems, even, num_near=2, most=5.0)
-    near, beyond = asked[1]["paged"], asked[1]["Orca (Max)"]
+    near = asked[1]["paged"]
+    beyond = asked[1]["Orca (Max)"]
     assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
     assert beyond == [4.0, 5.0]
     assert asked[2] == {}  # rates near the crossing are known, and the axis has ended
@@ -106,8 +109,10 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.thorough
 def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     found = {(x["system"], x["rate_per_s"]): x for x in rows}
-    one, two = found["paged", 1.0], found["paged", 2.0]
-    other, worse = found["Orca (Oracle)", 1.0], found["Orca (Oracle)", 2.0]
+    one = found["paged", 1.0]
+    two = found["paged", 2.0]
+    other = found["Orca (Oracle)", 1.0]
+    worse = found["Orca (Oracle)", 2.0]
     assert all(row["answered_share"] == 1 for row in (one, two, other))
     # A single sequence takes a step per token.
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
@@ -201,7 +206,8 @@ def test_all_requests_of_a_recording_are_replayed(
 @pytest.mark.slow
 def test_each_policy_improves_its_metric(tmp_path: Path) -> None:
     """Serves a burst of 600 requests; each policy is best at its metric, or equal."""
-    rng, num = np.random.default_rng(0), 600
+    rng = np.random.default_rng(0)
+    num = 600
     columns = rng.uniform(0, 10, num), rng.integers(200, 1500, num)
     rows = zip(np.sort(columns[0]), columns[1], rng.integers(2, 400, num), strict=True)
     path = tmp_path / "burst.csv"

@@ -22,7 +22,8 @@ def result() -> experiment.Result:
 
 @pytest.mark.slow
 def test_every_token_place_has_a_use(result: experiment.Result) -> None:
-    uses, batch = result.waste.uses, result.waste.batch
+    uses = result.waste.uses
+    batch = result.waste.batch
     np.testing.assert_allclose(uses.sum(axis=2), 1)
     assert uses.min() >= 0
     # Seven of the longest sequences fit, and leave 1,392 places unused.

@@ -53,7 +53,8 @@ def test_one_request_occupies_pages_7_1_and_5(result: experiment.Result) -> None
 
 @pytest.mark.slow
 def test_two_requests_share_a_pool(result: experiment.Result) -> None:
-    a, b = rows(result.two, 0), rows(result.two, 1)
+    a = rows(result.two, 0)
+    b = rows(result.two, 1)
     assert a == [([7, 1], [4, 3]), ([7, 1], [4, 4]), ([7, 1, 3], [4, 4, 1]), ([], [])]
     assert b == [([], []), ([5, 2], [4, 1]), ([5, 2], [4, 2]), ([5, 2], [4, 3])]
     assert text(result.two, 2, 0).endswith("years ago our fathers brought")
@@ -107,7 +108,8 @@ def test_pages_contain_the_tokens_of_the_tables(result: experiment.Result) -> No
     for frames in tables.field_values(result).values():
         num, slots = frames.length.shape
         for i, slot in np.ndindex(num, slots):
-            length, pages = int(frames.length[i, slot]), frames.pages(i, slot)
+            length = int(frames.length[i, slot])
+            pages = frames.pages(i, slot)
             held = frames.held[i, pages].reshape(-1)[:length]
             np.testing.assert_array_equal(held, frames.tokens[i, slot, :length])
             place = frames.place[i, pages].reshape(-1)[:length]

@@ -21,7 +21,8 @@ def result() -> experiment.Result:
 @pytest.fixture(scope="module")
 def server(result: experiment.Result) -> Stepper:
     """Returns the engine of the run, whose program is compiled."""
-    most, longest = result.loads.num_distinct.max() + 1, result.loads.longest.max()
+    most = result.loads.num_distinct.max() + 1
+    longest = result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
     return serving.make_cache_engine(int(most), int(longest), window)
 
@@ -56,7 +57,8 @@ def is_walked(order: tuple[list[int], ...]) -> bool:
     """Returns True if prompts that share a page are adjacent, for every page."""
     for page in {page for prompt in order for page in prompt}:
         here = [page in prompt for prompt in order]
-        first, last = here.index(True), len(here) - here[::-1].index(True)
+        first = here.index(True)
+        last = len(here) - here[::-1].index(True)
         if not all(here[first:last]):
             return False
     return True
@@ -98,7 +100,9 @@ def by_hand(
     """Returns the cached pages of each prompt and the order of service."""
     used: dict[int, int] = {}
     path: dict[int, list[int]] = {}
-    waiting, num_found, served = list(range(len(prompts))), [0] * len(prompts), []
+    waiting = list(range(len(prompts)))
+    num_found = [0] * len(prompts)
+    served = []
 
     def known(i: int) -> int:
         flags = [page in used for page in prompts[i]]
@@ -112,7 +116,8 @@ def by_hand(
         turn = max(waiting[:window], key=known) if cached_first else waiting[0]
         waiting.remove(turn)
         served.append(turn)
-        ids, num_found[turn] = prompts[turn], known(turn)
+        ids = prompts[turn]
+        num_found[turn] = known(turn)
         wanted = len(ids) - num_found[turn] + 1
         for _ in range(max(0, wanted - (pool - len(used)))):
             del used[min(used.keys() - {*ids}, key=last_use)]
@@ -139,7 +144,8 @@ POOL = 8
 def test_hits_equal_those_counted_by_hand(
     server: Stepper, cached_first: bool, rule: serving.Eviction
 ) -> None:
-    prompts, window = again_and_again(1), server.config.max_slots
+    prompts = again_and_again(1)
+    window = server.config.max_slots
     hits = serving.serve_prompts(
         server, prompts, num_pages=POOL, cached_first=cached_first, eviction=rule
     )

@@ -36,7 +36,8 @@ def answers(**how: Any) -> tuple[list[list[int]], float]:
 @pytest.mark.slow
 def test_smoke_trains_scores_and_exports() -> None:
     kept = smoke.run("bundled_heads")
-    config, result = kept.config, kept.result
+    config = kept.config
+    result = kept.result
     assert result.heads.kind.tolist() == list(KINDS)
     assert result.heads.num_tokens.tolist() == [20 * 2 * 32] * 2
     target = load_model(TARGET).config

@@ -22,7 +22,8 @@ from tests.support.impatience import Stopping
 @pytest.mark.thorough
 def test_smoke_trains_scores_and_exports() -> None:
     kept = smoke.run("bundled_model")
-    config, result = kept.config, kept.result
+    config = kept.config
+    result = kept.result
     assert result.status == "done"
     assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
     assert (np.diff(result.tokens) > 0).all()

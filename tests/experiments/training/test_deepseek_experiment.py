@@ -21,7 +21,8 @@ CPU = experiment.CONFIGS["cpu"]
 
 def test_all_kinds_have_equal_compute_and_the_counted_bytes() -> None:
     models = {kind: CPU.run_of(kind, 0).model for kind in runs.KINDS}
-    shapes, found = CPU.shapes, {}
+    shapes = CPU.shapes
+    found = {}
     wanted = training_flops(models["MHA"], sequence=CPU.seq_len)
     for kind, model in models.items():
         model = serving_config(model)
@@ -153,7 +154,8 @@ def test_an_empty_run_has_a_report() -> None:
 @pytest.mark.slow
 def test_smoke_trains_and_serves() -> None:
     kept = smoke.run("deepseek")
-    result, config = kept.result, kept.config
+    result = kept.result
+    config = kept.config
     assert result.models.kind.tolist() == list(config.kinds)
     assert (result.models.loss < 5.6).all()  # log(257) is 5.55, before training
     np.testing.assert_array_equal(result.models.kv_bytes, result.models.kv_formula)

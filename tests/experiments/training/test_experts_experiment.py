@@ -29,7 +29,8 @@ def test_pairs_have_equal_cost_except_for_the_router() -> None:
 @pytest.mark.slow
 def test_smoke_compares_all_pairs() -> None:
     kept = smoke.run("experts")
-    result, found = kept.result, kept.result.runs
+    result = kept.result
+    found = kept.result.runs
     assert found.kind.tolist() == 3 * ["dense", "mixture"] + ["unbalanced"]
     assert found.is_fitted.tolist() == 6 * [True] + [False]
     assert (np.diff(found.flops[0:6:2]) > 0).all()

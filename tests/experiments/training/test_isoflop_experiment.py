@@ -35,7 +35,8 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     run = smoke.run("isoflop")
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    found, measured = run.metrics, smoke.measured_values(run.claims)
+    found = run.metrics
+    measured = smoke.measured_values(run.claims)
     assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
     missed = abs(found["predicted"] - found["truth"])
     gain = found["best_fitted_loss"] - found["truth"]
@@ -151,10 +152,8 @@ def test_the_spread_of_seeds_is_pooled() -> None:
 
 @pytest.mark.slow
 def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
-    config, found = (
-        learning_rate_experiment.CONFIGS["smoke"],
-        smoke.run("learning_rate").result.runs,
-    )
+    config = learning_rate_experiment.CONFIGS["smoke"]
+    found = smoke.run("learning_rate").result.runs
     runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
     cells = list(itertools.product(config.widths, config.num_tokens))
     assert {*runs} == {*cells}

@@ -22,7 +22,8 @@ def result() -> experiment.Result:
 
 @pytest.mark.slow
 def test_no_loss_is_below_the_floor(result: experiment.Result) -> None:
-    runs, floor = result.runs, result.optima[-1]
+    runs = result.runs
+    floor = result.optima[-1]
     assert runs.width.tolist() == [8] * 4 + [16] * 4
     assert runs.num_tokens.tolist() == [2**12, 2**13, 2**14, 2**15] * 2
     assert (np.diff(result.optima) < 0).all()

@@ -26,7 +26,8 @@ from tests.support.impatience import Stopping
 
 @pytest.mark.thorough
 def test_smoke_runs_to_a_verdict() -> None:
-    config, result = STUDY.configs["smoke"], smoke.run("rivals").result
+    config = STUDY.configs["smoke"]
+    result = smoke.run("rivals").result
     assert list(result.sides) == ["transformer", "lstm"]
     runs = result.runs
     assert len(runs.loss) == 2 * 2 * 3
@@ -139,10 +140,8 @@ STEPS = np.arange(len(LOSS))
     ],
 )
 def test_an_unsupported_ratio_is_refused(loss, reason: str) -> None:
-    first, second = (
-        best_runs.fit_best_runs(FLOPS, LOSS),
-        best_runs.fit_best_runs(FLOPS[: len(loss)], loss),
-    )
+    first = best_runs.fit_best_runs(FLOPS, LOSS)
+    second = best_runs.fit_best_runs(FLOPS[: len(loss)], loss)
     found = best_runs.compare_best_runs(first, second)
     assert reason in str(found.reason)
     assert np.isnan(found.ratio).all()

@@ -48,7 +48,8 @@ def test_any_config_file_runs_again(jaxkv: Command) -> None:
     jaxkv("run", "made-up", "--num-points", "7", "--name", "x", "--out", "first")
     again = ("run", "made_up", "--config", "first/config.json", "--out", "second")
     assert jaxkv(*again)[0] == 0
-    first, second = Path("first"), Path("second")
+    first = Path("first")
+    second = Path("second")
     assert (second / "config.json").read_text() == (first / "config.json").read_text()
     assert (second / "figure.svg").read_bytes() == (first / "figure.svg").read_bytes()
     assert jaxkv(*again, "--num-points", "2", "--json")[0] == 0

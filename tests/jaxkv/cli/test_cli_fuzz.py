@@ -142,7 +142,8 @@ class Fuzz:
         """Returns a document with an error at any depth."""
         rng = self._rng
         if isinstance(value, dict) and value:
-            key, luck = rng.choice([*value]), rng.random()
+            key = rng.choice([*value])
+            luck = rng.random()
             if luck < 0.2:
                 return {name: value[name] for name in value if name != key}
             new = {"bogus": 1} if luck < 0.3 else {key: self._changed(value[key])}

@@ -45,7 +45,8 @@ def completions(called: Command, *args: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_bundled_model_continues_greedily(jaxkv: Command) -> None:
-    prompt, num = "import os\n\ndef ", 12
+    prompt = "import os\n\ndef "
+    num = 12
     flags = ("--prompt", prompt, "--max-tokens", str(num), "--temperature", "0")
     (completion,) = completions(jaxkv, "stdlib-bytes", *flags)
     assert completion.keys() >= {"text", "tokens", "reason"}
@@ -197,7 +198,8 @@ def laws(tokens: list[int], model_name: str = "stdlib-bytes") -> np.ndarray:
 
 def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") -> float:
     """Returns the log-probability of an answer, by a plain forward pass."""
-    tokens, start = [*prompt.encode(), *answer], len(prompt)
+    tokens = [*prompt.encode(), *answer]
+    start = len(prompt)
     law = laws(tokens, model_name)
     return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 

@@ -171,7 +171,8 @@ DEAF = """if True:
 def test_an_interrupted_training_run_can_be_resumed(
     start: Start, tmp_path: Path
 ) -> None:
-    out, folder = tmp_path / "run", tmp_path / "training"
+    out = tmp_path / "run"
+    folder = tmp_path / "training"
     process = start(
         "run",
         "bundled_model",

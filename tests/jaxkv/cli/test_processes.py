@@ -81,7 +81,8 @@ def test_a_run_in_several_processes_equals_that_of_one(
     first, *others = answers(start(num, *words, "--out", str(tmp_path / "many")))
     assert others == [""] * (num - 1)
     (alone,) = answers(start(1, *words, "--out", str(tmp_path / "one")))
-    many, one = json.loads(first), json.loads(alone)
+    many = json.loads(first)
+    one = json.loads(alone)
     for name in ("status", "num_tokens", "flops"):
         assert many[name] == one[name]
     for name in ("train_loss", "loss"):
@@ -106,7 +107,8 @@ def test_a_lost_process_ends_all_and_the_run_resumes(tmp_path: Path) -> None:
     reported = json.loads(printed) | {"num_steps": 10**6, "checkpoint_every": 500}
     config.write_text(json.dumps(reported))
     words = ("train", str(config), "--parallel", "dp=2", "--out", str(tmp_path / "run"))
-    started, limit = start(2, *words), time.monotonic() + 120
+    started = start(2, *words)
+    limit = time.monotonic() + 120
     kept = tmp_path / "run" / "checkpoints"
     while not (kept.is_dir() and any(x.name.isdecimal() for x in kept.iterdir())):
         assert time.monotonic() < limit
@@ -146,7 +148,8 @@ def steps_of(checkpoints: Path) -> list[int]:
     return sorted(int(path.name) for path in found if path.name.isdecimal())
 
 
-INT, TERM = signal.SIGINT, signal.SIGTERM
+INT = signal.SIGINT
+TERM = signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,8 @@ def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "run" / "checkpoints")[-1] == step
     (one,) = answers(start(1, *words, *run))
     (whole,) = answers(start(1, *words, "--out", str(tmp_path / "whole")))
-    found, expected = json.loads(one), json.loads(whole)
+    found = json.loads(one)
+    expected = json.loads(whole)
     for name in ("train_loss", "loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
 

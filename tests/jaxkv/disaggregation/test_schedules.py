@@ -88,7 +88,8 @@ class Cluster:
         self.stopped.clear()
         if self.has_lost_router:
             self.second.close()
-            self.second, self.has_lost_router = self.join(), False
+            self.second = self.join()
+            self.has_lost_router = False
         if not [x for x in self.nodes.nodes[1:] if x.poll() is None]:
             self.nodes.add()
         disaggregated.until(lambda: len(disaggregated.workers(self.first)) >= 3, 120)

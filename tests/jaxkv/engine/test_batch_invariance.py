@@ -113,14 +113,16 @@ def count_excused(
     A request that differs must do so first where rounding may decide: there the margin,
     in float64, is under 1e-4.
     """
-    excused, num_tokens = 0, 0
+    excused = 0
+    num_tokens = 0
     for seed in seeds:
         asks = workload(seed)
         for name in names:
             run = serve(asks, SETTINGS[name], seed, numerics)
             expected = engines.plain(asks, config_of(SETTINGS[name], numerics))
             for ask in asks:
-                got, want = run.tokens[ask.request_id], expected[ask.request_id][0]
+                got = run.tokens[ask.request_id]
+                want = expected[ask.request_id][0]
                 num_tokens += len(want)
                 if got == want:
                     continue

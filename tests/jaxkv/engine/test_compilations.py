@@ -88,7 +88,9 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         names.clear()
         # Every prompt length, in workloads of every kind.
         lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
-        modes, num_cached, num_swapped = set(), 0, 0
+        modes = set()
+        num_cached = 0
+        num_swapped = 0
         for workload in range(21):
             asks = engines.random_asks(rng, 6, max_answer=6, scores=True)
             prompts = [ask.prompt for ask in asks]

@@ -52,7 +52,8 @@ def test_scores_equal_those_of_a_full_forward_pass(chunk_size, watermark) -> Non
         law = engines.logprobs_of(ask, got.tokens)
         place = np.arange(len(law) - 1)
         scores = law[place, [*ask.prompt, *got.tokens][1:]]
-        num, asked = len(ask.prompt), ask.sampling
+        num = len(ask.prompt)
+        asked = ask.sampling
         answer = scores[num - 1 :] if asked.logprobs is not None else 0
         np.testing.assert_allclose(got.logprobs, answer, rtol=0, atol=1e-4)
         prompt = scores[: num - 1] if asked.prompt_logprobs else 0
@@ -79,7 +80,8 @@ def present(info, step: int) -> set[int]:
 def test_first_come_first_served(chunk_size, watermark) -> None:
     info = served(chunk_size, watermark).info
     assert info.num_preempted.sum() > 0
-    before, ended = set(), set()
+    before = set()
+    ended = set()
     for step in range(len(info.enough)):
         now = present(info, step)
         # Request ids are in order of arrival. No request has a slot while an earlier
@@ -103,7 +105,8 @@ def test_rows_keep_to_the_budget_and_decoding_comes_first(
     prompts = {ask.request_id: len(ask.prompt) for ask in singles()}
     assert (info.num_rows.sum(axis=1) <= TIGHT.token_budget).all()
     assert (info.num_rows.sum(axis=1) > 0).sum() >= len(info.enough) - 4
-    known, length = dict(prompts), dict.fromkeys(prompts, 0)
+    known = dict(prompts)
+    length = dict.fromkeys(prompts, 0)
     before: set[int] = set()
     for step in range(len(info.enough)):
         now = present(info, step)
@@ -164,7 +167,8 @@ def test_no_request_is_admitted_before_arrival() -> None:
         greedy(3, [4], 2, arrival_s=3000.25),
     ]
     state = engines.submitted(asks, TIGHT)
-    seen, stamps = [], (0.0, 1.499999, 1.5, 1.500001, 2999.75, 3001.0)
+    seen = []
+    stamps = (0.0, 1.499999, 1.5, 1.500001, 2999.75, 3001.0)
     for seconds in stamps:
         state, info = run_on(state, seconds)
         seen.append({name for step in range(4) for name in present(info, step)})
@@ -219,7 +223,8 @@ def test_static_batching() -> None:
         if info.num_admitted[step]:
             # Admission is to an idle engine only, in order of arrival, as pages allow.
             assert not batch
-            batch, num_batches = now, num_batches + 1
+            batch = now
+            num_batches = num_batches + 1
             left = len(asks) - len(done)
             assert len(batch) == info.num_admitted[step] == min(3, left)
             assert min(batch) == 100 + len(done)
@@ -234,12 +239,16 @@ def test_static_batching() -> None:
     assert num_batches == 8
 
 
-WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+WAITING = "waiting"
+RUNNING = "running"
+FINISHED = "finished"
 
 
 def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
-    s, books = state.sequences, state.ledger
-    progress, running = np.asarray(books.progress), np.asarray(state.slots.sequence)
+    s = state.sequences
+    books = state.ledger
+    progress = np.asarray(books.progress)
+    running = np.asarray(state.slots.sequence)
     finish_s = np.asarray(books.events)[:, SequenceEvents._fields.index("finish_s")]
     found = {}
     for row in np.flatnonzero(
@@ -255,10 +264,12 @@ def test_cancel_wherever_the_request_is() -> None:
     asks = [greedy(1, [3] * 30, 30), greedy(2, [4] * 20, 30), greedy(3, [5], 1)]
     asks += [greedy(4, [6] * 50, 3), greedy(5, [7] * 9, 4), greedy(6, [8] * 9, 4)]
     state, _ = run_on(engines.submitted(asks, TIGHT), calls=2)
-    running, waiting = (RUNNING, 0), (WAITING, 0)
+    running = (RUNNING, 0)
+    waiting = (WAITING, 0)
     assert statuses(state)[1] == statuses(state)[2] == running
     assert statuses(state)[5] == statuses(state)[6] == waiting
-    free, length = int(state.pool.num_free), np.asarray(state.table.length).copy()
+    free = int(state.pool.num_free)
+    length = np.asarray(state.table.length).copy()
     slot = int(np.flatnonzero(np.asarray(state.slots.sequence) == 1)[0])
     names = jnp.asarray([2, 5, -1, 77, 2], jnp.int32)
     state = engines.cancel(state, names)
@@ -330,7 +341,8 @@ def test_a_scored_prompt_needs_spare_logit_rows() -> None:
 
 
 def test_a_full_queue_refuses_and_loses_no_request() -> None:
-    config, state = TIGHT, engines.start(TIGHT)
+    config = TIGHT
+    state = engines.start(TIGHT)
     asks = [greedy(index, [index], 4) for index in range(40)]
     accepted: list[int] = []
     for first in (0, 8):
@@ -366,7 +378,8 @@ def test_a_request_without_room_blocks_later_ones() -> None:
 def submit_twice(asks: list[Ask]) -> tuple[EngineState, list[bool]]:
     """Submits the same eight requests twice, to an engine with a queue of three."""
     config = dataclasses.replace(TIGHT, queue_capacity=3)
-    requests, state = engines.requests_of(asks, config), engines.start(config)
+    requests = engines.requests_of(asks, config)
+    state = engines.start(config)
     state, first = engines.submit(state, requests, config=config)
     state, second = engines.submit(state, requests, config=config)
     return state, [*np.asarray(first).tolist(), *np.asarray(second).tolist()]
@@ -461,7 +474,8 @@ def test_vmap_over_eight_engines_equals_eight_runs() -> None:
         jax.vmap(functools.partial(run_steps, **fixed), in_axes=(None, 0, None)),
         donate_argnums=1,
     )
-    num_preempted, clock = 0, from_seconds(0.0)
+    num_preempted = 0
+    clock = from_seconds(0.0)
     for _ in range(8):
         together, infos = run_together(engines.params(), together, clock)
         num_preempted += int(infos.num_preempted.sum())

@@ -103,7 +103,8 @@ def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
         num_rows += int(info.num_rows.sum())
     engines.assert_empty(state)
     _, sequences = engines.drain(state)
-    outcomes, expected = engines.outcomes_of(sequences), engines.plain([ask], TIGHT)
+    outcomes = engines.outcomes_of(sequences)
+    expected = engines.plain([ask], TIGHT)
     for sample in range(3):
         name = engines.name_of(7, sample)
         cancelled = sample in gone

@@ -144,7 +144,8 @@ def test_the_prefix_cache_stays_where_it_is(extras: dict[str, int]) -> None:
 
 def test_decoding_without_a_scheduler_stays_in_place() -> None:
     config = dataclasses.replace(CONFIG, num_pages=LARGE)
-    forward, pages = PagedForward(MODEL), pages_of(MODEL, config)
+    forward = PagedForward(MODEL)
+    pages = pages_of(MODEL, config)
     cache = jax.eval_shape(
         functools.partial(decoding.init_cache, max_slots=4, max_length=256), pages
     )

@@ -31,7 +31,8 @@ def ask(name: int, prompt: list[int], **fields) -> Ask:
 
 def one_by_one(*asks: Ask) -> list[int]:
     """Returns the cached tokens of each request, submitted one after the other."""
-    state, found = None, []
+    state = None
+    found = []
     for each in asks:
         run = engines.serve([each], LARGE, state=state)
         state = run.state

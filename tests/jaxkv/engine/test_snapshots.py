@@ -206,7 +206,8 @@ def test_every_bit_of_every_type_comes_back(dtype: str, tmp_path: Path) -> None:
     # Random bits: NaN with any payload, infinities, subnormals. And -0 everywhere,
     # which a writer that omits zeros must not omit.
     leaves, tree = jax.tree.flatten(state.pages)
-    shape, kind = leaves[0].shape, jnp.dtype(dtype)
+    shape = leaves[0].shape
+    kind = jnp.dtype(dtype)
     bits = rng.bytes(leaves[0].size * kind.itemsize)
     k = jnp.asarray(np.frombuffer(bits, kind).reshape(shape))
     assert raw(k)[0][2] == bits
@@ -335,7 +336,8 @@ def test_files_that_the_header_does_not_list_are_refused(
 def test_a_full_disk_is_reported_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, folder = engines.start(CONFIG), tmp_path / "state"
+    state = engines.start(CONFIG)
+    folder = tmp_path / "state"
     jaxkv.save_state(folder, state, CONFIG)
     rng = np.random.default_rng(0)
     pages = jax.tree.map(
@@ -357,7 +359,8 @@ def test_a_full_disk_is_reported_in_one_line(
 
 
 def test_an_existing_snapshot_is_replaced_only_on_request(tmp_path: Path) -> None:
-    state, later = engines.start(CONFIG), engines.submitted(asks(), CONFIG)
+    state = engines.start(CONFIG)
+    later = engines.submitted(asks(), CONFIG)
     folder = tmp_path / "state"
     folder.mkdir()  # An empty folder may be replaced.
     jaxkv.save_state(folder, state, CONFIG)
@@ -384,7 +387,8 @@ def test_a_state_of_another_configuration_is_not_saved(tmp_path: Path) -> None:
 def test_an_interrupted_call_keeps_the_old_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, folder = engines.start(CONFIG), tmp_path / "state"
+    state = engines.start(CONFIG)
+    folder = tmp_path / "state"
     later = engines.submitted(asks(), CONFIG)
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -130,7 +130,9 @@ def test_new_requests_wait_until_preempted_ones_complete(hold_new: bool) -> None
     asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
     state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap", hold_new=hold_new)
-    owed, overtaken, seen = set(), 0, set()
+    owed = set()
+    overtaken = 0
+    seen = set()
     for state, info in steps(start, SWAP, policy, 120):
         running = set(np.asarray(info.request_id).reshape(-1).tolist()) - {-1}
         s = state.sequences
@@ -185,7 +187,8 @@ def test_cancelling_a_swapped_request_frees_its_pages(at_host: bool) -> None:
         False
     )
     names = set(np.asarray(state.sequences.request_id)[waits].tolist())
-    some, other = sorted(names)[0], sorted(names)[-1]
+    some = sorted(names)[0]
+    other = sorted(names)[-1]
     # One answer of one request, and all answers of another.
     state = engines.cancel(
         state, jnp.asarray([some, other], "int32"), jnp.asarray([1, -1], "int32")

@@ -14,7 +14,8 @@ from jaxkv.memory import NO_PAGE, make_pages, move_tokens
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-SLOTS, NUM = 6, 9
+SLOTS = 6
+NUM = 9
 SEEDS = range(4)
 
 
@@ -55,7 +56,8 @@ def test_descent_equals_a_walk_to_the_root(seed: int) -> None:
 def test_children_are_in_order(width: int) -> None:
     drafts = random_drafts(0)
     found = np.asarray(drafting.find_children(drafts, width))
-    num, parents = np.asarray(drafts.num), np.asarray(drafts.parents)
+    num = np.asarray(drafts.num)
+    parents = np.asarray(drafts.parents)
     for slot, place in np.ndindex(SLOTS, NUM + 1):
         theirs = np.flatnonzero(parents[slot, : num[slot]] == place) + 1
         theirs = theirs[:width].tolist()
@@ -80,7 +82,8 @@ def test_a_chain_is_a_tree_of_one_branch() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_path_follows_the_first_accepted_child(seed: int) -> None:
-    drafts, rng = random_drafts(seed), np.random.default_rng(seed)
+    drafts = random_drafts(seed)
+    rng = np.random.default_rng(seed)
     assert drafts.parents is not None
     child = drafting.find_children(drafts, 3)
     accepts = rng.random((SLOTS, NUM + 1, 3)) < 0.6
@@ -88,7 +91,8 @@ def test_the_path_follows_the_first_accepted_child(seed: int) -> None:
     num, path = verification.accept_path(child, jnp.asarray(accepts), drafts)
     lengths = []
     for slot in range(SLOTS):
-        place, way = 0, []
+        place = 0
+        way = []
         while True:
             theirs = zip(
                 np.asarray(child)[slot, place], accepts[slot, place], strict=True
@@ -105,9 +109,11 @@ def test_the_path_follows_the_first_accepted_child(seed: int) -> None:
 
 
 def test_every_place_has_the_tokens_on_its_path() -> None:
-    drafts, length = random_drafts(2), 30
+    drafts = random_drafts(2)
+    length = 30
     assert drafts.parents is not None
-    rng, width = np.random.default_rng(2), NUM + 1
+    rng = np.random.default_rng(2)
+    width = NUM + 1
     known = rng.integers(1, 10, SLOTS)
     tokens = rng.integers(50, 99, (SLOTS, length))
     # In a chain they would have consecutive positions.
@@ -152,9 +158,12 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     for before, after in zip(*map(jax.tree.leaves, (pages, moved)), strict=True):
         before, wanted = np.asarray(before), np.array(before)
         for slot, entry in np.ndindex(source.shape):
-            there, here = source[slot, entry], target[slot, entry]
+            there = source[slot, entry]
+            here = target[slot, entry]
             if here >= 0:
-                read, at = page_ids[slot, there // 4], there % 4
-                written, to = page_ids[slot, here // 4], here % 4
+                read = page_ids[slot, there // 4]
+                at = there % 4
+                written = page_ids[slot, here // 4]
+                to = here % 4
                 wanted[:, written, :, to] = before[:, read, :, at]
         np.testing.assert_array_equal(after, wanted)

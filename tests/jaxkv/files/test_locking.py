@@ -73,7 +73,8 @@ def test_a_lock_ends_with_its_process_however_that_ends(
 def test_a_waiter_for_a_deleted_lock_takes_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = fcntl.flock, []
+    real = fcntl.flock
+    calls = []
 
     def flock(file: Any, how: int) -> None:
         real(file, how)

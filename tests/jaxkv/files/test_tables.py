@@ -220,7 +220,8 @@ def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow (extra `tables`) is absent")
     from pyarrow import parquet
 
-    path, file = tmp_path / "t", io.BytesIO()
+    path = tmp_path / "t"
+    file = io.BytesIO()
     times = arrow.array([1_700_000_000_123_456_789], arrow.timestamp("ns"))
     word = arrow.array(["x"]).dictionary_encode()
     config = arrow.array([{"lr": 0.5, "inner": {"seed": 1}}])

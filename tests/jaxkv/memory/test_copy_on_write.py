@@ -28,7 +28,11 @@ from tests.support.mutation import replace
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
-SLOTS, WIDTH, NUM_PAGES, MOST, PLACES = 6, 6, 24, 7, 14
+SLOTS = 6
+WIDTH = 6
+NUM_PAGES = 24
+MOST = 7
+PLACES = 14
 MAX_NEW = 5
 """Largest number of pages that a slot gets in one call."""
 GROUPS = (0, 0, 0, 3, 3, 5)
@@ -60,7 +64,8 @@ def make_state(page_size: int = 4) -> State:
 
 def make_sharing_slots(free: int) -> tuple[Pool, Table]:
     """Makes slots 0 to 2 that share a full page and one with 2 of 4 tokens."""
-    pool, table = page_pool.make_pool(2 + free), page_table.make_table(SLOTS, WIDTH)
+    pool = page_pool.make_pool(2 + free)
+    table = page_table.make_table(SLOTS, WIDTH)
     pool, table, *_ = page_table.reserve(
         pool, table, ints(6, 0, 0, 0, 0, 0), page_size=4, max_new_pages=WIDTH
     )
@@ -204,7 +209,8 @@ def reorder(pool: Pool, table: Table, source: jax.Array, *, page_size: int) -> A
 def swap_out(state: State, row: jax.Array) -> tuple[State, jax.Array]:
     """Swaps slots out; sequence i is the content of slot i."""
     pool, table, pages, staging = state
-    group, size = ints(*GROUPS), pages.page_size
+    group = ints(*GROUPS)
+    size = pages.page_size
     staging, left = swap_buffer.copy_out(
         staging,
         pages,
@@ -276,9 +282,11 @@ class Walk:
     """Random operations on the jitted functions and the oracle, contents compared."""
 
     def __init__(self, seed: int, page_size: int, run: dict[str, Any]) -> None:
-        self.rng, self.run = np.random.default_rng(seed), run
+        self.rng = np.random.default_rng(seed)
+        self.run = run
         self.oracle = Oracle(NUM_PAGES, SLOTS, WIDTH, page_size)
-        self.state, self.size = make_state(page_size), page_size
+        self.state = make_state(page_size)
+        self.size = page_size
         self.pinned: list[int] = []
         self.num_written = self.num_copies = self.refused = self.num_swaps = 0
         self.kept: dict[int, tuple[np.ndarray, Any]] = {}
@@ -300,7 +308,8 @@ class Walk:
 
     def write(self) -> None:
         """Writes some tokens to some or all slots; not all of them are accepted."""
-        rng, oracle = self.rng, self.oracle
+        rng = self.rng
+        oracle = self.oracle
         num_rows = rng.integers(1, 2 if rng.random() < 0.6 else MOST + 1, SLOTS)
         num_rows[rng.random(SLOTS) < rng.choice([0.0, 0.5, 0.8])] = 0
         drop = rng.random(SLOTS) < 0.03
@@ -392,7 +401,8 @@ class Walk:
 
     def swap_in(self) -> None:
         """Swaps a group in, to empty slots of the group."""
-        oracle, rng = self.oracle, self.rng
+        oracle = self.oracle
+        rng = self.rng
         near = [group for group in oracle.out if group not in oracle.host]
         if not near:
             return
@@ -414,8 +424,10 @@ class Walk:
 
     def host(self) -> None:
         """Moves a group's pages to the host, or some back."""
-        oracle, staging = self.oracle, self.state.staging
-        moves, owner = host_swap.empty_transfer(staging), np.asarray(staging.owner)
+        oracle = self.oracle
+        staging = self.state.staging
+        moves = host_swap.empty_transfer(staging)
+        owner = np.asarray(staging.owner)
         staged = [group for group in oracle.out if group not in oracle.host]
         if staged and self.rng.random() < 0.5:
             group = int(self.rng.choice(staged))
@@ -430,7 +442,8 @@ class Walk:
             if len(free) < len(places):
                 return
             del self.kept[group]
-            moves.arrives[...], moves.place[places] = group, free
+            moves.arrives[...] = group
+            moves.place[places] = free
             moves = moves._replace(pages=kv_pages.expand_pages(pages, PLACES, places))
             oracle.bring(group, dict(zip(places.tolist(), free.tolist(), strict=True)))
         self.do("host", moves)
@@ -440,7 +453,8 @@ class Walk:
         found, owned, values = self.run["look"](self.state, pins)
         wrong = [name for name, count in found.items() if count]
         assert not wrong, (verb, *wrong)
-        table, values = self.state.table, np.asarray(values)
+        table = self.state.table
+        values = np.asarray(values)
         np.testing.assert_array_equal(table.length, self.oracle.length)
         for slot, tokens in enumerate(self.oracle.tokens):
             assert self.oracle.read(slot) == tokens

@@ -63,7 +63,9 @@ def test_features_of_every_token(config: Any, asks: Any) -> None:
     policy = scheduling.fcfs(hold_new=not config.max_swap_pages, preemption=preemption)
     pages = make_model_pages(MODEL, config, taps=TAPS)
     state = init(config, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pages))
-    waiting, checked, num_swapped = asks(), 0, 0
+    waiting = asks()
+    checked = 0
+    num_swapped = 0
     for call in range(400):
         if waiting:
             batch = engines.batch_of(waiting, config)

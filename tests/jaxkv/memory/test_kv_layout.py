@@ -72,7 +72,8 @@ def test_only_memory_accesses_the_leaves() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_read_as_written(kind: Any) -> None:
-    pages, rng = filled(kind), np.random.default_rng(1)
+    pages = filled(kind)
+    rng = np.random.default_rng(1)
     new = rng.normal(size=(3, 1, WIDTH)).astype(np.float32)
     page_ids = ints(5, 2, NO_PAGE).reshape(1, 3)
     rows = Rows(ints(0, 0, 0), ints(0, 6, 9), ints(0, 0, 0), page_ids, ints(0))
@@ -91,7 +92,8 @@ def test_rows_are_read_as_written(kind: Any) -> None:
 def test_layout_refuses_surplus_or_missing_values() -> None:
     pages = DEFAULT_LAYOUT.make((1, 2, 1, 4, 2), "float32")
     rows = Rows(ints(0), ints(0), None, ints(0).reshape(1, 1), ints(0))
-    row, layout = jnp.zeros((1, 1, 2)), KVLayout("model", 1)
+    row = jnp.zeros((1, 1, 2))
+    layout = KVLayout("model", 1)
     with pytest.raises(ValueError, match="v=None must be an array for KVLayout"):
         pages.layout.write(pages, 0, row, None, rows)
     with pytest.raises(ValueError, match=r"must be None for KVLayout.*value_width=1"):
@@ -101,7 +103,8 @@ def test_layout_refuses_surplus_or_missing_values() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_move_through_host_memory(kind: Any) -> None:
     """Covers host memory, a message, and a copy from page to page."""
-    mine, theirs = filled(kind), filled(kind, 1)
+    mine = filled(kind)
+    theirs = filled(kind, 1)
     ids = ints(4, 0, 3)
     taken = to_host(gather_pages(theirs, ids), slice(2))
     assert_same(taken, to_host(theirs, np.array([4, 0])))
@@ -135,7 +138,8 @@ def test_move_covers_all_leaves() -> None:
     [leaf] = jax.tree.leaves(rows)
     full = Pages(leaf, leaf, DEFAULT_LAYOUT)
     page_ids = ints(5, 0, 2, 3, 6, NO_PAGE).reshape(2, 3)
-    source, target = ints(4, 6, 7, 2, 3, 7), ints(4, 5, 6, 1, 2, -1)
+    source = ints(4, 6, 7, 2, 3, 7)
+    target = ints(4, 5, 6, 1, 2, -1)
     move = jax.jit(move_tokens)
     places = page_ids, source.reshape(2, 3), target.reshape(2, 3)
     [found], (wanted, _) = (jax.tree.leaves(move(x, *places)) for x in (rows, full))
@@ -242,10 +246,12 @@ def test_invalid_value_widths_are_refused() -> None:
 
 @pytest.mark.thorough
 def test_an_engine_serves_a_layout_of_a_subclass() -> None:
-    config, model = engines.SERVED, engines.MODEL
+    config = engines.SERVED
+    model = engines.MODEL
     shape = model.num_layers, config.num_pages, model.num_kv_heads, config.page_size
     weights = engines.params(model)
-    prompts, answers = [list(range(3, 30)), [5, 6, 7]] * 2, []
+    prompts = [list(range(3, 30)), [5, 6, 7]] * 2
+    answers = []
     for layout in (DEFAULT_LAYOUT, row_layout.JoinedLayout()):
         pages = layout.make((*shape, model.head_dim), "float32")
         forward = PagedForward(model)
@@ -258,7 +264,8 @@ def test_an_engine_serves_a_layout_of_a_subclass() -> None:
 @pytest.mark.slow
 def test_engine_with_row_layout() -> None:
     """Forks, copies, preemption and swapping to the host do not change answers."""
-    asks, answers = groups(1, 16), []
+    asks = groups(1, 16)
+    answers = []
     for config in (engines.ROOMY, dataclasses.replace(engines.TIGHT, max_swap_pages=8)):
         config = dataclasses.replace(config, kv_dtype="int8")
         space = HostSpace(16, LOCAL.move)
@@ -286,8 +293,10 @@ def test_prefix_transfer_with_row_layout() -> None:
         pages = row_layout.make_pages(config)
         return jaxkv.Engine(row_layout.params(), row_layout.forward, pages, config)
 
-    prompt, ask = list(range(3, 30)), Sampling.greedy(max_tokens=8)
-    here, there = engine(), engine()
+    prompt = list(range(3, 30))
+    ask = Sampling.greedy(max_tokens=8)
+    here = engine()
+    there = engine()
     [wanted] = here.generate([prompt], ask)
     sent, num = here.take_prefix(prompt)
     assert num == 6

@@ -12,7 +12,11 @@ from jaxkv.memory.kv_pages import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
 from tests.support.trees import ints
 
-LAYERS, NUM_PAGES, KV_HEADS, HEAD_DIM, SLOTS = 3, 20, 2, 4, 5
+LAYERS = 3
+NUM_PAGES = 20
+KV_HEADS = 2
+HEAD_DIM = 4
+SLOTS = 5
 
 
 write = jax.jit(DEFAULT_LAYOUT.write)
@@ -52,10 +56,12 @@ def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
     page_ids[1:][page_ids[1:] == NUM_PAGES - 1] = NO_PAGE
     most = columns * page_size + 2
     if one_each:
-        slot, position = np.arange(SLOTS), rng.integers(0, most, SLOTS)
+        slot = np.arange(SLOTS)
+        position = rng.integers(0, most, SLOTS)
     else:
         place = rng.permutation(SLOTS * most)[: 4 * SLOTS]  # no place twice
-        slot, position = place // most, place % most
+        slot = place // most
+        position = place % most
     position[rng.random(position.size) < 0.2] = -1
     shape = (position.size, KV_HEADS, HEAD_DIM)
     new = {name: rng.normal(size=shape).astype(np.float32) for name in "kv"}
@@ -71,7 +77,8 @@ def write_reference(
     old: np.ndarray, layer: int, new: np.ndarray, rows: Rows
 ) -> np.ndarray:
     """Writes one row after another with NumPy."""
-    after, page_size = old.copy(), old.shape[3]
+    after = old.copy()
+    page_size = old.shape[3]
     page_ids = np.asarray(rows.page_ids)
     positions = np.asarray(rows.position).tolist()
     slots = range(len(positions)) if rows.slot is None else rows.slot.tolist()
@@ -89,10 +96,12 @@ def write_reference(
 def test_write_equals_reference(page_size: int, one_each: bool) -> None:
     for seed in range(8):
         rows, new = draw(seed, page_size, one_each=one_each)
-        pages, layer = make_pages(page_size), seed % LAYERS
+        pages = make_pages(page_size)
+        layer = seed % LAYERS
         after = write(pages, jnp.int32(layer), new["k"], new["v"], rows)
         for name in "kv":
-            old, found = getattr(pages, name), getattr(after, name)
+            old = getattr(pages, name)
+            found = getattr(after, name)
             wanted = write_reference(np.asarray(old), layer, new[name], rows)
             np.testing.assert_array_equal(found, wanted)
 
@@ -100,7 +109,8 @@ def test_write_equals_reference(page_size: int, one_each: bool) -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_sentinels_write_no_page(layer: int) -> None:
     """Writes neither the last page nor, after an offset, one of another layer."""
-    pages, page_ids = make_pages(4), jnp.full((3, 2), NO_PAGE, jnp.int32)
+    pages = make_pages(4)
+    page_ids = jnp.full((3, 2), NO_PAGE, jnp.int32)
     nowhere = [
         make_rows(ints(-1, -1, -1), ints(0, 1, 2), page_ids.at[:, 1].set(0)),
         make_rows(ints(0, 4, 7), ints(0, 1, 2), page_ids),  # unmapped
@@ -131,7 +141,8 @@ def test_flattened_view_offsets_layers() -> None:
     assert view.k.shape == (LAYERS * NUM_PAGES, KV_HEADS, 4, HEAD_DIM)
     for layer in range(LAYERS):
         ids = kv_pages.flat_ids(page_ids, layer, num_layers=LAYERS, num_pages=NUM_PAGES)
-        base, end = layer * NUM_PAGES, LAYERS * NUM_PAGES
+        base = layer * NUM_PAGES
+        end = LAYERS * NUM_PAGES
         assert ids.tolist() == [base, base + 19, end, end, base + 5]
         mapped = jnp.asarray([0, 1, 4])
         np.testing.assert_array_equal(

@@ -11,7 +11,8 @@ from jaxkv.memory.page_pool import NO_PAGE, Pool
 from tests.support.trees import assert_same, ints
 
 allocate = jax.jit(page_pool.allocate, static_argnames="max_pages")
-share, release = jax.jit(page_pool.share), jax.jit(page_pool.release)
+share = jax.jit(page_pool.share)
+release = jax.jit(page_pool.release)
 unsound = jax.jit(page_pool.count_pool_faults)
 
 

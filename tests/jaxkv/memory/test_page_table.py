@@ -14,7 +14,10 @@ from jaxkv.memory.page_table import Table
 from tests.support.mutation import replace
 from tests.support.trees import assert_same, ints
 
-SLOTS, WIDTH, NUM_PAGES, MAX_NEW = 5, 8, 26, 4
+SLOTS = 5
+WIDTH = 8
+NUM_PAGES = 26
+MAX_NEW = 4
 
 
 class State(NamedTuple):
@@ -29,7 +32,8 @@ def by_slot(copies: page_table.Copies) -> dict[int, tuple[int, int]]:
 
 def make_state() -> State:
     """Makes live slots of 6 + 3, 4 + 0, 0 + 2 and 6 + 0 places, and an empty one."""
-    pool, table = page_pool.make_pool(NUM_PAGES), page_table.make_table(SLOTS, WIDTH)
+    pool = page_pool.make_pool(NUM_PAGES)
+    table = page_table.make_table(SLOTS, WIDTH)
     pool, table, _, _ = reserve(pool, table, ints(9, 4, 2, 0, 0))
     table = page_table.advance_lengths(table, ints(6, 4, 0, 0, 0))
     return State(*fork(pool, table, ints(-1, -1, -1, 0, -1)))
@@ -42,7 +46,8 @@ def reserve(pool, table, places, num_rows=None, page_size=4, max_new_pages=MAX_N
 
 _reserve = jax.jit(page_table.reserve, static_argnames=("page_size", "max_new_pages"))
 fork = jax.jit(partial(memory.fork, page_size=4))
-drop, reorder = jax.jit(page_table.drop_slots), jax.jit(memory.reorder)
+drop = jax.jit(page_table.drop_slots)
+reorder = jax.jit(memory.reorder)
 truncate = jax.jit(partial(page_table.truncate, page_size=4))
 violations = jax.jit(partial(memory.violations, page_size=4))
 

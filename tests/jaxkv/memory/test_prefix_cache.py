@@ -26,7 +26,10 @@ from tests.support.mutation import replace
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints
 
-NUM_PAGES, ROWS, SIZE, LENGTH = 12, 3, 2, 7
+NUM_PAGES = 12
+ROWS = 3
+SIZE = 2
+LENGTH = 7
 compiled: Any = partial(jax.jit)
 real_extend = prefix_cache.extend_hash
 
@@ -55,16 +58,13 @@ class Programs:
         def alone(f: Any) -> Any:  # jit keeps its programs by function
             return compiled(lambda *arguments: f(*arguments))
 
-        self._enter, self._lookup = (
-            alone(prefix_cache.insert),
-            alone(prefix_cache.lookup),
-        )
-        self.match, self.release = alone(prefix_cache.match), alone(page_pool.release)
+        self._enter = alone(prefix_cache.insert)
+        self._lookup = alone(prefix_cache.lookup)
+        self.match = alone(prefix_cache.match)
+        self.release = alone(page_pool.release)
         self._release = alone(page_pool.release_counted)
-        self._rest, self._use = (
-            alone(prefix_eviction.mark_idle),
-            alone(prefix_eviction.mark_used),
-        )
+        self._rest = alone(prefix_eviction.mark_idle)
+        self._use = alone(prefix_eviction.mark_used)
         self._evict = alone(prefix_eviction.evict)
         self.unsound = alone(prefix_cache.count_prefix_faults)
 
@@ -154,7 +154,8 @@ def test_lookup_by_tokens_parent_and_salt() -> None:
 )
 def test_match_leaves_one_token(num_tokens: int, pages: int) -> None:
     tokens = jnp.tile(ints(10, 9, 11, 9, 12, 9, 3)[None, :], (ROWS, 1))
-    length, salt = ints(num_tokens, num_tokens, 7), salts(0, 0, 7)
+    length = ints(num_tokens, num_tokens, 7)
+    salt = salts(0, 0, 7)
     wanted = jnp.asarray([True, False, True])
     ids = run.match(make_tree().cache, tokens, length, salt, wanted)
     assert ids.tolist() == [
@@ -165,7 +166,8 @@ def test_match_leaves_one_token(num_tokens: int, pages: int) -> None:
 
 
 def test_sequences_shorter_than_a_page_match_nothing() -> None:
-    tokens, salt = jnp.zeros((2, 16), jnp.int32), salts(0, 0)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    salt = salts(0, 0)
     for size, width in ((16, 1), (256, 1), (15, 2)):
         cache = jax.eval_shape(partial(prefix_cache.make_prefix_cache, 8, size))
         ids = jax.eval_shape(
@@ -260,7 +262,8 @@ def test_page_in_use_keeps_its_ancestors() -> None:
 
 def test_many_entries_equal_few_entries() -> None:
     """Few entries are compared in pairs, many use scatters and are packed."""
-    case, ids = make_tree(), ints(0, 1, NO_PAGE, 0, 1, 3)
+    case = make_tree()
+    ids = ints(0, 1, NO_PAGE, 0, 1, 3)
     many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
     assert len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(many)
     few, more = (run._use(case.cache, each) for each in (ids, many))
@@ -302,7 +305,8 @@ def test_hash_depends_on_places_and_pages() -> None:
     hashed = np.asarray(real_extend(jnp.repeat(start, 20_000, axis=0), tokens))
     assert len(np.unique(hashed[:, 0])) > 19_990  # 20,000 of 2**32: 0.05 collide
     assert len(np.unique(hashed, axis=0)) == 20_000
-    a, b = ints(1, 2, 3, 4)[None, :], ints(4, 3, 2, 1)[None, :]
+    a = ints(1, 2, 3, 4)[None, :]
+    b = ints(4, 3, 2, 1)[None, :]
     ab, ba = (real_extend(real_extend(start, x), y) for x, y in ((a, b), (b, a)))
     assert (ab != ba).all()
     assert (real_extend(start, a) != real_extend(start, b)).all()
@@ -311,7 +315,9 @@ def test_hash_depends_on_places_and_pages() -> None:
 
 # ---------------------------------------------------------------- random walks
 
-SLOTS, WIDTH, POOL = 5, 6, 40
+SLOTS = 5
+WIDTH = 6
+POOL = 40
 BATCH = 6
 
 
@@ -360,7 +366,9 @@ class Model:
         return tuple(np.asarray(hashed)[0].tolist())
 
     def match(self, tokens: list[int], salt: int) -> list[int]:
-        size, pages, found = self.oracle.page_size, (), []
+        size = self.oracle.page_size
+        pages = ()
+        found = []
         for start in range(0, len(tokens) - size, size):
             pages += (tuple(tokens[start : start + size]),)
             if (pages, salt) not in self.page_of:
@@ -385,7 +393,8 @@ class Model:
                         self.rank[above] = max(self.rank.get(above, new), new)
 
     def enter(self, rows: list[tuple[int, int, tuple, int] | None]) -> list[int]:
-        cached, seen = [], set()
+        cached = []
+        seen = set()
         self.tick += 1
         for row in rows:
             content = None
@@ -398,7 +407,8 @@ class Model:
                 hashed = self.hash_of(*content)
                 if hashed not in seen and self.has_room(hashed[0]):
                     self.page_of[content], self.content[page] = page, content
-                    self.entered[page], self.num_uses[page] = self.tick, 1
+                    self.entered[page] = self.tick
+                    self.num_uses[page] = 1
                     self.rank.pop(page, None)
                     self.oracle.share([page])
                 seen.add(hashed)
@@ -545,7 +555,8 @@ class Walk:
             make_table(SLOTS, WIDTH),
         )
         self.tokens = np.zeros((SLOTS, WIDTH * size), np.int32)
-        self.salt, self.wanted = np.zeros(SLOTS, np.uint32), np.zeros(SLOTS, bool)
+        self.salt = np.zeros(SLOTS, np.uint32)
+        self.wanted = np.zeros(SLOTS, bool)
         self.lent: list[list[int]] = []  # rows of sequences outside the table
         self.calls: dict[str, tuple] = {}  # the last arguments of every operation
         self.run, self.check = programs(size, hashes, rule)
@@ -570,7 +581,8 @@ class Walk:
         return self.rng.random(SLOTS) < chance
 
     def admit(self) -> tuple[tuple, bool]:
-        rng, oracle = self.rng, self.oracle
+        rng = self.rng
+        oracle = self.oracle
         new = self.mask(0.6) & ~np.asarray(oracle.live())
         pages = rng.choice(3, (SLOTS, WIDTH), p=[0.8, 0.17, 0.03])
         spread = np.repeat(pages, self.size, axis=1).astype(np.int32)
@@ -584,7 +596,8 @@ class Walk:
             ids = self.model.match(known, int(self.salt[slot]))
             self.oracle.share(ids)
             self.model.use(ids)
-            oracle.rows[slot], oracle.length[slot] = ids, len(ids) * self.size
+            oracle.rows[slot] = ids
+            oracle.length[slot] = len(ids) * self.size
             self.seen["hit"] += len(ids)
         lengths = num_tokens.astype(np.int32)
         enough = oracle.reserve(lengths.tolist(), WIDTH) is not None
@@ -593,7 +606,8 @@ class Walk:
     def fill(self) -> tuple[tuple, list[int]]:
         oracle = self.oracle
         filled = self.mask(0.7) & (np.asarray(oracle.ahead) >= self.size)
-        rows, columns = [], [n // self.size for n in oracle.length]
+        rows = []
+        columns = [n // self.size for n in oracle.length]
         for slot, column in enumerate(columns):
             if not (filled[slot] and self.wanted[slot]):
                 rows.append(None)
@@ -632,7 +646,8 @@ class Walk:
 
     def pin_elsewhere(self) -> tuple[tuple, None]:
         """Starts and releases sequences outside of the table on cached pages."""
-        content, page_of = self.model.content, self.model.page_of
+        content = self.model.content
+        page_of = self.model.page_of
         taken = []
         for page in self.some(np.asarray(list(content)), 2):
             pages, salt = content[page]
@@ -720,7 +735,8 @@ def change(case: Case, **fields: tuple[Any, int | bool]) -> Case:
         new = getattr(cache, key).at[i].set(v)
         if key in CONTENT:
             at = (slice(None), CONTENT[key])
-            key, new = "content", cache.content.at[at].set(new.astype(jnp.int32))
+            key = "content"
+            new = cache.content.at[at].set(new.astype(jnp.int32))
         changed: dict[str, Any] = {key: new}
         cache = cache._replace(**changed)
     return case._replace(cache=cache)
@@ -796,7 +812,8 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
 
 @pytest.mark.slow
 def test_vmap_equals_single_runs() -> None:
-    walk, moments = Walk(7, 4, hashes=2**64), []
+    walk = Walk(7, 4, hashes=2**64)
+    moments = []
     for _ in range(4):
         for _ in range(40):
             walk.step()

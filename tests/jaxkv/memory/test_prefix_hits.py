@@ -102,7 +102,9 @@ def serve(
       chunk_size: as in `fcfs`.
       cancels: probability per call that a request is cancelled.
     """
-    rng, model, waiting = np.random.default_rng(3), HitModel(config), list(first)
+    rng = np.random.default_rng(3)
+    model = HitModel(config)
+    waiting = list(first)
     state = init(config, make_pages(config))
     policy = scheduling.fcfs(chunk_size=chunk_size)
     asks = {ask.request_id: ask for ask in first}
@@ -163,7 +165,8 @@ def scaled(share: int, *, num_tokens: int, max_length: int) -> list[Ask]:
     Conversations are distinguished by their first id. With fewer of them, a prefix is
     used again sooner, as a small pool needs it.
     """
-    asks, path = [], traces.find("traces/mooncake_synthetic.jsonl")
+    asks = []
+    path = traces.find("traces/mooncake_synthetic.jsonl")
     for name, line in enumerate(path.read_text().splitlines()):
         row = json.loads(line)
         if row["hash_ids"][0] % share == 0:
@@ -257,7 +260,8 @@ def converse(
 @pytest.mark.thorough
 def test_hits_in_a_chat_equal_the_model() -> None:
     replay = converse(20, SMALL)
-    model, asks = replay.model, replay.asks
+    model = replay.model
+    asks = replay.asks
     assert asks.keys() == set(range(20 * NUM_TURNS))
     assert sum(model.num_cached.values()) > 2500
     assert model.num_evicted > 400

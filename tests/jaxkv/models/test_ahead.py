@@ -55,7 +55,8 @@ def test_the_tree_has_a_module_for_each_layer_ahead() -> None:
 
 def test_the_model_is_the_one_without_modules() -> None:
     """Initial values, program and logits."""
-    params, plain = params_of(AHEAD), params_of(MODEL)
+    params = params_of(AHEAD)
+    plain = params_of(MODEL)
     assert_same({**params, "ahead": None}, {**plain, "ahead": None})
     run = jax.jit(models.logits, static_argnames="config")
     texts = [

@@ -92,7 +92,8 @@ def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
     folder = save_model(
         tmp_path / "a" / name, config, params, tokenizer=tokenizer, eos_ids=eos_ids
     )
-    ours, theirs = tensors_in(folder), tensors_in(GOLDEN / name)
+    ours = tensors_in(folder)
+    theirs = tensors_in(GOLDEN / name)
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
         assert ours[key].dtype == tensor.dtype
@@ -255,7 +256,8 @@ def test_different_tied_head_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_tied_embeddings_under_the_name_of_the_head(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "gpt2", tmp_path / "gpt2")
-    embed, head = "transformer.wte.weight", "lm_head.weight"
+    embed = "transformer.wte.weight"
+    head = "lm_head.weight"
     change_tensors(folder, lambda tensors: tensors.update({head: tensors.pop(embed)}))
     a, b = (load_model(path).params for path in (folder, GOLDEN / "gpt2"))
     jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -61,7 +61,8 @@ def refusal(raw: dict[str, Any]) -> str:
     ("name", "key"), [(name, key) for name in KEYS for key in KEYS[name]]
 )
 def test_every_transformers_key_is_read_or_harmless(name: str, key: str) -> None:
-    raw, family = config_of(name), FAMILIES[name]
+    raw = config_of(name)
+    family = FAMILIES[name]
     harmless = HARMLESS | {*family.harmless}
     if family.windows == "off":
         harmless |= positions.WINDOW_KEYS
@@ -78,7 +79,8 @@ def test_every_transformers_key_is_read_or_harmless(name: str, key: str) -> None
 
 @pytest.mark.parametrize("name", KEYS)
 def test_served_models_have_the_counted_size(name: str) -> None:
-    raw, num_served = config_of(name), 0
+    raw = config_of(name)
+    num_served = 0
     files = [
         raw | {key: another(key, raw.get(key, KEYS[name][key]))} for key in KEYS[name]
     ]
@@ -333,7 +335,8 @@ def test_unsupported_or_contradictory_values_are_refused(
 
 
 def test_aliases_are_accepted() -> None:
-    gpt2, mixtral = config_of("gpt2"), config_of("mixtral")
+    gpt2 = config_of("gpt2")
+    mixtral = config_of("mixtral")
     renamed = {"num_hidden_layers": gpt2["n_layer"], "hidden_size": gpt2["n_embd"]}
     assert configs.from_hf(gpt2 | renamed) == configs.from_hf(gpt2)
     kept = {key: gpt2[key] for key in gpt2 if key not in ("n_layer", "n_embd")}
@@ -345,7 +348,8 @@ def test_aliases_are_accepted() -> None:
 
 
 def test_nulls_and_defaults_equal_transformers() -> None:
-    mistral, qwen2 = config_of("mistral"), config_of("qwen2")
+    mistral = config_of("mistral")
+    qwen2 = config_of("qwen2")
     heads = {"num_attention_heads": 16, "head_dim": 2, "num_key_value_heads": None}
     assert configs.from_hf(mistral | heads).num_kv_heads == 16
     heads.pop("num_key_value_heads")

@@ -342,9 +342,11 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 def test_rotary_rows_are_put_in_order(name: str) -> None:
     """Compares with a loop over heads and pairs."""
     config, params, *_ = load_model(GOLDEN / name)
-    latent, theirs = config.latent, stored(GOLDEN / name)
+    latent = config.latent
+    theirs = stored(GOLDEN / name)
     assert latent is not None
-    nope, half = latent.nope_dim, latent.rope_dim // 2
+    nope = latent.nope_dim
+    half = latent.rope_dim // 2
     prefix = "model.layers.1.self_attn."
     q = "q_proj" if latent.q_rank is None else "q_b_proj"
     q = theirs[f"{prefix}{q}.weight"].reshape(config.num_q_heads, config.head_dim, -1)
@@ -356,7 +358,8 @@ def test_rotary_rows_are_put_in_order(name: str) -> None:
     np.testing.assert_array_equal(found_key[: latent.kv_rank], key[: latent.kv_rank])
     for pair in range(half):
         for side in range(2):
-            place, first = side * half + pair, 2 * pair + side
+            place = side * half + pair
+            first = 2 * pair + side
             for head in range(config.num_q_heads):
                 np.testing.assert_array_equal(
                     found_q[head, nope + place], q[head, nope + first]
@@ -437,7 +440,9 @@ def test_prediction_layers_without_tensors_are_refused(tmp_path: Path) -> None:
 
 def decoded(byte: int) -> float:
     """Returns the value of a number in the format E4M3 without infinities."""
-    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    sign = byte >> 7
+    exponent = byte >> 3 & 15
+    mantissa = byte & 7
     value = mantissa / 8 * 2**-6
     if exponent:
         value = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
@@ -463,7 +468,8 @@ def test_blocks_of_eight_bit_weights_are_scaled(tmp_path: Path) -> None:
     folder = save_unlisted(tmp_path / "m", EIGHT)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": FP8}))
-    every, wanted = stored(folder), {}
+    every = stored(folder)
+    wanted = {}
     for name in [key for key in every if "_proj" in key]:
         shape = every[name].shape
         codes = rng.integers(0, 127, shape) + 128 * rng.integers(0, 2, shape)
@@ -533,7 +539,8 @@ with torch.no_grad():
 def test_transformers_reads_a_saved_folder(name: str, tmp_path: Path) -> None:
     config, params, *_ = load_model(GOLDEN / name)
     folder = save_model(tmp_path / "m", config, params, max_shard_bytes=50_000)
-    given, found = GOLDEN / name / "expected.npz", tmp_path / "logits.npy"
+    given = GOLDEN / name / "expected.npz"
+    found = tmp_path / "logits.npy"
     subprocess.run(
         [str(PEER), "-c", PEER_SCRIPT, str(folder), str(given), str(found)], check=True
     )

@@ -55,7 +55,8 @@ def judge(folder: Path) -> Verdict:
     gap = np.abs(found - expected["logits"]).max() / np.abs(expected["logits"]).max()
     if not gap < TOLERANCE:
         return Verdict("different", f"logits of {config.family} by {gap:.1e}")
-    tokens, num = expected["greedy"], len(expected["margins"])
+    tokens = expected["greedy"]
+    num = len(expected["margins"])
     found = logits(params, jnp.asarray(tokens[None]), config=config)[0, -num - 1 : -1]
     differs = np.asarray(jnp.argmax(found, axis=-1)) != tokens[-num:]
     if (differs & (expected["margins"] > TOLERANCE * np.abs(found).max())).any():

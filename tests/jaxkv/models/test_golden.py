@@ -63,7 +63,8 @@ def test_logits_and_greedy_tokens_agree(name: str) -> None:
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
-    prompt, greedy = expected["prompt"], expected["greedy"]
+    prompt = expected["prompt"]
+    greedy = expected["greedy"]
     tokens = np.concatenate([prompt, np.zeros_like(greedy)])[None]
     tokens = continue_greedily(params, jnp.asarray(tokens), len(prompt), config)
     assert greedy.shape == (64,)

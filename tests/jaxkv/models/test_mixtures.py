@@ -72,7 +72,8 @@ def routed(
     logits: np.ndarray, rules: Experts, bias: np.ndarray | None = None
 ) -> tuple[list[list[int]], np.ndarray]:
     """Returns experts and shares, row by row in float64 and by Python's sort."""
-    chosen, shares = [], []
+    chosen = []
+    shares = []
     for row in logits.astype(np.float64):
         scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
         if rules.scoring == "sigmoid":
@@ -174,7 +175,8 @@ def test_selection_bias_has_the_load_as_gradient() -> None:
 @pytest.mark.parametrize("crowded", [False, True])
 def test_mix_equals_reference(crowded: bool) -> None:
     """All rows may choose the same two of six experts: none is dropped or padded."""
-    rng, sizes_seen = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    sizes_seen = []
     x = rng.normal(size=(24, 4)).astype(np.float32)
     scores = rng.normal(size=(24, 6)) + (np.array([9, 0, 0, 8, 0, 0]) * crowded)
     w = rng.normal(size=(6, 4, 3)).astype(np.float32)

@@ -181,7 +181,8 @@ def test_shapes_and_axes_match_the_parameters(experts: Any, stacked: bool) -> No
     ],
 )
 def test_parameters_equal_single_draws(fields: dict, dtype: str) -> None:
-    config, key = ModelConfig(**vars(TINY) | fields), jax.random.key(5)
+    config = ModelConfig(**vars(TINY) | fields)
+    key = jax.random.key(5)
     alone = Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
     expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
     for drawn in (
@@ -204,7 +205,8 @@ def test_half_precision_weights_give_float32_logits() -> None:
 @pytest.mark.thorough
 def test_transposed_weights_give_equal_results() -> None:
     """2 to 4 rows use the transposed weights only; also for stacked layers."""
-    config, params = engines.MODEL, engines.params()
+    config = engines.MODEL
+    params = engines.params()
     twice = add_transposed_weights(params)
     again = weights.checked_params(config, twice)
     assert len(again) == len(jax.tree.leaves(params)) < len(jax.tree.leaves(twice))
@@ -218,10 +220,12 @@ def test_transposed_weights_give_equal_results() -> None:
     rng = np.random.default_rng(0)
     for number in (1, 2, 4, 5):
         for name in ("qkv", "out", "up", "down"):
-            once, again = getattr(layer, name), getattr(other, name)
+            once = getattr(layer, name)
+            again = getattr(other, name)
             x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
             columns = COLUMNS
-            found, wanted = again(x, columns), once(x, columns)
+            found = again(x, columns)
+            wanted = once(x, columns)
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
             again.weight[...] = jnp.zeros_like(again.weight[...])
             by_second = bool(np.any(again(x, columns)))

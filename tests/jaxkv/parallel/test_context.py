@@ -43,7 +43,8 @@ def fed(
       Logits of each chunk's rows, the compiled programs, and the final pages.
     """
     jitted, params, pages = meshes.divided(config, params, mesh, page_size)
-    logits, programs = [], []
+    logits = []
+    programs = []
     for first, end in meshes.CHUNKS:
         rows = meshes.chunk(first, end)
         step = jitted.lower(params, pages, rows).compile()
@@ -225,7 +226,8 @@ def test_bytes_grow_with_the_layers(how: Layout) -> None:
     """Four layers send twice the bytes of two, apart from those outside of layers."""
     (two, wanted_two), (four, wanted_four) = (sent_by(how, num) for num in (2, 4))
     assert (two, four) == (wanted_two, wanted_four)
-    rows, outside = len(meshes.chunk(*meshes.CHUNKS[0]).token), 0.0
+    rows = len(meshes.chunk(*meshes.CHUNKS[0]).token)
+    outside = 0.0
     if how.pages > 1:  # last states
         outside += rows * LARGER.hidden_size * 4
     if how.tensor > 1:  # embeddings of own rows added up, logits gathered
@@ -241,14 +243,16 @@ def test_surplus_collectives_are_detected(
     """Gathers queries that all devices have, or sums outputs twice."""
     rows = len(meshes.chunk(*meshes.CHUNKS[0]).token)
     if how.pages > 1:
-        whole, num = api.paged_attention, LARGER.num_q_heads * LARGER.head_dim
+        whole = api.paged_attention
+        num = LARGER.num_q_heads * LARGER.head_dim
 
         def wasteful(q: Any, *args: Any, **rest: Any) -> Any:
             return whole(jax.lax.pmean(q, "context"), *args, **rest)
 
         replace(monkeypatch, api, "paged_attention", wasteful)
     else:
-        own, num = partition.own_experts, LARGER.hidden_size
+        own = partition.own_experts
+        num = LARGER.hidden_size
 
         def twice(routing: Any, *, part: int) -> Any:
             found = own(routing, part=part)
@@ -305,7 +309,8 @@ def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
 
 @pytest.mark.slow
 def test_pages_are_never_sent_nor_copied() -> None:
-    sizes, mesh = [], make_mesh(context=2)
+    sizes = []
+    mesh = make_mesh(context=2)
     names = "page_size", "max_slots", "max_length", "token_budget"
     bounds: Any = {name: (meshes.ALL_AT_ONCE | BOUNDS)[name] for name in names}
     for num_pages in (61, 610):
@@ -394,7 +399,8 @@ def test_attention_over_parts_equals_the_whole(
 @pytest.mark.parametrize("num", [2, 4])
 def test_local_places_equal_enumeration(num: int) -> None:
     """Compares with a list of each device's places."""
-    part, length = 3, 31
+    part = 3
+    length = 31
 
     def count(place: Any) -> Any:
         own = jnp.arange(12, dtype=jnp.int32)

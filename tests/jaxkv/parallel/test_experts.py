@@ -16,7 +16,10 @@ from tests.support import engines, mutation
 from tests.support.folders import GOLDEN
 from tests.support.mutation import Bug
 
-ROWS, WIDTH, EXPERTS, TOP_K = 12, 5, 8, 2
+ROWS = 12
+WIDTH = 5
+EXPERTS = 8
+TOP_K = 2
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.normal(size=(EXPERTS, WIDTH, 3)).astype(np.float32)
 
@@ -34,7 +37,8 @@ def routing(num_rows: int, seed: int) -> Routing:
 def kept(found: Routing, capacity: int) -> np.ndarray:
     """Returns the choices that get a place, one after another (slow reference)."""
     expert = np.asarray(found.expert)
-    taken, is_kept = np.zeros(EXPERTS, int), np.zeros(expert.shape, bool)
+    taken = np.zeros(EXPERTS, int)
+    is_kept = np.zeros(expert.shape, bool)
     for choice in range(expert.shape[1]):
         for row in range(expert.shape[0]):
             if taken[expert[row, choice]] < capacity:

@@ -36,7 +36,8 @@ CONFIG = EngineConfig(
 KERNELS = {"copy_part", "decode_attention", "merge_one", "one_row", "prefill_attention"}
 
 
-DRAWN, ROWS = CONFIG.max_slots, CONFIG.token_budget
+DRAWN = CONFIG.max_slots
+ROWS = CONFIG.token_budget
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,9 @@ def test_engine_on_four_h200s(how: Layout) -> None:
     )
     found = find_collectives(report.text)
     # A step decodes with one row per slot, or is mixed with the rows of the budget.
-    model, layers, own = (
-        describe_config(LLAMA),
-        LLAMA.num_layers,
-        ROWS // how.pages,
-    )
+    model = describe_config(LLAMA)
+    layers = LLAMA.num_layers
+    own = ROWS // how.pages
     first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
     decode = decode_traffic(model, how, batch=DRAWN)
     mixed = prefill_traffic(model, how, rows=ROWS, logit_rows=DRAWN)

@@ -56,7 +56,8 @@ def test_products_of_a_mixed_pass_are_divided(num: int, rows: Rows, own: int) ->
     found = dots(run.lower(*given, rows).compile().as_text())
     qkv = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
     out = c.num_q_heads * c.head_dim * c.hidden_size
-    up, down = 2 * c.mlp_size * c.hidden_size, c.mlp_size * c.hidden_size
+    up = 2 * c.mlp_size * c.hidden_size
+    down = c.mlp_size * c.hidden_size
     for weight in (qkv, out, up, down):
         for each in (4, 16):
             wanted = c.num_layers if each == own else 0
@@ -66,7 +67,9 @@ def test_products_of_a_mixed_pass_are_divided(num: int, rows: Rows, own: int) ->
 @pytest.mark.thorough
 def test_stored_states_equal_one_device() -> None:
     """Keys, values, and features for drafting heads, at their places; and bytes."""
-    c, taps, how = engines.MODEL, (0, 2, 1), Layout(pages=2)
+    c = engines.MODEL
+    taps = (0, 2, 1)
+    how = Layout(pages=2)
     kept = []
     for mesh in (make_mesh(), make_mesh(context=how.pages)):
         run, *given = meshes.divided(c, engines.params(c), mesh, taps=taps)
@@ -103,7 +106,8 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
             row_parts.divide_rows(rows(7, x[0, :7])),
         )
         assert {*wholes} == {row_parts.WHOLE}
-        parts, wide = row_parts.divide_rows(packed), x.astype(jnp.bfloat16)
+        parts = row_parts.divide_rows(packed)
+        wide = x.astype(jnp.bfloat16)
         assert parts.num == num
         own = parts.own(wide)
         picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))

@@ -64,7 +64,8 @@ def assert_equal(one: Any, other: Any) -> None:
 def test_state_continues_on_other_layouts(
     degrees: dict[str, int], tmp_path: Path
 ) -> None:
-    engine, alone = make(**degrees), make()
+    engine = make(**degrees)
+    alone = make()
     state = make_partial_state(engine)
     jaxkv.save_state(tmp_path / "saved", state, engine.config)
 

@@ -91,7 +91,8 @@ def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> 
 def check_family(family: str, degree: int) -> None:
     """Checks logits, and bytes against the formula."""
     loaded = load_model(GOLDEN / family)
-    config, params = loaded.config, loaded.params
+    config = loaded.config
+    params = loaded.params
     program, placed = on_mesh(config, params, degree)
     found = np.asarray(program(placed, jnp.asarray(TOKENS)))
     whole = models.logits(params, jnp.asarray(TOKENS), config=config)
@@ -194,7 +195,8 @@ def test_devices_receive_their_parts_only() -> None:
         assert shards == [array.shape[axis] // 4] * 4
     # Two KV heads: each is copied, with half of its queries.
     plain = load_model(GOLDEN / "llama").params["layers"][0]
-    qkv, whole = np.asarray(layer["qkv"]["weight"]), np.asarray(plain["qkv"]["weight"])
+    qkv = np.asarray(layer["qkv"]["weight"])
+    whole = np.asarray(plain["qkv"]["weight"])
     assert (len(qkv), len(whole)) == (4, 2)
     np.testing.assert_array_equal(qkv[:, -2:], np.repeat(whole[:, -2:], 2, axis=0))
     np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), whole[:, :-2].reshape(-1))
@@ -221,7 +223,8 @@ def test_answers_are_those_of_one_device(degree: int) -> None:
 def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
     """Eight query heads and four KV heads, which are copied for eight devices."""
     config = dataclasses.replace(MODEL, **fields)
-    params, mesh = engines.params(config), make_mesh(**degrees)
+    params = engines.params(config)
+    mesh = make_mesh(**degrees)
     sizes: Any = {"num_pages": 20, "page_size": 8}
     engine = engine_on(config, params, mesh, **sizes)
     if degrees == {"tensor": 8}:
@@ -267,7 +270,8 @@ def test_trained_heads_keep_the_answers(method: Any) -> None:
 
 @pytest.mark.slow
 def test_pages_are_never_sent_nor_copied() -> None:
-    mesh, sizes = make_mesh(tensor=2), []
+    mesh = make_mesh(tensor=2)
+    sizes = []
     names = "page_size", "max_slots", "max_length", "token_budget"
     bounds: Any = {name: ALL_AT_ONCE[name] for name in names}
     for num_pages in (61, 610):

@@ -75,8 +75,10 @@ def test_a_smoke_run_marks_claims_as_not_judged(
 
     (study,) = experiment.studies
     experiment = experiment._replace(studies=(study._replace(claims=claims),))
-    judged, unjudged = ["holds", "holds"], ["not judged", "holds"]
-    smoke, paper = experiment.configs["smoke"], experiment.configs["paper"]
+    judged = ["holds", "holds"]
+    unjudged = ["not judged", "holds"]
+    smoke = experiment.configs["smoke"]
+    paper = experiment.configs["paper"]
     changed = dataclasses.replace(smoke, num_points=7)
     for config, name, expected in (
         (smoke, "", unjudged),

@@ -53,7 +53,8 @@ def advance(group, params, logits, active, max_stops=2):
 choices = jax.jit(beam_search.choices, static_argnames=("max_beams", "max_stops"))
 finalize = jax.jit(beam_search.finalize)
 unroll = jax.jit(beam_search.follow_parents)
-YES, NO = jnp.asarray(True), jnp.asarray(False)
+YES = jnp.asarray(True)
+NO = jnp.asarray(False)
 
 
 def random_model(seed: int, vocab: int, spread: float = 2.0) -> Model:
@@ -76,7 +77,8 @@ def drive(
     model: Model, params: BeamParams, max_beams: int
 ) -> tuple[Beams, list[Answer]]:
     """Searches with `advance_beams`, with the prefixes of beams as tuples."""
-    group, prefixes = beam_search.make_beams(max_beams), [()] * max_beams
+    group = beam_search.make_beams(max_beams)
+    prefixes = [()] * max_beams
     history = np.zeros((2, max_beams, int(params.limit)), np.int32)
     while not group.done:
         logits = jnp.asarray(np.stack([model(prefix) for prefix in prefixes]))
@@ -113,10 +115,13 @@ def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
 
 def reference_search(model: Model, params: BeamParams) -> list[Answer]:
     """Beam search with lists, sorting all candidates."""
-    width, limit = int(params.width), int(params.limit)
-    penalty, rule = float(params.length_penalty), int(params.early_stopping)
+    width = int(params.width)
+    limit = int(params.limit)
+    penalty = float(params.length_penalty)
+    rule = int(params.early_stopping)
     stops = set(np.asarray(params.stop_tokens).tolist())
-    running, answers = [(0.0, ())], []
+    running = [(0.0, ())]
+    answers = []
     for length in range(1, limit + 1):
         candidates = [
             (total + logprob, (*prefix, token))
@@ -169,7 +174,9 @@ def test_two_steps_by_hand() -> None:
 @pytest.mark.parametrize("rule", [ESTIMATE, NEVER])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
 def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
-    vocab, stop, limit = 3, 2, 4
+    vocab = 3
+    stop = 2
+    limit = 4
     model = random_model(1, vocab)
     every = []
     for length in range(1, limit + 1):
@@ -243,7 +250,8 @@ def test_stops_do_not_displace_running_beams() -> None:
 
 
 def test_equals_rank_by_beam_and_token() -> None:
-    params, logits = params_of(3), jnp.zeros((3, 6), jnp.float32)
+    params = params_of(3)
+    logits = jnp.zeros((3, 6), jnp.float32)
     group, parents, tokens = advance(beam_search.make_beams(3), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 0], [0, 1, 2])
     group, parents, tokens = advance(group, params, logits, YES)
@@ -253,7 +261,8 @@ def test_equals_rank_by_beam_and_token() -> None:
 @pytest.mark.thorough
 def test_beams_without_candidates_stop() -> None:
     """A mask leaves two tokens, NaN removes one beam, then no candidate remains."""
-    params, none = params_of(3, stops=(5, -1)), -jnp.inf
+    params = params_of(3, stops=(5, -1))
+    none = -jnp.inf
     logits = jnp.full((4, 6), none, jnp.float32).at[:, 2:4].set(0.0)
     group, parents, tokens = advance(beam_search.make_beams(4), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0, 2, 3], [2, 3, 0, 0])
@@ -272,7 +281,8 @@ def test_beams_without_candidates_stop() -> None:
 
 def test_unroll_follows_back_pointers() -> None:
     rng = np.random.default_rng(3)
-    num_beams, places = 4, 11
+    num_beams = 4
+    places = 11
     parents = rng.integers(0, num_beams, (num_beams, places)).astype(np.int32)
     beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
     length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
@@ -287,7 +297,8 @@ def test_unroll_follows_back_pointers() -> None:
 def test_a_history_may_begin_with_the_prompt() -> None:
     params = params_of(2, stops=(3, -1), limit=2)
     first = jnp.log(jnp.asarray([[0.1, 0.2, 0.3, 0.4]] * 2, jnp.float32))
-    group, prompt = beam_search.make_beams(2), [7, 8, 9]
+    group = beam_search.make_beams(2)
+    prompt = [7, 8, 9]
     tokens = jnp.full((2, 6), 99, jnp.int32).at[0, :3].set(jnp.asarray(prompt))
     parents = jnp.zeros((2, 6), jnp.int32)
     for place in (3, 4):

@@ -119,7 +119,8 @@ def test_keys_are_those_of_jax(seed: int) -> None:
         random_keys.request_key(None, engine_seed=seed, request_id=2**32 - 1),
         jax.random.key_data(jax.random.fold_in(key, np.uint32(2**32 - 1))),
     )
-    sample, position = jnp.array([[0, 3]], jnp.int32), jnp.array([[7, 9]], jnp.int32)
+    sample = jnp.array([[0, 3]], jnp.int32)
+    position = jnp.array([[7, 9]], jnp.int32)
     drawn = random_keys.draw_key(
         jnp.broadcast_to(own, (1, 2, 2)), sample, position, random_keys.ACCEPT
     )
@@ -188,7 +189,9 @@ def test_penalties_equal_plain_python() -> None:
         Sampling(frequency_penalty=-0.4),
         Sampling(repetition_penalty=2.0, presence_penalty=-1.0, frequency_penalty=0.5),
     ]
-    rows, vocab, max_length = len(requests), 11, 40
+    rows = len(requests)
+    vocab = 11
+    max_length = 40
     logits = rng.normal(size=(rows, vocab)).astype(np.float32)
     logits[:, 3] = -INF
     tokens = rng.integers(-2, vocab + 3, (rows, max_length)).astype(np.int32)
@@ -283,7 +286,9 @@ def test_probabilities_equal_numpy() -> None:
     found = np.asarray(jitted("probabilities")(jnp.asarray(logits), params))
     kept = np.asarray(jitted("keep_mask")(jnp.asarray(logits), params))
     for place, (_, cut) in enumerate(cases):
-        row, law, mask = np.asarray(logits[place]), found[place], kept[place]
+        row = np.asarray(logits[place])
+        law = found[place]
+        mask = kept[place]
         assert not law[~mask].any()
         assert mask.any() or not law.any()
         if cut.temperature == 0:
@@ -297,7 +302,8 @@ def test_probabilities_equal_numpy() -> None:
 
 @pytest.mark.thorough
 def test_draws_follow_probabilities() -> None:
-    draws, vocab = 20_000, 16
+    draws = 20_000
+    vocab = 16
     logits = np.random.default_rng(2).normal(size=vocab).astype(np.float32) * 1.5
     request = Sampling(temperature=1.5, top_k=12, top_p=0.95, min_p=0.02)
     params = rows_of(params_of([request]), [0] * draws)
@@ -337,7 +343,8 @@ LAWS = [
 
 @pytest.mark.thorough
 def test_draws_follow_enumerated_distribution() -> None:
-    vocab, draws = 16, 4000
+    vocab = 16
+    draws = 4000
     logits = np.random.default_rng(1).normal(size=vocab).astype(np.float32) * 1.5
     batch = jnp.broadcast_to(logits, (draws, vocab))
     positions = jnp.arange(draws, dtype=jnp.int32)
@@ -363,7 +370,8 @@ def test_draws_follow_enumerated_distribution() -> None:
 @pytest.mark.thorough
 def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
     # The shapes of the test above, so that no further program is compiled.
-    draws, vocab = 4000, 4
+    draws = 4000
+    vocab = 4
     logits = jnp.full((draws, 16), -INF, jnp.float32).at[:, :vocab].set(0)
     here = jnp.arange(draws, dtype=jnp.int32)
     base = rows_of(params_of([Sampling(seed=11)]), [0] * draws)
@@ -418,8 +426,11 @@ def sample(
 def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     logits, params, positions, _ = one_batch()
     raw = np.array(logits)
-    raw[1, 13], raw[2, 388], raw[5, 7] = INF, -INF, np.nan
-    raw[6], raw[7] = np.finfo(np.float32).max, np.finfo(np.float32).max / 2
+    raw[1, 13] = INF
+    raw[2, 388] = -INF
+    raw[5, 7] = np.nan
+    raw[6] = np.finfo(np.float32).max
+    raw[7] = np.finfo(np.float32).max / 2
     # Infinities that the caller, not the model, set in the logits are valid.
     masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
     for params_of_all in (params, greedy_params(8)):
@@ -593,7 +604,8 @@ def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> No
     logits[25, :-1] = -INF
     raw = np.where(np.isneginf(logits), np.float32(0), logits) if with_raw else None
     if raw is not None:
-        raw[30, 5], raw[31, 0] = np.nan, -INF
+        raw[30, 5] = np.nan
+        raw[31, 0] = -INF
     both = [
         jax.jit(peak)(logits, raw)
         for peak in (top_k.argmax_checked, top_k.argmax_checked_in_one_pass)

@@ -13,7 +13,9 @@ from tests.support import mutation
 from tests.support.mutation import Bug
 from tests.support.plans import check, counts, plan_of
 
-READER, SHORT, LONG = (16, 2, 4), (6, 5, 2), (12, 11, 3)
+READER = (16, 2, 4)
+SHORT = (6, 5, 2)
+LONG = (12, 11, 3)
 """(known, written, pages): one early in its prefill, and two that decode."""
 
 

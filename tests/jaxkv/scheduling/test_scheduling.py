@@ -409,7 +409,8 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
     free = int(c.free_pages) + sum(
         int(c.owned_pages[i]) for i in places if c.running[i]
     )
-    runs, all_fit = [], True
+    runs = []
+    all_fit = True
     for i in places:
         all_fit &= sum(wanted[: i + 1]) <= free
         runs.append(bool(c.running[i]) and all_fit)
@@ -417,7 +418,8 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
     free -= sum(wanted[i] for i in places if runs[i])
     slots = len(runs) - sum(runs[i] or bool(c.held[i]) for i in places)
     need = [int(c.target_length[i] - c.length[i]) * runs[i] for i in places]
-    left, spare = c.token_budget - need.count(1), int(c.spare_logit_rows)
+    left = c.token_budget - need.count(1)
+    spare = int(c.spare_logit_rows)
 
     def rows_of(prompt: int, is_scored: bool) -> int:
         nonlocal left, spare
@@ -433,7 +435,10 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
         1 if need[i] == 1 else rows_of(need[i], bool(c.scored_prompt[i]))
         for i in places
     ]
-    admit, head_rows, is_first, blocked = [], [], True, any(preempt)
+    admit = []
+    head_rows = []
+    is_first = True
+    blocked = any(preempt)
     for k in range(len(c.waiting)):
         rows = 0
         if c.waiting[k] and not blocked:
@@ -465,7 +470,8 @@ def random_counts(rng: np.random.Generator, *, masked: bool) -> Any:
     """Random counts of an engine with four slots, the queue masked or not."""
     line: Any = [None] * 4
     for i in range(4):
-        length, more = int(rng.integers(0, 14)), int(rng.integers(1, 7))
+        length = int(rng.integers(0, 14))
+        more = int(rng.integers(1, 7))
         if rng.random() < 0.4:
             line[i] = (length + more, length, -(-length // 4))
         elif rng.random() < 0.2:
@@ -493,10 +499,12 @@ def random_counts(rng: np.random.Generator, *, masked: bool) -> Any:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_plain_fcfs_plans_as_one_request_at_a_time_would(masked: bool) -> None:
-    rng, num_admitted = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    num_admitted = 0
     for _ in range(120):
         c = random_counts(rng, masked=masked)
-        chunk_size, watermark = int(rng.integers(1, 9)), int(rng.integers(0, 3))
+        chunk_size = int(rng.integers(1, 9))
+        watermark = int(rng.integers(0, 3))
         plan = plan_of(c, fcfs(chunk_size=chunk_size, watermark=watermark))
         for name, wanted in slow_fcfs(c, chunk_size, watermark).items():
             assert np.asarray(getattr(plan, name)).tolist() == wanted, name

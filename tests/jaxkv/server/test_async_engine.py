@@ -151,7 +151,8 @@ def test_a_closed_loop_affects_no_other_stream(served, wanted) -> None:
 
 def test_all_events_of_a_call_come_in_one_wake_up(served) -> None:
     async def count() -> tuple[int, int]:
-        loop, calls = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
+        calls = []
         send = loop.call_soon_threadsafe
 
         def noted(function: Any, *args: Any, **more: Any) -> Any:
@@ -248,7 +249,8 @@ def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
         fields = dict(max_tokens=8, temperature=0, logprobs=1, echo=True)
         found = front.completion(prompt=PROMPTS[:3], **fields)["choices"]
         for prompt, choice, done in zip(PROMPTS, found, plain, strict=False):
-            scores, num = choice["logprobs"], len(prompt) + len(done.tokens)
+            scores = choice["logprobs"]
+            num = len(prompt) + len(done.tokens)
             assert {len(column) for column in scores.values()} == {num}
             assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
             own = scores["token_logprobs"][len(prompt) :]

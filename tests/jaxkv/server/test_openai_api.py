@@ -22,7 +22,8 @@ from jaxkv.text import Tokenizer
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -212,7 +213,8 @@ def test_a_chat_is_streamed(served: Serving) -> None:
     last = chunks.pop()
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
     assert all(x["usage"] is None for x in chunks)
-    texts, ends = ["", ""], {}
+    texts = ["", ""]
+    ends = {}
     for chunk in chunks:
         [choice] = chunk["choices"]
         texts[choice["index"]] += choice["delta"].get("content", "")

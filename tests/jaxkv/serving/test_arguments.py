@@ -28,12 +28,11 @@ from tests.support.folders import TOKENIZED
 api: Any = types.SimpleNamespace(
     **{name: getattr(speculation, name) for name in speculation.__all__}
 )
-api.Engine, api.EngineConfig = jaxkv.Engine, jaxkv.EngineConfig
-api.Sampling, api.make_mesh, api.load_model = (
-    Sampling,
-    make_mesh,
-    load_model,
-)
+api.Engine = jaxkv.Engine
+api.EngineConfig = jaxkv.EngineConfig
+api.Sampling = Sampling
+api.make_mesh = make_mesh
+api.load_model = load_model
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 NO_COUNTS: list[Any] = [

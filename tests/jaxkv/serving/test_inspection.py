@@ -53,7 +53,8 @@ def test_the_package_lists_its_names() -> None:
 
 def test_short_forms_are_a_line(engine: jaxkv.Engine) -> None:
     [done] = engine.generate(PROMPTS[:1], GREEDY)
-    state, trace = engine.core.state, engine.trace
+    state = engine.core.state
+    trace = engine.trace
     shapes = jax.eval_shape(lambda: state)
     for value in (engine, state, shapes, done, trace, trace[0]):
         for text in (repr(value), str(value)):
@@ -70,7 +71,9 @@ def test_short_forms_are_a_line(engine: jaxkv.Engine) -> None:
 def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
     names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     known = dict(zip(names, map(len, PROMPTS), strict=True))
-    ended, num_seen, last = set[int](), 0, None
+    ended = set[int]()
+    num_seen = 0
+    last = None
     for event in engine.stream():
         known[event.request_id] += len(event.tokens)
         if event.reason is not None:

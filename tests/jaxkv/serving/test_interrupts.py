@@ -22,7 +22,8 @@ from tests.support.folders import TOKENIZED
 BOUNDS = dataclasses.replace(
     engines.SERVED, prefix_cache=True, max_beams=3, max_swap_pages=20
 )
-KNOWN, ASK = ([5, 6, 7], [8, 9]), Sampling.greedy(max_tokens=9)
+KNOWN = ([5, 6, 7], [8, 9])
+ASK = Sampling.greedy(max_tokens=9)
 ASKED = ([10, 11, 12, 13], [14])
 LONG = Sampling.greedy(max_tokens=20, ignore_eos=True)
 
@@ -79,7 +80,9 @@ class Interrupter:
     """Sends a signal before the n-th line executed in some functions."""
 
     def __init__(self, names: tuple[str, ...], at: int, number: int = signal.SIGINT):
-        self.names, self.at, self.number = names, at, number
+        self.names = names
+        self.at = at
+        self.number = number
         self.num_lines = 0
 
     def __enter__(self) -> "Interrupter":
@@ -90,7 +93,8 @@ class Interrupter:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        path, code = Path(frame.f_code.co_filename), frame.f_code
+        path = Path(frame.f_code.co_filename)
+        code = frame.f_code
         ours = path.stem in FILES and path.parent.name == "serving"
         return self._line if ours and code.co_name in self.names else None
 
@@ -198,7 +202,9 @@ def test_an_engine_interrupted_during_host_swap_continues(
 @pytest.mark.thorough
 def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
     # Real signals at random times, about half of them inside JAX.
-    rng, received, num_interrupted = np.random.default_rng(0), {}, 0
+    rng = np.random.default_rng(0)
+    received = {}
+    num_interrupted = 0
     main = threading.main_thread().ident
     assert main is not None
     for _ in range(60):

@@ -69,7 +69,8 @@ def test_pages_of_8_bits_take_their_scales_with_them() -> None:
 def test_only_missing_pages_are_written() -> None:
     """Half of the prompt is cached; pages of other continuations are not changed."""
     sent, num = taken(PROMPT)
-    there, half = make_engine(), PROMPT[: 3 * PAGE + 1]
+    there = make_engine()
+    half = PROMPT[: 3 * PAGE + 1]
     answer(there, [*half, 7, 7, 7, 7, 7])
     nonsense = jax.tree.map(lambda x: x.copy(), sent)
     for leaf in jax.tree.leaves(nonsense):

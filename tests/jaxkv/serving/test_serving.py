@@ -186,7 +186,8 @@ def test_an_arrival_to_come_is_waited_for(engine: jaxkv.Engine) -> None:
 
 
 def test_requests_with_a_later_arrival_block_no_other(engine: jaxkv.Engine) -> None:
-    late, ask = engine.now() + 60, Sampling.greedy(max_tokens=2)
+    late = engine.now() + 60
+    ask = Sampling.greedy(max_tokens=2)
     names = [engine.submit("x", ask, arrival_s=late + i) for i in (1, 0)]
     first = engine.submit("x", ask)
     [done] = engine.generate(["x"], ask)
@@ -201,7 +202,8 @@ def test_requests_with_a_later_arrival_block_no_other(engine: jaxkv.Engine) -> N
 
 def test_requests_are_served_in_order_of_arrival(engine: jaxkv.Engine) -> None:
     # Submitted in more than one call; the last to arrive was submitted first.
-    ask, now = Sampling.greedy(max_tokens=6), engine.now()
+    ask = Sampling.greedy(max_tokens=6)
+    now = engine.now()
     late = [now + 0.4 - 0.02 * i for i in range(12)]
     names = [engine.submit("x", ask, arrival_s=arrival_s) for arrival_s in late]
     done = completions(engine)
@@ -253,7 +255,8 @@ def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
 
 
 def test_a_request_id_is_assigned_once(engine: jaxkv.Engine) -> None:
-    taken, refused = [], []
+    taken = []
+    refused = []
     start = threading.Barrier(THREADS)
 
     def ask() -> None:
@@ -298,7 +301,8 @@ def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
     received = listen(engine)
     tokenizer = the_tokenizer()
     for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
-        text, completion = answer_text(prompt), received.done[name]
+        text = answer_text(prompt)
+        completion = received.done[name]
         kept = text[: text.index(stop)]
         assert completion.reason == "stop"
         assert completion.text == received.text[name, 0] == kept
@@ -345,7 +349,8 @@ def test_text_of_other_tokenizers(
 def test_a_special_token_as_a_stop_string(
     engine: jaxkv.Engine, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    prompt, answer = the_tokenizer().encode("x"), list(greedy_answer("x"))
+    prompt = the_tokenizer().encode("x")
+    answer = list(greedy_answer("x"))
     vocab = {f"▁{i}": i for i in range(320)}
     stop = "<|im_end|>"
     vocab[stop] = vocab.pop(f"▁{answer[place]}")
@@ -403,8 +408,10 @@ def test_scores(engine: jaxkv.Engine) -> None:
     ]
     prompt = the_tokenizer().encode("def f(x):")
     both, top, own, of_prompt = engine.generate([prompt] * 4, asks)
-    known, begin = [*prompt, *both.tokens], len(prompt) - 1
-    law, scores = law_of(known), scores_of(known)
+    known = [*prompt, *both.tokens]
+    begin = len(prompt) - 1
+    law = law_of(known)
+    scores = scores_of(known)
     for each in (both, top, own):
         assert each.logprobs == pytest.approx(scores[begin:], abs=1e-4)
     for each in (both, of_prompt):
@@ -430,7 +437,8 @@ def test_scores(engine: jaxkv.Engine) -> None:
 
 
 def test_draws_follow_seed_or_request_id(engine: jaxkv.Engine) -> None:
-    free, seeded = Sampling(max_tokens=12), Sampling(max_tokens=12, seed=5)
+    free = Sampling(max_tokens=12)
+    seeded = Sampling(max_tokens=12, seed=5)
 
     def one(ask: Sampling, request_id: int) -> list[int]:
         engine.submit("x", ask, request_id=request_id)
@@ -453,7 +461,8 @@ def test_several_answers_equal_separate_samples(engine: jaxkv.Engine) -> None:
     names = [engine.submit(*pair) for pair in zip(PROMPTS, asks, strict=False)]
     done = completions(engine)
     for name, prompt, ask in zip(names, PROMPTS, asks, strict=False):
-        answers, expected = done[name].answers, drawn(prompt, ask, name)
+        answers = done[name].answers
+        expected = drawn(prompt, ask, name)
         assert [each.sample for each in answers] == list(range(ask.n))
         assert [each.tokens for each in answers] == expected
         assert [each.text for each in answers] == [
@@ -496,9 +505,11 @@ def test_a_stop_string_ends_one_answer(engine: jaxkv.Engine, sample: int) -> Non
     text, _, reasons, done = listen(engine)
     [completion] = done.values()
     for each in completion.answers:
-        kept, reason = texts[each.sample], "length"
+        kept = texts[each.sample]
+        reason = "length"
         if each.sample == sample:
-            kept, reason = kept[: kept.index(stop)], "stop"
+            kept = kept[: kept.index(stop)]
+            reason = "stop"
             assert len(each.tokens) < 16
         name = completion.request_id, each.sample
         assert each.text == text[name] == kept
@@ -592,7 +603,8 @@ def halves() -> Tokenizer:
 
 def record_of(**fields: Any) -> requests.RequestRecord:
     """A request whose only answer consists of `halves`."""
-    sampling, tokenizer = Sampling(**fields), halves()
+    sampling = Sampling(**fields)
+    tokenizer = halves()
     search = tokenizer.stop_search(sampling.stop)
     return requests.RequestRecord(
         request_id=0,
@@ -607,7 +619,8 @@ def record_of(**fields: Any) -> requests.RequestRecord:
 @pytest.mark.parametrize("ends", [None, "length", "stop"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_no_text_follows_a_stop_string(ends: str | None, at_once: bool) -> None:
-    record, received = record_of(stop=("!",)), ""
+    record = record_of(stop=("!",))
+    received = ""
     for tokens in [[1, 2]] if at_once else [[1], [2]]:
         reason = ends if tokens[-1] == 2 else None
         event = record.extend(0, tokens, [0.0] * len(tokens), reason, 1.0)
@@ -639,7 +652,8 @@ def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
     for each in done.answers:
         scores = scores_of([*prompt, *each.tokens])
         assert done.prompt_logprobs is not None
-        of_prompt, own = scores[: len(prompt) - 1], scores[len(prompt) - 1 :]
+        of_prompt = scores[: len(prompt) - 1]
+        own = scores[len(prompt) - 1 :]
         assert done.prompt_logprobs[1:] == pytest.approx(of_prompt, abs=1e-4)
         assert each.logprobs == pytest.approx(own, abs=1e-4)
         assert each.score == pytest.approx(own.sum(), abs=1e-3)
@@ -670,7 +684,8 @@ def test_a_prompt_of_the_largest_length_is_scored(engine: jaxkv.Engine) -> None:
 def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     # 8 rows of sequences and 3 slots for about fifty, and pages for one large request.
     rng = np.random.default_rng(1)
-    prompts, asks = [], []
+    prompts = []
+    asks = []
     for size in rng.integers(1, 24, 24):
         prompts.append(rng.integers(2, 320, size).tolist())
         num = int(rng.integers(1, 40))
@@ -698,7 +713,9 @@ def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
 def test_a_chat_hits_the_pages_of_its_turns(
     engine: jaxkv.Engine, full: jaxkv.Engine
 ) -> None:
-    tokenizer, known, num_fed = the_tokenizer(), [], 0
+    tokenizer = the_tokenizer()
+    known = []
+    num_fed = 0
     for turn in PROMPTS[:3]:
         known += tokenizer.encode(turn)
         ask = Sampling.greedy(max_tokens=7)
@@ -726,7 +743,8 @@ def test_cancel_at_any_stage(engine: jaxkv.Engine) -> None:
     engine.cancel(names[13])  # still with the host
     engine.cancel(10**6)  # unknown
     cancelled = {names[13]}
-    done, num_events = {}, 0
+    done = {}
+    num_events = 0
     for event in engine.stream():
         num_events += 1
         if event.request_id == names[0] and event.tokens and names[1] not in cancelled:
@@ -937,7 +955,8 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
     done = {event.request_id: event.completion for event in events if event.completion}
     assert done[9].text == answer_text(PROMPTS[0])
     for index, prompt in enumerate(PROMPTS[:2]):
-        answers, known = done[index].answers, the_tokenizer().encode(prompt)
+        answers = done[index].answers
+        known = the_tokenizer().encode(prompt)
         scores = []
         for answer in answers:
             total = scores_of([*known, *answer.tokens])[len(known) - 1 :].sum()

@@ -68,7 +68,8 @@ def test_a_policy_that_masks_the_queue_serves_every_request(
     shared: jaxkv.Engine,
 ) -> None:
     """Only the shortest request is visible, which need not be the first."""
-    engine, rng = with_mood(shared, SHORTEST), np.random.default_rng(0)
+    engine = with_mood(shared, SHORTEST)
+    rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, num).tolist() for num in (30, 3, 20, 2, 9, 25, 4)]
     done = engine.generate(prompts, ASK)
     asks = [engines.Ask(i, prompt, ASK) for i, prompt in enumerate(prompts)]
@@ -101,7 +102,8 @@ def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
 
 def count(*calls: tuple[list[int], list[int]], num_tokens: int = 9) -> list[int]:
     """Steps without progress after each call, given (tokens, rows) of its steps."""
-    counter, found = StepCounter(), []
+    counter = StepCounter()
+    found = []
     for draws, rows in calls:
         arrays: Any = np.array(draws, bool), np.array(rows, np.int32)
         counter.count(*arrays, num_tokens=lambda: num_tokens)

@@ -195,7 +195,8 @@ def served(*arguments: Any, **bounds: int) -> Any:
 
 def gains(infos: Any) -> list[list[int]]:
     """Returns the tokens emitted per step, for steps with at least one."""
-    drew, num = infos.drew, infos.num_drawn
+    drew = infos.drew
+    num = infos.num_drawn
     every = range(drew.max() + 1)
     return [num[drew == sequence].tolist() for sequence in every]
 
@@ -204,7 +205,8 @@ def gains(infos: Any) -> list[list[int]]:
 def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
     for bounds in (ROOMY, TIGHT):
         w = workload(3, 12, longest=25)
-        plain, mine = served(w, bounds, None), served(w, bounds, law(0.0))
+        plain = served(w, bounds, None)
+        mine = served(w, bounds, law(0.0))
         for name in ("start", "drew", "num_admitted", "num_preempted", "num_finished"):
             one, other = (getattr(x.infos, name) for x in (plain, mine))
             np.testing.assert_array_equal(one, other, name)
@@ -212,9 +214,11 @@ def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
             plain.state.ledger.events, mine.state.ledger.events
         )
         assert set(itertools.chain(*gains(mine.infos))) == {1}
-        work, before = mine.infos.work, plain.infos.work
+        work = mine.infos.work
+        before = plain.infos.work
         for name in before._fields[: -len(before._field_defaults)]:
-            one, other = getattr(work, name), getattr(before, name)
+            one = getattr(work, name)
+            other = getattr(before, name)
             np.testing.assert_array_equal(one, other, name)
         assert work.num_drafts.sum() > 100
         assert work.num_accepted.sum() == 0
@@ -309,7 +313,9 @@ def test_pages_of_rejected_drafts_are_released(chance: float) -> None:
         w = workload(5, 12, max_samples=samples, longest=25)
         bounds = TIGHT._replace(num_pages=jnp.int32(num_pages))
         ran = served(w, bounds, law(chance), max_samples=samples)
-        slots, held, work = ran.slots, ran.pages, ran.infos.work
+        slots = ran.slots
+        held = ran.pages
+        work = ran.infos.work
         stays = slots.sequence >= 0
         decodes = stays & (ran.infos.drew >= 0)
         assert (held.places >= held.length)[stays].all()
@@ -437,7 +443,8 @@ def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
         find_device("a100-80gb"),
         compute_share=0.01,
     )
-    new, past = jnp.array([70, 4, 2]), jnp.array([50, 400, 9])
+    new = jnp.array([70, 4, 2])
+    past = jnp.array([50, 400, 9])
     assert isinstance(found.cost, step_models.RooflineCost)
     apart = steps.step_work(found.cost.step, new, past, jnp.int32(3 + 4))
     np.testing.assert_allclose(found.cost(SPECULATES), apart.time_s, rtol=1e-6)

@@ -29,7 +29,8 @@ def test_blocks_equal_those_of_free_lists(num_leaves: int) -> None:
     idle = contiguous.reservation(
         "max", num_leaves=num_leaves, leaves_per_region=16
     ).idle
-    twin, rng = Buddies(num_leaves, 16), np.random.default_rng(num_leaves)
+    twin = Buddies(num_leaves, 16)
+    rng = np.random.default_rng(num_leaves)
     refused = 0
     for _ in range(150):
         held = sorted(twin.orders)
@@ -50,7 +51,8 @@ def test_blocks_equal_those_of_free_lists(num_leaves: int) -> None:
 
 def test_reserved_places_of_each_rule() -> None:
     """As in the paper: an answer of 25 tokens becomes 32."""
-    prompt, output = jnp.array([100, 100, 1, 900]), jnp.array([25, 32, 1, 1100])
+    prompt = jnp.array([100, 100, 1, 900])
+    output = jnp.array([25, 32, 1, 1100])
     found = {
         rule: contiguous.reserved_places(
             jnp.int32(i), prompt, output, jnp.int32(2048)
@@ -81,7 +83,9 @@ def load(num: int) -> Workload:
 @pytest.mark.thorough
 def test_orca_admits_in_order_while_blocks_are_free() -> None:
     """Compares each step of all three rules with the lists, without preemptions."""
-    w, num, leaf = load(60), 60, 2
+    w = load(60)
+    num = 60
+    leaf = 2
     bounds = Capacity(*(jnp.int32(x) for x in (203, leaf, 128, 256, 0)))
     policy = scheduling.fcfs()
     rules = [
@@ -121,7 +125,8 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     states, trace = jax.tree.map(np.asarray, mapped(stacked))
     batches = trace[-1].num_running
     for i in range(3):
-        twin, blocks = Buddies(203, 64), {}
+        twin = Buddies(203, 64)
+        blocks = {}
         steps = zip(trace[0][i], trace[1][i], trace[-1].drew[i], strict=True)
         for sequence, block, drew in steps:
             there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
@@ -132,7 +137,8 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
                 assert blocks[came] == there.get(came, blocks[came])
             for gone in set(blocks) - set(there):
                 twin.release(blocks.pop(gone))
-    split, used = trace[-1].split, trace[-1].used_pages * leaf
+    split = trace[-1].split
+    used = trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
     assert not states.ledger.progress[

@@ -99,7 +99,8 @@ def test_all_are_served_and_all_steps_are_summed() -> None:
 
 def test_in_a_closed_loop_requests_come_when_clients_are_answered() -> None:
     found = served()
-    arrival, finish = found.arrival_s[2], found.finish_s[2]
+    arrival = found.arrival_s[2]
+    finish = found.finish_s[2]
     there = np.isfinite(finish)
     for k, at in enumerate(arrival[there]):
         before = np.sum(finish[there] <= at + 1e-6)
@@ -109,7 +110,8 @@ def test_in_a_closed_loop_requests_come_when_clients_are_answered() -> None:
 
 
 def test_a_simulation_ends_at_a_time() -> None:
-    whole, cut = served(), served(since_s=0.5, until_s=1.0)
+    whole = served()
+    cut = served(since_s=0.5, until_s=1.0)
     assert (cut.end_s == 1.0).all()
     early = whole.finish_s <= 1.0
     np.testing.assert_array_equal(np.isfinite(cut.finish_s), early)
@@ -162,7 +164,9 @@ def test_a_cost_may_be_a_function() -> None:
 @pytest.mark.slow
 def test_one_server_of_constant_service_waits_as_queues_do() -> None:
     """M/D/1: each path by Lindley's recursion, and the mean by the closed formula."""
-    service_s, num, rates = 0.2, 4000, np.repeat([1.0, 2.5, 4.0], 8)
+    service_s = 0.2
+    num = 4000
+    rates = np.repeat([1.0, 2.5, 4.0], 8)
     rng = np.random.default_rng(0)
     arrival = np.cumsum(rng.exponential(1 / rates[:, None], (len(rates), num)), axis=1)
     arrival = np.round(arrival, 6)
@@ -207,7 +211,8 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 
         return jax.vmap(one)(loads)
 
-    state, expected = run(members.workload), served()
+    state = run(members.workload)
+    expected = served()
     line = (
         r"3 of 95 requests were rejected: they do not fit into an idle engine;"
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"

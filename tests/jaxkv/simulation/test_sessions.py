@@ -144,10 +144,8 @@ def test_requests_enter_in_order_of_time_and_index() -> None:
         is_root = rng.permutation(10) < 5
         times = rng.integers(0, 3, (10, 2))
         times[is_root] = sorted(times[is_root].tolist())
-        roots, turns = (
-            np.flatnonzero(is_root),
-            rng.permutation(np.flatnonzero(~is_root)),
-        )
+        roots = np.flatnonzero(is_root)
+        turns = rng.permutation(np.flatnonzero(~is_root))
         state = sessions.SessionState(
             arrival=jnp.asarray(times, jnp.int32),
             num_open=jnp.zeros(10, jnp.int32),
@@ -192,7 +190,8 @@ def test_requests_enter_in_order_of_time_and_index() -> None:
 )
 def test_steps_equal_those_of_an_engine_and_its_client(name: str, seed: int) -> None:
     """With several samples, swapping, and policies that read dynamic arrival times."""
-    case, num = {**simulations.CASES, **simulations.BY_ATTRIBUTES}[name], 30
+    case = {**simulations.CASES, **simulations.BY_ATTRIBUTES}[name]
+    num = 30
     w = simulations.workload(seed, num, max_samples=case.max_samples)
     if name in simulations.BY_ATTRIBUTES:
         w = simulations.with_attributes(w, seed)

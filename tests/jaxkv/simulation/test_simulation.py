@@ -76,7 +76,8 @@ def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "seed"), seeds("plain", "groups, swap"))
 def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
-    case, num = CASES[name], 30
+    case = CASES[name]
+    num = 30
     w = workload(seed, num, max_samples=case.max_samples)
     samples = np.asarray(w.samples)
     run = compare_with_engine(w, case, seed)

@@ -82,10 +82,12 @@ def run(
     ],
 )
 def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
-    load, num = LOADS[name], 30
+    load = LOADS[name]
+    num = 30
     rng = np.random.default_rng(seed)
     arrival_us = np.cumsum(rng.integers(0, 60_000, num))
-    prompt, output = rng.integers(1, 30, num), rng.integers(1, 30, num)
+    prompt = rng.integers(1, 30, num)
+    output = rng.integers(1, 30, num)
     context = BLOCK_SIZE * rng.integers(0, 12, num)
     reference = ReferenceScheduler(
         [

@@ -57,11 +57,13 @@ def test_lengths_are_halves() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_chosen_length_gives_the_most_tokens_per_second(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    chance, finds = rng.uniform(0, 0.99, 12), rng.uniform(0.05, 1)
+    chance = rng.uniform(0, 0.99, 12)
+    finds = rng.uniform(0.05, 1)
     reached = np.cumprod(chance)
     num = int(rng.integers(1, 7))
     steps = np.sort(rng.uniform(1, 3, (4, 4)), axis=1)
-    best, most = 0, 0.0
+    best = 0
+    most = 0.0
     for column, length in enumerate((0, 3, 6, 12)):
         tokens = 1 + finds * reached[:length].sum()
         costs = [np.interp(num, (1, 2, 4, 6), steps[:, c]) for c in (column, 0)]
@@ -69,7 +71,8 @@ def test_the_chosen_length_gives_the_most_tokens_per_second(seed: int) -> None:
         rate = tokens / (some * costs[0] + (1 - some) * 1.1 * costs[1])
         rate = rate if column else 1.05 * tokens / costs[0]
         if rate > most + 1e-6:
-            best, most = column, rate
+            best = column
+            most = rate
     chosen = adaptive.choose_draft_length(
         learned(chance, finds, steps), jnp.float32(num)
     )
@@ -112,7 +115,8 @@ def test_acceptance_is_counted_by_position() -> None:
         follows=jnp.zeros((6, 13), jnp.int32),
     )
     after = drafter.learn(memory, engines.start(config), verified)
-    accepted, judged = after.accepted - memory.accepted, after.judged - memory.judged
+    accepted = after.accepted - memory.accepted
+    judged = after.judged - memory.judged
     np.testing.assert_allclose(accepted[:5], [1, 1, 1, 0, 0], atol=1e-5)
     np.testing.assert_allclose(judged[:5], [2, 1, 1, 1, 0], atol=1e-5)
     assert float(after.found - memory.found) == pytest.approx(2, abs=1e-5)
@@ -173,7 +177,8 @@ def test_drafting_is_disabled_where_no_drafts_pay(
     running: int, queued: int, paying: list[int], is_disabled: bool
 ) -> None:
     config = dataclasses.replace(CONFIG, max_length=64)
-    drafter, state = Adaptive(NGram(), patience=9), engines.start(config)
+    drafter = Adaptive(NGram(), patience=9)
+    state = engines.start(config)
     slots = jnp.where(jnp.arange(6, dtype=jnp.int32) < running, 0, -1)
     state = state.with_slots(state.slots._replace(sequence=slots))
     books = state.ledger._replace(num_waiting=jnp.int32(queued))
@@ -194,7 +199,8 @@ def test_drafting_is_disabled_where_no_drafts_pay(
 
 @pytest.mark.slow
 def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
-    plain, config = engines.TIGHT, dataclasses.replace(engines.TIGHT, max_drafts=2)
+    plain = engines.TIGHT
+    config = dataclasses.replace(engines.TIGHT, max_drafts=2)
     speculation = Speculation(Adaptive(Jacobi(), patience=1000), SharedNoiseVerifier())
     asks = [
         Ask(100, [5, 7, 5], Sampling(max_tokens=20, temperature=1.0, logprobs=2)),
@@ -211,7 +217,8 @@ def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
         state=state._replace(memory=memory),
         speculation=speculation,
     )
-    ours, theirs = drafting.info, engines.serve(asks, plain).info
+    ours = drafting.info
+    theirs = engines.serve(asks, plain).info
     assert ours.num_drafts is not None
     assert not ours.num_drafts.any()
     assert ours.is_disabled is not None
@@ -290,7 +297,8 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
 
 @pytest.mark.slow
 def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
-    prompts, ask = [[1, 2, 3], [4, 5]], Sampling.greedy(max_tokens=9)
+    prompts = [[1, 2, 3], [4, 5]]
+    ask = Sampling.greedy(max_tokens=9)
     run: Any = LOCAL.run_steps
     engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
     before = engine.generate(prompts, ask)

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 
 MODELS = ROOT / "experiments" / "models"
 FOLDER = MODELS / "stdlib-bytes"
-NUM, PROMPT, ANSWER = 200, 24, 40
+NUM = 200
+PROMPT = 24
+ANSWER = 40
 NEARLY_EQUAL = 1e-3
 """Difference of two logits that counts as a tie, some hundred times the rounding
 error."""

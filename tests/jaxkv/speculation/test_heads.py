@@ -110,7 +110,8 @@ def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftPa
     granted = jnp.full((4,), NUM, jnp.int32)
     propose = jax.jit(drafter.propose, static_argnames="config")
     _, _, drafts = propose(params, (), state, granted, config=BOUNDS)
-    s, rows = state.sequences, np.asarray(state.slots.sequence)
+    s = state.sequences
+    rows = np.asarray(state.slots.sequence)
     assert (rows >= 0).all()
     lengths = np.asarray(state.slots.num_tokens).tolist()
     tokens = np.asarray(s.tokens)
@@ -143,7 +144,8 @@ def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
 def test_medusa_heads_equal_a_loop() -> None:
     rng = np.random.default_rng(0)
     states = rng.normal(0, 1, (5, MODEL.hidden_size)).astype("float32")
-    params, target = weights_of(HEADS), engines.params()
+    params = weights_of(HEADS)
+    target = engines.params()
     said = head_logits(params, target, jnp.asarray(states), config=HEADS)
     weight, bias = (np.asarray(params["layers"][x]) for x in ("weight", "bias"))
     for head in range(3):
@@ -166,7 +168,8 @@ def logprobs_after(
 ) -> np.ndarray:
     """Log-probabilities after drafts, computed as in training."""
     found = features_of(known[:-1], EAGLE.taps)
-    size, num = 64, len(known) + len(path)
+    size = 64
+    num = len(known) + len(path)
     # Features of the last known token and of drafts must not be read.
     feature = np.random.default_rng(len(path)).normal(0, 9, (1, size, found.shape[1]))
     feature[0, : len(found)] = found
@@ -404,7 +407,8 @@ def test_missing_taps_and_heads_are_refused(make: Any, line: str) -> None:
 
 
 def test_more_continued_guesses_than_drafts_are_refused() -> None:
-    drafter, nothing = Eagle(EAGLE, (4, 4), 4), jnp.zeros(4, jnp.int32)
+    drafter = Eagle(EAGLE, (4, 4), 4)
+    nothing = jnp.zeros(4, jnp.int32)
     state: Any = init(BOUNDS, make_model_pages(MODEL, BOUNDS), ())
     both = TargetAndDraftParams(engines.params(), weights_of(EAGLE))
     with pytest.raises(ValueError, match=r"must be at most config.max_drafts=7"):
@@ -415,7 +419,8 @@ def test_other_models_have_layers_of_their_own() -> None:
     """The drafter's layer is dense, for any target."""
     tied = dataclasses.replace(MODEL, tie_embeddings=True, qkv_bias=True)
     config = EagleConfig(target=tied, taps=(2,))
-    shapes, drawn = config.param_shapes(), config.init_params(jax.random.key(0))
+    shapes = config.param_shapes()
+    drawn = config.init_params(jax.random.key(0))
     assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(lambda x: x.shape, shapes)
     assert not {"embed", "head"} & drawn.keys()
     ahead = dataclasses.replace(tied, num_ahead_layers=2)

@@ -35,7 +35,8 @@ HEADS: dict[str, Any] = {
 
 def heads_of(kind: str) -> LoadedHeads:
     """Heads with random weights."""
-    rng, shape = np.random.default_rng(2), HEADS[kind]
+    rng = np.random.default_rng(2)
+    shape = HEADS[kind]
     params = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype),
         shape.param_shapes(),
@@ -102,10 +103,8 @@ def test_no_bit_depends_on_the_batch(method: str, names: tuple[str, ...]) -> Non
             run = serve(method, name, seed)
             drafts = np.asarray(run.info.num_drafts)
             accepted = np.maximum(run.info.num_emitted - 1, 0)[drafts > 0]
-            num_drafts, num_accepted = (
-                num_drafts + drafts.sum(),
-                num_accepted + accepted.sum(),
-            )
+            num_drafts = num_drafts + drafts.sum()
+            num_accepted = num_accepted + accepted.sum()
             num_preempted += int(run.info.num_preempted.sum())
             assert len(run.outcomes) == len(plain.outcomes)
             for request_id, outcome in run.outcomes.items():

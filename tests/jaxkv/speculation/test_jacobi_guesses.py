@@ -37,7 +37,8 @@ class Sequence:
     """A decoding sequence: its tokens, and the model's outputs for a step's drafts."""
 
     def __init__(self, prompt: list[int]):
-        self.prompt, self.known = prompt, prompt
+        self.prompt = prompt
+        self.known = prompt
         self.guesses = [0] * NUM_DRAFTS
 
     def step(self, drafts: list[int]) -> tuple[int, list[int]]:
@@ -69,12 +70,14 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
     Each step fixes at least one token, so a block takes no more steps than it has
     tokens.
     """
-    rng, drafter = np.random.default_rng(0), Jacobi()
+    rng = np.random.default_rng(0)
+    drafter = Jacobi()
     config = dataclasses.replace(TIGHT, max_drafts=NUM_DRAFTS, token_budget=90)
     idle = engines.start(config)
     everyone = [Sequence(rng.integers(0, 23, 4).tolist()) for _ in range(SEQUENCES)]
     wanted = [iterate(each.prompt) for each in everyone]
-    memory, taken = drafter.init(config), [0] * SEQUENCES
+    memory = drafter.init(config)
+    taken = [0] * SEQUENCES
     for _ in range(3 * NUM_DRAFTS):
         slots = rng.permutation([*range(SEQUENCES), NO_SEQUENCE])
         held = idle.slots._replace(sequence=jnp.asarray(slots, jnp.int32))

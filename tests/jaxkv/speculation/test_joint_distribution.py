@@ -45,7 +45,9 @@ from jaxkv.speculation.adaptive import AdaptiveState, set_costs
 from tests.support.engines import FAST_COMPILE
 from tests.support.sampled_laws import chi_square, params_of
 
-VOCAB, PROMPT, NUM_TOKENS = 4, (0, 2, 1, 3, 0), 4
+VOCAB = 4
+PROMPT = (0, 2, 1, 3, 0)
+NUM_TOKENS = 4
 NUM = 1 << 13
 """Sequences, each a request of its own."""
 RNG = np.random.default_rng(1)
@@ -81,7 +83,8 @@ class Tree(Drafter):
             state.sequences.tokens[row], (jnp.arange(NUM), known - 1), fill=0
         )
         asked = jax.tree.map(lambda x: x[row], state.sequences.params)
-        pairs, laws = [], []
+        pairs = []
+        laws = []
         for depth in range(2):
             logits = jnp.asarray(GUESS)[last]
             if self.drawn:
@@ -187,7 +190,8 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     def step(state: Any, is_first: Any) -> Any:
         wanted = case.drafter.requested_draft_lengths(state.memory, state, config)
         granted = jnp.where(is_first, 0, jnp.minimum(wanted, num))
-        s, every = state.sequences, jnp.arange(NUM, dtype=jnp.int32)
+        s = state.sequences
+        every = jnp.arange(NUM, dtype=jnp.int32)
         state, drafts = drafting.propose(None, state, granted, case.drafter, config)
         table = jnp.asarray(TARGET)
         known = state.slots.num_tokens
@@ -282,7 +286,8 @@ def test_a_pair_that_is_wrong_is_noticed(name: str, verifier: str) -> None:
 def test_drafts_of_the_verifiers_own_draws_need_its_noise(
     name: str, verifier: str
 ) -> None:
-    drafter, judge = CASES[name].drafter, VERIFIERS[verifier]
+    drafter = CASES[name].drafter
+    judge = VERIFIERS[verifier]
     line = re.escape(f"verifier={judge} must share the sampler's noise")
     with pytest.raises(ValueError, match=line):
         Speculation(drafter, judge)

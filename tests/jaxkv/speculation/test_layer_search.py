@@ -35,7 +35,8 @@ def test_speeds_by_formula() -> None:
 
 @pytest.mark.thorough
 def test_agreement_is_counted_place_by_place() -> None:
-    params, tokens = engines.params(THREE), texts()
+    params = engines.params(THREE)
+    tokens = texts()
     layers = (0, 2)
     cut = {**params, "layers": {0: params["layers"][0], 1: params["layers"][2]}}
     smaller = dataclasses.replace(THREE, num_layers=2)
@@ -49,7 +50,8 @@ def test_agreement_is_counted_place_by_place() -> None:
 
 @pytest.mark.thorough
 def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, tokens = engines.params(THREE), texts()
+    params = engines.params(THREE)
+    tokens = texts()
     sets = [
         layers for size in (1, 2) for layers in itertools.combinations(range(3), size)
     ]
@@ -80,7 +82,8 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_found_layers_are_served() -> None:
     """As on the package's page."""
-    folder, prompts = GOLDEN / "llama", [[3, 1, 4], [1, 5, 9, 2]]
+    folder = GOLDEN / "llama"
+    prompts = [[3, 1, 4], [1, 5, 9, 2]]
     model = load_model(folder)
     found = layer_search.search_layers(model.params, texts() % 60, config=model.config)
     bounds: Any = {"num_pages": 16, "max_slots": 2, "max_length": 40}
@@ -103,7 +106,8 @@ def test_found_layers_are_served() -> None:
 
 
 def test_models_that_cannot_be_searched_are_refused() -> None:
-    params, tokens = engines.params(THREE), texts()
+    params = engines.params(THREE)
+    tokens = texts()
     with pytest.raises(ValueError, match="max_drafts=0 must be"):
         layer_search.search_layers(params, tokens, config=THREE, max_drafts=0)
     one = dataclasses.replace(THREE, num_layers=1)

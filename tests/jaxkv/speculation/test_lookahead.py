@@ -16,8 +16,11 @@ SIZES = Lookahead(columns=3, ngram=4, candidates=2, entries=5)
 
 def test_pools_equal_lists() -> None:
     """A duplicate becomes the latest entry; the oldest entries are overwritten."""
-    rng, slots, columns = np.random.default_rng(0), 3, 2
-    pool, num = jnp.full((slots, 6, 3), -1, jnp.int32), jnp.zeros(slots, jnp.int32)
+    rng = np.random.default_rng(0)
+    slots = 3
+    columns = 2
+    pool = jnp.full((slots, 6, 3), -1, jnp.int32)
+    num = jnp.zeros(slots, jnp.int32)
     write = jax.jit(lookahead.store_ngrams)
     look = jax.jit(lookahead.find_ngrams, static_argnames="num")
     lists: list[list[tuple[int, ...] | None]] = [[] for _ in range(slots)]

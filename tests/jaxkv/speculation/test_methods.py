@@ -140,7 +140,8 @@ def test_workloads_of_all_kinds_share_one_program() -> None:
     )
     run: Any = LOCAL.run_steps
     engine.generate([[1, 2, 3]])
-    before, rng = run._cache_size(), np.random.default_rng(1)
+    before = run._cache_size()
+    rng = np.random.default_rng(1)
     for _ in range(4):
         asks = engines.random_asks(rng, 8, max_answer=9, scores=True)
         engine.generate([x.prompt for x in asks], [x.sampling for x in asks])
@@ -341,7 +342,8 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
             pairs[tuple(answer.tokens[:2])] += 1
     info = jax.tree.map(lambda *x: np.concatenate(x), *engine.trace)
     num_drafts = np.asarray(info.num_drafts)
-    accepted, num = (info.num_emitted - 1)[num_drafts > 0].sum(), num_drafts.sum()
+    accepted = (info.num_emitted - 1)[num_drafts > 0].sum()
+    num = num_drafts.sum()
     assert 0.2 < accepted / num < 0.95
     ends = [*prompt, 0]
     tokens = jnp.array([[*ends[:-1], token] for token in range(257)], jnp.int32)

@@ -60,7 +60,8 @@ class Bushy(Drafter):
     ) -> Any:
         found = self.chain.propose(params, memory, state, granted, config)
         memory, pages, drafts = found
-        depth, num = [0], len(self.parents)
+        depth = [0]
+        num = len(self.parents)
         for parent in self.parents:
             depth.append(depth[parent] + 1)
         depths = jnp.asarray(depth[1:], jnp.int32)
@@ -134,23 +135,27 @@ def weights_of(shapes: Any) -> Any:
 def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     """Forward pass and pages for a drafter with its own weights."""
     if drafter == "draft model":
-        own, forward = engines.params(SMALLER), TargetWithDraft(OF_MODEL, OF_SMALLER)
+        own = engines.params(SMALLER)
+        forward = TargetWithDraft(OF_MODEL, OF_SMALLER)
         pages = make_model_pages(MODEL, config)
         pages = pages._replace(draft_pages=make_model_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = PagedForward(MODEL, config.numerics, taps=HEADS.taps)
-        own, forward = weights_of(HEADS.param_shapes()), TargetWithHeads(target)
+        own = weights_of(HEADS.param_shapes())
+        forward = TargetWithHeads(target)
         pages = make_model_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
         target = PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
-        own, forward = weights_of(EAGLE.param_shapes()), TargetWithEagle(target, EAGLE)
+        own = weights_of(EAGLE.param_shapes())
+        forward = TargetWithEagle(target, EAGLE)
         pages = make_model_pages(MODEL, config, taps=EAGLE.taps)
         pages = pages._replace(draft_pages=make_model_pages(EAGLE.layer, config))
     elif drafter.startswith("mtp"):
         how: Any = DRAFTERS[drafter]
         target = PagedForward(MODEL, config.numerics, taps=how.config.taps)
         own = weights_of(param_shapes(how.config.target)["ahead"])
-        forward, layer = TargetWithEagle(target, how.config), how.config.layer
+        forward = TargetWithEagle(target, how.config)
+        layer = how.config.layer
         pages = make_model_pages(MODEL, config, taps=how.config.taps)
         taps = (0,) * (layer.num_layers - 1)
         draft_pages = make_model_pages(layer, config, taps=taps)
@@ -231,7 +236,8 @@ def test_tokens_equal_those_of_a_plain_loop(
     drafter: str, bounds: str, asks: str
 ) -> None:
     """Greedy and sampled requests, with penalties and truncation, to equal ends."""
-    run, requests = served(drafter, bounds, asks), ASKS[asks]()
+    run = served(drafter, bounds, asks)
+    requests = ASKS[asks]()
     engines.assert_equal_plain(run, requests, TIGHT)
     num_drafts, num_accepted = drafted(run)
     assert num_drafts > 50
@@ -345,7 +351,8 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
     state = engines.start(config, speculation=speculation)
     requests = engines.requests_of([ask], config)
     state, _ = engines.submit(state, requests, config=config)
-    num_tokens, num_steps = 0, 0
+    num_tokens = 0
+    num_steps = 0
     while num_tokens < 40:
         state, info = engines.run_steps(
             engines.params(),
@@ -359,7 +366,8 @@ def test_jacobi_takes_at_most_a_step_a_token_and_holds_no_place() -> None:
         engines.assert_sound(jax.tree.map(np.asarray, info))
         num = int(np.asarray(info.num_emitted).sum())
         assert num >= 1
-        num_tokens, num_steps = num_tokens + num, num_steps + 1
+        num_tokens = num_tokens + num
+        num_steps = num_steps + 1
         assert not np.asarray(state.table.ahead).any()
         used = int((np.asarray(state.pool.ref) > 0).sum())
         length = int(np.asarray(state.table.length).sum())

@@ -63,8 +63,11 @@ class Case(NamedTuple):
         ]
 
 
-VOCAB, PROMPT = 4, (0, 1)
-MOST_CONTEXTS, MOST_KNOWN, MOST_ROWS = 85, 5, 160
+VOCAB = 4
+PROMPT = (0, 1)
+MOST_CONTEXTS = 85
+MOST_KNOWN = 5
+MOST_ROWS = 160
 """Every case is filled up to as many, so that programs are shared."""
 
 
@@ -209,7 +212,8 @@ def distance(case: Case, seed: int = 0) -> float:
     return float(np.abs(emitted(()) - wanted(())).sum() / 2)
 
 
-PLAIN, FLAT = Sampling(), Sampling(temperature=2.0)
+PLAIN = Sampling()
+FLAT = Sampling(temperature=2.0)
 CUT = Sampling(temperature=1.3, top_k=3)
 NUCLEUS = Sampling(temperature=0.7, top_p=0.8)
 PENALISED = Sampling(
@@ -517,7 +521,8 @@ def test_greedy_rows_are_the_argmax(name: str, with_law: bool) -> None:
     ],
 )
 def test_a_ruling_does_not_depend_on_the_batch(name: str, vocab: int) -> None:
-    rows, rng = company(vocab), np.random.default_rng(1)
+    rows = company(vocab)
+    rng = np.random.default_rng(1)
     together = jitted(name)(*rows)
     assert not together.invalid.any()
     for chosen in (*([row] for row in range(7)), rng.integers(0, 7, 5), [1, 6]):
@@ -647,7 +652,8 @@ def test_invalid_numbers_of_drafts_are_refused() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("replacement", [False, True])
 def test_pairs_of_drafts_have_their_joint_distribution(replacement: bool) -> None:
-    rows, law = 20_000, np.array([0.4, 0.3, 0.2, 0.1, 0.0])
+    rows = 20_000
+    law = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([PLAIN]))
     keys = draw_key(params.key, params.sample, jnp.arange(rows, dtype=jnp.int32), DRAFT)
     laws = jnp.asarray(np.tile(law.astype(np.float32), (rows, 1)))
@@ -666,10 +672,12 @@ def test_drafts_verified_by_coin_flips_keep_the_distribution(
     width: int, replacement: bool
 ) -> None:
     """The whole step, with the noise that the engine uses."""
-    rows, vocab = 20_000, 12
+    rows = 20_000
+    vocab = 12
     rng = np.random.default_rng(width)
     logits, guess = rng.normal(size=(2, vocab)).astype(np.float32) * 1.5
-    request, verifier = Sampling(top_p=0.95), Rejection(replacement=replacement)
+    request = Sampling(top_p=0.95)
+    verifier = Rejection(replacement=replacement)
     params = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), params_of([request]))
 
     def emit(logits: Any, guess: Any, params: Params, positions: Any) -> Any:

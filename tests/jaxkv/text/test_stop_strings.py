@@ -90,17 +90,21 @@ def test_only_a_possible_match_is_held_back(
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(
     decoder: str,
 ) -> None:
-    tokenizer, rng = tokenizer_of(DECODERS[decoder]), random.Random(decoder)
+    tokenizer = tokenizer_of(DECODERS[decoder])
+    rng = random.Random(decoder)
     for _ in range(15):
         prompt, answer = (random_ids(rng, tokenizer, num) for num in (3, 12))
         stops = rng.sample(("日", "éa", "a ", "ab", "b", "😀日", " <think>"), 2)
-        text, num = text_after(tokenizer, prompt, answer), len(answer)
+        text = text_after(tokenizer, prompt, answer)
+        num = len(answer)
         reason = "length"
         for i in range(1, len(answer) + 1):
             so_far = text_after(tokenizer, prompt, answer[:i])
             places = [so_far.find(stop) for stop in stops if stop in so_far]
             if places:
-                text, num, reason = so_far[: min(places)], i, "stop"
+                text = so_far[: min(places)]
+                num = i
+                reason = "stop"
                 break
         expected = text, answer[:num], reason
         assert answered(tokenizer, prompt, answer, *stops) == expected
@@ -138,7 +142,8 @@ def test_known_stop_strings(
     decoder: str, answer: list[str], stop: str, text: str, num: int | None
 ) -> None:
     tokenizer = tokenizer_of(DECODERS[decoder])
-    prompt, ids = ids_of(tokenizer, "b"), ids_of(tokenizer, *answer)
+    prompt = ids_of(tokenizer, "b")
+    ids = ids_of(tokenizer, *answer)
     if decoder == "bpe":
         prompt = ids_of(tokenizer, "a</w>")
     found = answered(tokenizer, prompt, ids, stop)

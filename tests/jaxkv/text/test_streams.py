@@ -22,7 +22,8 @@ def streamed(stream: TextStream, ids: list[int]) -> str:
 
 
 def check_random_answers(name: str, num: int, **settings: Any) -> None:
-    tokenizer, rng = tokenizer_of(DECODERS[name], **settings), random.Random(name)
+    tokenizer = tokenizer_of(DECODERS[name], **settings)
+    rng = random.Random(name)
     for _ in range(num):
         answer = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 5, 8, 13, 30)))
         prompt = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 6, 12, 30)))
@@ -55,7 +56,8 @@ def test_spaces_are_cleaned_up_by_setting() -> None:
 
 
 def test_random_bytes() -> None:
-    tokenizer, rng = ByteTokenizer(260), random.Random(0)
+    tokenizer = ByteTokenizer(260)
+    rng = random.Random(0)
     for _ in range(100):
         data = "a日é😀".encode() if rng.random() < 0.5 else rng.randbytes(8)
         ids = [token + 200 * (rng.random() < 0.1) for token in data]
@@ -86,7 +88,8 @@ def test_known_answers(
     decoder: str, prompt: list[str], answer: list[str], text: str
 ) -> None:
     tokenizer = tokenizer_of(DECODERS[decoder])
-    before, ids = ids_of(tokenizer, *prompt), ids_of(tokenizer, *answer)
+    before = ids_of(tokenizer, *prompt)
+    ids = ids_of(tokenizer, *answer)
     assert streamed(tokenizer.stream(before), ids) == text
     assert text_after(tokenizer, before, ids) == text
 
@@ -105,7 +108,8 @@ def test_known_answers(
 )
 def test_a_prompt_that_ends_in_bytes(cut: str, more: list[str], text: str) -> None:
     tokenizer = tokenizer_of(DECODERS["llama"])
-    prompt, answer = ids_of(tokenizer, "▁a", cut), ids_of(tokenizer, *more)
+    prompt = ids_of(tokenizer, "▁a", cut)
+    answer = ids_of(tokenizer, *more)
     assert streamed(tokenizer.stream(prompt), answer) == text
     assert text_after(tokenizer, prompt, answer) == text
 
@@ -153,7 +157,8 @@ def test_time_is_linear_in_tokens(decoder: str, texts: list[str]) -> None:
     def seconds(num: int) -> float:
         best = float("inf")
         for _ in range(3):
-            stream, start = tokenizer.stream(), time.process_time()
+            stream = tokenizer.stream()
+            start = time.process_time()
             streamed(stream, ids * num)
             best = min(best, time.process_time() - start)
         return best

@@ -251,7 +251,8 @@ def test_offsets_are_the_starts_of_tokens_in_the_text() -> None:
         "日<|role|> <|end|>é",
         "",
     ):
-        ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
+        ids = tokenizer.encode(text)
+        offsets = tokenizer.offsets(text)
         shown = tokenizer.stream(skip_special_tokens=False)
         shown.push(ids[0])  # the tokenizer adds the first token
         lengths = [0, *(len(shown.push(token)) for token in ids[1:])]

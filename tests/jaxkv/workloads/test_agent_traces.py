@@ -196,7 +196,8 @@ def test_sessions_run_in_a_closed_loop(tmp_path: Path) -> None:
         lambda work: jnp.float32(0.5),
     )
     served = simulate(stack([member]), max_slots=8)
-    finish_s, arrival_s = served.finish_s[0], served.arrival_s[0]
+    finish_s = served.finish_s[0]
+    arrival_s = served.arrival_s[0]
     assert found.delay_s is not None
     for i, after in enumerate(waits(found)):
         sent_s = max(finish_s[after]) + found.delay_s[i] if after else 0.0

@@ -59,7 +59,8 @@ def measure(case: str | Path) -> tuple[int, float]:
 
 @pytest.mark.slow
 def test_a_million_rows_of_csv_take_250_mb(tmp_path: Path) -> None:
-    rng, path = np.random.default_rng(0), tmp_path / "requests.csv"
+    rng = np.random.default_rng(0)
+    path = tmp_path / "requests.csv"
     times = np.cumsum(rng.exponential(0.01, NUM)).tolist()
     lengths = rng.integers(1, 2000, (NUM, 2)).tolist()
     with path.open("w") as file:
@@ -73,7 +74,8 @@ def test_a_million_rows_of_csv_take_250_mb(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_million_rows_of_ten_chunks_take_400_mb(tmp_path: Path) -> None:
-    rng, path = np.random.default_rng(0), tmp_path / "requests.jsonl"
+    rng = np.random.default_rng(0)
+    path = tmp_path / "requests.jsonl"
     sizes = rng.integers(5, 16, NUM).tolist()
     with path.open("w") as file:
         for i, size in enumerate(sizes):

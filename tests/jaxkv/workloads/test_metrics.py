@@ -29,7 +29,8 @@ def test_latencies_over_unserved_requests_are_nan() -> None:
         assert np.isnan(metrics.percentile(first[None], 50)).all()
     there = np.isfinite(first)[None]
     assert metrics.percentile(first[None], 50, is_asked=there).tolist() == [0.5]
-    nothing, none = np.full((2, 3), np.nan), np.zeros((2, 3), bool)
+    nothing = np.full((2, 3), np.nan)
+    none = np.zeros((2, 3), bool)
     assert np.isnan(metrics.percentile(nothing, 99, is_asked=none)).all()
     with pytest.raises(ValueError, match=r"percent=101 must be in \[0, 100\]"):
         metrics.percentile(first, 101)
@@ -64,7 +65,8 @@ def test_gaps_between_tokens_span_the_steps_that_stall() -> None:
 
 
 def test_tokens_of_one_step_have_gaps_of_zero() -> None:
-    drew, num_drawn = np.array([[4, 7], [7, 4]]), np.array([[2, 1], [3, 1]])
+    drew = np.array([[4, 7], [7, 4]])
+    num_drawn = np.array([[2, 1], [3, 1]])
     gaps = metrics.gaps_between_tokens(drew, np.array([1.0, 2.5]), num_drawn)
     assert gaps.sequence.tolist() == [4, 4, 7, 7, 7]
     assert gaps.seconds.tolist() == [0.0, 1.5, 1.5, 0.0, 0.0]

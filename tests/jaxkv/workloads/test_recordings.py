@@ -355,7 +355,8 @@ def test_ids_of_chunks_with_several_lengths_are_doubted(tmp_path: Path) -> None:
 def test_cached_tokens_are_those_of_the_longest_earlier_prompt(seed: int) -> None:
     """Ids of random prompts with last chunks of any length, against a dictionary."""
     rng = np.random.default_rng(seed)
-    size, prompts = 4, draw_chunks(rng)
+    size = 4
+    prompts = draw_chunks(rng)
     lengths = [max(1, size * len(x) - int(rng.integers(0, size))) for x in prompts]
     flat = np.array([x for each in prompts for x in each], np.int64)
     ids = ChunkIds(flat, np.cumsum([0, *map(len, prompts)]))

@@ -58,7 +58,8 @@ def test_a_missing_libdevice_raises_an_error(
 @needs_compiler
 def test_the_page_copy_needs_little_memory() -> None:
     # 32 layers of 1000 pages of 16 tokens; 64 pages of all layers are copied at once.
-    pool, before = shape(32 * 1000, 8, 16, 128), dict(os.environ)
+    pool = shape(32 * 1000, 8, 16, 128)
+    before = dict(os.environ)
     report = deviceless.compile_function(
         copy_mosaic_gpu.copy_pages_mosaic_gpu,
         pool,

@@ -91,7 +91,8 @@ def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
         compiled: Any = jax.jit(grad).lower(shape, shape, shape).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    short, long = temporary(1024), temporary(4096)
+    short = temporary(1024)
+    long = temporary(4096)
     assert long < 4.5 * short
     assert long < 4096**2 * 4  # one head's scores
 

@@ -84,7 +84,8 @@ def assert_gradients(case: Case) -> None:
 
     scale = jnp.asarray(scale, jnp.float32)
     of_x, of_w = jax.jit(weighted)(case.x, case.w, scale)
-    wanted_x, wanted_w = np.zeros(case.x.shape), np.zeros(case.w.shape)
+    wanted_x = np.zeros(case.x.shape)
+    wanted_w = np.zeros(case.w.shape)
     for group, run in enumerate(case.runs()):
         wanted_x[run] = wide(scale)[run] @ wide(case.w)[group].T
         wanted_w[group] = wide(case.x)[run].T @ wide(scale)[run]
@@ -134,7 +135,8 @@ def test_a_cpu_needs_memory_for_one_group() -> None:
 
 @pytest.mark.parametrize(("align", "block_rows"), [(1, 16), (8, 8), (8, 64)])
 def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
-    rng, num_rows = np.random.default_rng(0), 150
+    rng = np.random.default_rng(0)
+    num_rows = 150
     cut = functools.partial(
         grouped_matmul_blocks.split_row_blocks,
         num_rows=num_rows,

@@ -63,7 +63,8 @@ def test_it_equals_the_reference(
 ) -> None:
     pages = make_pages((NUM_PAGES, *shape), dtype)
     # Unused entries have page ids out of range: source, target, or both.
-    source, target = ints(1, -1, 3, NUM_PAGES, 5, 2, -7), ints(4, 0, 6, 7, -1, 8, -7)
+    source = ints(1, -1, 3, NUM_PAGES, 5, 2, -7)
+    target = ints(4, 0, 6, 7, -1, 8, -7)
     after = copy(pages, source, target, part_bytes=part_bytes)
     assert_same_bits(after, copy_pages(pages, source, target))
 
@@ -72,7 +73,8 @@ def test_pages_come_from_another_array() -> None:
     pages = make_pages((NUM_PAGES, 4, 32), jnp.float32)
     origin = make_pages((5, 4, 32), jnp.float32, seed=1)
     # The same page may be read and written, because the arrays differ.
-    source, target = ints(0, 4, 5, 2), ints(4, 0, 3, NUM_PAGES)
+    source = ints(0, 4, 5, 2)
+    target = ints(4, 0, 3, NUM_PAGES)
     after = copy(pages, source, target, origin=origin)
     expected = copy_pages(pages, source, target, origin=origin)
     assert_same_bits(after, expected)
@@ -80,7 +82,8 @@ def test_pages_come_from_another_array() -> None:
 
 def test_vmap_equals_single_runs() -> None:
     pages = make_pages((2, NUM_PAGES, 32), jnp.float32)
-    source, target = jnp.stack([ints(1, 2), ints(-1, 5)]), jnp.stack([ints(3, 4)] * 2)
+    source = jnp.stack([ints(1, 2), ints(-1, 5)])
+    target = jnp.stack([ints(3, 4)] * 2)
     run = lambda *x: copy_mosaic_gpu.copy_pages_mosaic_gpu(*x, interpret=EMULATED)  # noqa: E731
     both = jax.jit(jax.vmap(run))(pages, source, target)
     assert not interpreter.get_races().races_found

@@ -35,7 +35,8 @@ def copy_twin(pages: np.ndarray, source: Any, target: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 4, 3)])
 def test_random_copies_equal_the_twin(shape: tuple[int, ...]) -> None:
-    rng, pages = np.random.default_rng(0), numbered(NUM_PAGES, *shape)
+    rng = np.random.default_rng(0)
+    pages = numbered(NUM_PAGES, *shape)
     copy = jax.jit(copy_pages)
     for _ in range(50):
         # Targets are distinct, sources often; both may be out of range.
@@ -52,7 +53,8 @@ def test_sources_are_read_before_targets_are_written() -> None:
 
 
 def test_pages_come_from_another_array() -> None:
-    pages, other = numbered(4, 2), -numbered(6, 2)
+    pages = numbered(4, 2)
+    other = -numbered(6, 2)
     after = copy_pages(pages, ints(5, -1, 6, 0), ints(1, 2, 3, 9), origin=other)
     np.testing.assert_array_equal(after, pages.at[1].set(other[5]))
     with pytest.raises(ValueError, match="must be pages"):
@@ -75,7 +77,8 @@ def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:
 
 
 def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
-    pages, copy = make_pages(), jax.jit(memory.copy)
+    pages = make_pages()
+    copy = jax.jit(memory.copy)
     # A sentinel must not reach the last page, nor, with an offset, another layer.
     source = ints(0, NO_PAGE, 5, 7, NO_PAGE, 3)
     target = ints(4, 2, NO_PAGE, 11, NO_PAGE, 1)
@@ -91,13 +94,16 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
 
 
 def test_many_copies_in_several_turns() -> None:
-    rng, copy, most = np.random.default_rng(1), jax.jit(memory.copy), 5 * NUM_PAGES
+    rng = np.random.default_rng(1)
+    copy = jax.jit(memory.copy)
+    most = 5 * NUM_PAGES
     pages = Pages(
         numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), DEFAULT_LAYOUT
     )
     for chance in (0.0, 0.1, 0.5, 1.0):
         ids = rng.permutation(most).astype(np.int32)
-        source, target = ids[: most // 2], ids[most // 2 :]
+        source = ids[: most // 2]
+        target = ids[most // 2 :]
         source = np.where(rng.random(source.size) < chance, source, NO_PAGE)
         after = copy(pages, source, target)
         for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):

@@ -20,7 +20,9 @@ from pallas_kernels.page_ops import (
 from tests.support import emulating
 from tests.support.mutation import replace
 
-NUM_LAYERS, NUM_PAGES, PAGE_SIZE = 3, 6, 16
+NUM_LAYERS = 3
+NUM_PAGES = 6
+PAGE_SIZE = 16
 OF_LAYER: Any = {"layer": jnp.int32(1), "num_layers": NUM_LAYERS}
 PAGE = (0, 3, -1, NUM_PAGES, 2, 2)
 PLACE = (1, 15, 0, 7, PAGE_SIZE, -1)
@@ -112,7 +114,8 @@ def test_the_reference_rotates_and_writes_row_by_row() -> None:
             np.testing.assert_allclose(
                 packed[block, :, token], turned[row, :, :3], atol=1e-6
             )
-    k, v = np.asarray(case.k_pages).copy(), np.asarray(case.v_pages).copy()
+    k = np.asarray(case.k_pages).copy()
+    v = np.asarray(case.v_pages).copy()
     for row in (0, 1):
         k[NUM_PAGES + PAGE[row], :, PLACE[row]] = turned[row, :, 3]
         v[NUM_PAGES + PAGE[row], :, PLACE[row]] = x[row, :, 4]
@@ -166,7 +169,8 @@ def fails(case: Case, expected: Any) -> bool:
 @pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_seeded_bug_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, kernel = make(), rotary_write_mosaic_gpu
+    case = make()
+    kernel = rotary_write_mosaic_gpu
     expected = refer(case)
     assert not fails(case, expected)
     changed = emulating.mutant(kernel, dict([BUGS[bug]]))

@@ -48,7 +48,8 @@ def random_tree(rng: np.random.Generator, num: int) -> np.ndarray:
 
 @pytest.mark.parametrize("numerics", one_quick(["fast", "reproducible"]))
 def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
-    rng, ask = np.random.default_rng(2), per_head(ALL, 4)
+    rng = np.random.default_rng(2)
+    ask = per_head(ALL, 4)
     runs = [(70, 9), (0, 4), (0, 0), (12, 1)]
     case = make_case(rng, runs, padding=3)
     assert case.slots is not None
@@ -63,10 +64,12 @@ def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
 
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
 def test_slots_without_a_tree_next_to_one_are_causal(numerics: Any) -> None:
-    rng, ask = np.random.default_rng(2), per_head(ALL, 4)
+    rng = np.random.default_rng(2)
+    ask = per_head(ALL, 4)
     case = make_case(rng, [(70, 9), (80, 70), (12, 1)], padding=3)
     assert case.slots is not None
-    mask, is_tree = np.zeros((len(case.slots), 11), bool), case.slots == 0
+    mask = np.zeros((len(case.slots), 11), bool)
+    is_tree = case.slots == 0
     mask[is_tree, :9] = random_tree(rng, 9)
     context = np.array([70, -1, -1], np.int32)
     found = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
@@ -233,7 +236,8 @@ def test_merging_equals_float64_for_any_log_sum_exps() -> None:
     out = rng.normal(size=(3, 200, 2, 4)).astype(np.float32)
     lse = rng.normal(0, 30, (3, 200, 2)).astype(np.float32)
     lse[rng.random(lse.shape) < 0.3] = -np.inf
-    lse[0, :5], lse[1, :5] = 1e30, -1e30
+    lse[0, :5] = 1e30
+    lse[1, :5] = -1e30
     out[np.isneginf(lse)] = np.nan  # the output of an empty state does not matter
     top = np.where(np.isneginf(lse).all(0), 0, lse.max(0)).astype(float)
     weight = np.exp(lse - top)
@@ -277,7 +281,8 @@ def test_features_without_effect_change_no_bit(numerics: Any) -> None:
     case = make_case(np.random.default_rng(12), [(0, 9), (80, 20), (3, 1)])
     ask: dict[str, Any] = dict(numerics=numerics)
     before = attend(*case, **ask)
-    none, zero = np.full(4, -np.inf, np.float32), np.zeros(4, np.float32)
+    none = np.full(4, -np.inf, np.float32)
+    zero = np.zeros(4, np.float32)
     assert_same(attend(*case, window=100, **ask), before)
     assert_same(attend(*case, window=10**6, **ask), before)
     assert_same(attend(*case, sinks=none, **ask), before)
@@ -298,7 +303,9 @@ def test_a_tree_of_one_node_is_a_decode_row() -> None:
 
 @pytest.mark.thorough
 def test_the_page_size_changes_no_bit() -> None:
-    rng, places, states = np.random.default_rng(17), 256, []
+    rng = np.random.default_rng(17)
+    places = 256
+    states = []
     k, v = rng.normal(size=(2, places, 2, 8)).astype(np.float32)
     q = rng.normal(size=(3, 4, 8)).astype(np.float32)
     positions = np.array([4, 100, 200], np.int32)

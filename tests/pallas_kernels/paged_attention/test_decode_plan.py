@@ -40,7 +40,8 @@ def check_schedule(
     got = jax.tree.map(
         np.asarray, cut(ints(low), ints(high), kv_heads=kv_heads, tiling=tiling)
     )
-    line, programs = line_of(low, high, kv_heads, tiling.tile), tiling.num_programs
+    line = line_of(low, high, kv_heads, tiling.tile)
+    programs = tiling.num_programs
     live = [block for block in range(len(low)) if high[block] > low[block]]
     first, num = map(
         np.asarray, stream_k.tile_range(ints(low), ints(high), tiling.tile)
@@ -110,8 +111,13 @@ def test_random_spans() -> None:
 
 
 def test_random_rows_are_packed_in_order_and_come_back() -> None:
-    rng, num_rows, num_slots, tokens = np.random.default_rng(1), 24, 6, 3
-    group, kv_heads, head_dim = 2, 3, 4
+    rng = np.random.default_rng(1)
+    num_rows = 24
+    num_slots = 6
+    tokens = 3
+    group = 2
+    kv_heads = 3
+    head_dim = 4
     sizes = {"num_slots": num_slots, "tokens": tokens}
     pack = jax.jit(functools.partial(row_packing.pack_rows, **sizes))
     lay_out = jax.jit(functools.partial(row_packing.pack_queries, kv_heads=kv_heads))

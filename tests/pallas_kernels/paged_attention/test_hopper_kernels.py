@@ -153,9 +153,11 @@ def test_rows_of_slots_in_blocks_of_two_warpgroups() -> None:
     ("kernel", "tiling"), [("decode", SMALL), ("decode", TWO), ("prefill", TILES)]
 )
 def test_windows(kernel: str, tiling: Tiling, window: int) -> None:
-    slots, group = [(150, 40), (0, 140)], 1
+    slots = [(150, 40), (0, 140)]
+    group = 1
     if kernel == "decode":
-        slots, group = [(150, 9), (0, 70), (3, 1), (127, 2)], 4
+        slots = [(150, 9), (0, 70), (3, 1), (127, 2)]
+        group = 4
     check(kernel, slots, tiling, page_size=16, kv_heads=1, group=group, window=window)
 
 
@@ -186,7 +188,8 @@ def test_a_middle_layer_of_a_flat_pool(kernel: str) -> None:
     else:
         slots = [(64, 70), (0, 0), (100, 1)]
         case = make_case(slots, page_size=16, kv_heads=1, group=2)
-    num_pages, used = case.k_pages.shape[0], case.page_ids < case.k_pages.shape[0]
+    num_pages = case.k_pages.shape[0]
+    used = case.page_ids < case.k_pages.shape[0]
     used &= case.page_ids >= 0
     poison = np.full_like(case.k_pages, np.nan)
     case = dataclasses.replace(

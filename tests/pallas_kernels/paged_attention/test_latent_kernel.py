@@ -22,7 +22,8 @@ from tests.support.attention_cases import attend_arrays
 from tests.support.kernel_cases import assert_within_rule, make_case
 from tests.support.mutation import replace
 
-WIDTH, VALUE_WIDTH = decode_plan.LATENT_WIDTH, decode_plan.LATENT_VALUE_WIDTH
+WIDTH = decode_plan.LATENT_WIDTH
+VALUE_WIDTH = decode_plan.LATENT_VALUE_WIDTH
 ROWS: Any = dict(kv_heads=1, head_dim=WIDTH, value_width=VALUE_WIDTH)
 SMALL = Tiling(num_programs=3, stages=2, q_stages=1)
 ONE = dataclasses.replace(SMALL, num_programs=1)

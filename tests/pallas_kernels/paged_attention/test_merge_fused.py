@@ -20,7 +20,9 @@ from tests.support.mutation import replace
 
 # (Context, rows) of each slot: long keys that several programs share; rows without
 # keys, as in an empty tree; no rows; a chunk; a short one; rows without a slot.
-SLOTS, EMPTY, CHUNK = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)], 1, 3
+SLOTS = [(1700, 1), (5, 3), (0, 0), (20, 12), (2, 1), (640, 1)]
+EMPTY = 1
+CHUNK = 3
 PADDING = 5
 WHY_NOT = unavailable_reason()
 
@@ -183,7 +185,9 @@ def attend(
     *, group: int, head_dim: int, sinks: bool = False, softcap: float | None = None
 ) -> tuple[Any, Any]:
     """A call of all kernels in a step with both, and its arguments' shapes."""
-    num_slots, rows, kv_heads = 4, 256, 2
+    num_slots = 4
+    rows = 256
+    kv_heads = 2
 
     def call(q: Any, pages: Any, page_ids: Any, positions: Any, slots: Any) -> Any:
         plan = dispatch.make_step_plan(

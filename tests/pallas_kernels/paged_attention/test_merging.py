@@ -6,7 +6,8 @@ import pytest
 
 from pallas_kernels.paged_attention import merging
 
-ROWS, HEAD_DIM = 8, 4
+ROWS = 8
+HEAD_DIM = 4
 
 
 def merged(out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -21,18 +22,24 @@ def merged(out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_parts_of_cut_items(num_parts: int) -> None:
     """Items of a line of programs, one of them over `num_parts`; the rest is NaN."""
     rng = np.random.default_rng(num_parts)
-    programs, blocks, heads = 13, 3, 2
+    programs = 13
+    blocks = 3
+    heads = 2
     items = blocks * heads
     out = np.full((blocks, heads, ROWS, HEAD_DIM), np.nan)
     lse = np.full((blocks, heads, ROWS), np.nan)
     part_out = np.full((programs, 2, ROWS, HEAD_DIM), np.nan)
     part_lse = np.full((programs, 2, ROWS), np.nan)
-    parts, holders = np.tile([0, 0], (items, 1)), np.full((programs, 2), -1)
+    parts = np.tile([0, 0], (items, 1))
+    holders = np.full((programs, 2), -1)
     # Item 4 begins in program 0 and ends in a later one; item 1 is cut after it.
     if num_parts:
-        parts[4], parts[1] = (0, num_parts - 1), (num_parts - 1, num_parts)
-        holders[0, 1], holders[1:num_parts, 0] = 4, 4
-        holders[num_parts - 1, 1], holders[num_parts, 0] = 1, 1
+        parts[4] = (0, num_parts - 1)
+        parts[1] = (num_parts - 1, num_parts)
+        holders[0, 1] = 4
+        holders[1:num_parts, 0] = 4
+        holders[num_parts - 1, 1] = 1
+        holders[num_parts, 0] = 1
     expected = {}
     for item in range(items):
         where = np.argwhere(holders == item)
@@ -45,10 +52,12 @@ def test_parts_of_cut_items(num_parts: int) -> None:
         expected[item] = merged(*state)
         block, head = divmod(item, heads)
         if len(where) == 0:
-            out[block, head], lse[block, head] = state[0][0], state[1][0]
+            out[block, head] = state[0][0]
+            lse[block, head] = state[1][0]
             expected[item] = state[0][0], state[1][0]
         for i, (program, side) in enumerate(where):
-            part_out[program, side], part_lse[program, side] = state[0][i], state[1][i]
+            part_out[program, side] = state[0][i]
+            part_lse[program, side] = state[1][i]
     states = (jnp.asarray(x, jnp.float32) for x in (out, lse, part_out, part_lse))
     got_out, got_lse = merging.merge_parts(
         merging.PartialStates(*states), jnp.asarray(parts, jnp.int32)
@@ -61,12 +70,14 @@ def test_parts_of_cut_items(num_parts: int) -> None:
 
 def test_sinks() -> None:
     rng = np.random.default_rng(0)
-    scores, values = rng.standard_normal((3, 2, 5)), rng.standard_normal((3, 2, 5, 4))
+    scores = rng.standard_normal((3, 2, 5))
+    values = rng.standard_normal((3, 2, 5, 4))
     sinks = np.asarray([-1.0, 2.0])
     total = np.exp(scores).sum(-1)
     out = (np.exp(scores)[..., None] * values).sum(2) / total[..., None]
     lse = np.log(total)
-    out[0], lse[0] = 0, -np.inf
+    out[0] = 0
+    lse[0] = -np.inf
     got_out, got_lse = merging.add_sinks(
         *(jnp.asarray(x, jnp.float32) for x in (out, lse, sinks))
     )

@@ -56,7 +56,8 @@ def case(
         )
 
     spec = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    pages, row = spec(dtype, 64, 2, page_size, head_dim), spec(jnp.int32, rows)
+    pages = spec(dtype, 64, 2, page_size, head_dim)
+    row = spec(jnp.int32, rows)
     return attend, (
         spec(dtype, rows, 2 * group, head_dim),
         pages,

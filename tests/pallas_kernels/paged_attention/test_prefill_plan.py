@@ -41,7 +41,8 @@ def lay_out(
     chunks: list[tuple[int, int, int]], num_rows: int
 ) -> tuple[np.ndarray, ...]:
     """Positions and slots of chunks (slot, context, rows); padding is (-1, 0, rows)."""
-    positions, slots = np.full(num_rows, -1), np.full(num_rows, -1)
+    positions = np.full(num_rows, -1)
+    slots = np.full(num_rows, -1)
     at = 0
     for slot, context, rows in chunks:
         if slot >= 0:
@@ -94,7 +95,8 @@ def test_a_plan_computed_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_row_is_in_one_tile(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    num_rows, few = int(rng.choice([8, 100, 400, 513])), int(rng.choice([0, 7, 32]))
+    num_rows = int(rng.choice([8, 100, 400, 513]))
+    few = int(rng.choice([0, 7, 32]))
     window = [None, 90][seed % 2]
     cuts = np.sort(rng.integers(0, num_rows + 1, 8))
     owner = [0, -1, 1, -1, 2, 3, -1]
@@ -111,7 +113,8 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
     seen = np.zeros(num_rows, int)
     counts = [np.sum((slots == slot) & (positions >= 0)) for slot in range(4)]
     for tile in range(plan.num_used):
-        slot, row = int(plan.slot[tile]), int(plan.row[tile])
+        slot = int(plan.slot[tile])
+        row = int(plan.row[tile])
         assert row % 8 == 0
         assert row + 128 <= prefill_plan.num_padded(num_rows)
         mine = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
@@ -146,7 +149,8 @@ def check_keys(
         sees &= place[None, :] > positions[:, None] - window
     any_tile = sees.any(0).reshape(-1, 64).any(1)
     all_tile = sees.all(0).reshape(-1, 64).all(1)
-    first, inner = int(plan.first[tile]), int(plan.inner[tile])
+    first = int(plan.first[tile])
+    inner = int(plan.inner[tile])
     tiles = np.arange(20, dtype=np.int32)
     actual = (tiles >= first) & (tiles < first + plan.num_kv[tile])
     np.testing.assert_array_equal(actual, any_tile)

@@ -74,7 +74,8 @@ def test_the_steady_state_is_near_the_simulation() -> None:
         found = simulate_stage(stage, draw_coefficients(deviations))
         assert stage.end_to_end_s is not None
         assert stage.first_token_s is not None
-        whole, first = stage.end_to_end_s.mean, stage.first_token_s.median
+        whole = stage.end_to_end_s.mean
+        first = stage.first_token_s.median
         assert found.end_to_end_s.mean[0] == pytest.approx(whole, rel=0.01)
         assert found.first_token_s.median[0] == pytest.approx(first, rel=0.04)
 
@@ -102,7 +103,8 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
     assert found.num_stages == dict.fromkeys(MODELS, 3)
     # The posterior of each coefficient covers the truth and is not wider than the
     # prior. Data on two models determine the bandwidth for K and V.
-    mean, spread = found.deviations.mean(axis=0), found.deviations.std(axis=0)
+    mean = found.deviations.mean(axis=0)
+    spread = found.deviations.std(axis=0)
     assert (np.abs(truth - mean) < 3.5 * spread).all()
     assert (spread < 1.2).all()
     assert spread[list(PRIOR).index("decode_kv_ratio")] < 0.8
@@ -159,7 +161,8 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
 ) -> None:
     """Answers of 4 times the longest fitted ones, and all other sizes in between."""
     draws = np.zeros((64, len(PRIOR)))
-    low, high = LoadSizes(100.0, 20.0, 1.0), LoadSizes(300.0, 41.0, 50.0)
+    low = LoadSizes(100.0, 20.0, 1.0)
+    high = LoadSizes(300.0, 41.0, 50.0)
     fitted = ServerPosterior(
         deviations=draws,
         residuals={},

@@ -64,7 +64,10 @@ SIZES = {
     "codellama-34b": Sizes(8192, 48, 64, 8, 22016, 32000),
     "mixtral-8x7b": Sizes(4096, 32, 32, 8, 14336, 32000, experts=8, top_k=2),
 }
-PEAK, BANDWIDTH, LINK, HEAD_DIM = 989.4e12, 3350e9, 450e9, 128
+PEAK = 989.4e12
+BANDWIDTH = 3350e9
+LINK = 450e9
+HEAD_DIM = 128
 
 
 def loop_seconds(s: Sizes, devices: int, rows: list[Row], f: Any) -> float:
@@ -73,7 +76,8 @@ def loop_seconds(s: Sizes, devices: int, rows: list[Row], f: Any) -> float:
     expert = 3 * s.hidden * s.mlp
     router = s.hidden * s.experts if s.experts > 1 else 0
     flops = link = prompt_s = decode_pairs_s = decode_kv_s = 0.0
-    missed, num_samples = 1.0, 0
+    missed = 1.0
+    num_samples = 0
     for row in rows:
         pairs = 0
         for token in range(row.new):

@@ -132,7 +132,8 @@ class ShortestPrompt(NamedTuple):
 
 def test_a_policy_sees_the_whole_queue() -> None:
     """30 long requests come first; the shortest ones of the queue are served first."""
-    num, is_long = 40, np.arange(40) < 30
+    num = 40
+    is_long = np.arange(40) < 30
     load = make_server_load(
         1e-4 * np.arange(num),
         np.where(is_long, 32, 16),

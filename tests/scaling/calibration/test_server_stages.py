@@ -43,7 +43,8 @@ def test_latencies_of_a_lone_request_are_sums_of_steps_and_delays() -> None:
     stage = dataclasses.replace(FIRST, rate_per_s=1.0)
     delays = {"ingest_s": 0.004, "first_token_s": 0.003, "stream_s": 0.002}
     found = simulated(stage, constant_steps(**delays, delivery_lag=0.5))
-    first, last = 0.01 + 0.004 + 0.003 + 0.005, 0.41 + 0.004 + 0.002 + 0.005
+    first = 0.01 + 0.004 + 0.003 + 0.005
+    last = 0.41 + 0.004 + 0.002 + 0.005
     assert found.first_token_s.mean == pytest.approx(first, abs=2e-6)
     assert found.end_to_end_s.p99 == pytest.approx(last, abs=2e-6)
     assert found.inter_token_s.median == pytest.approx((last - first) / 40, abs=2e-6)
@@ -70,7 +71,8 @@ def test_prompts_are_cached_after_their_first_use() -> None:
     stage = dataclasses.replace(FIRST, prompt_tokens=190.0, max_prompt_tokens=190)
     load = make_stage_load(stage, warm_up_s=2.0, window_s=3.0)
     w = load.workload
-    prompt, context = np.asarray(w.prompt), np.asarray(w.context)
+    prompt = np.asarray(w.prompt)
+    context = np.asarray(w.context)
     assert (prompt + context == 190).all()
     # 3 prefixes of 64 tokens, 12 prompts, blocks of 16: 176 is the last full block.
     assert context[:3].tolist() == [0, 0, 0]

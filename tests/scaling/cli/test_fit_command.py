@@ -30,7 +30,8 @@ from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
 from tests.support.mutation import replace
 
-ALPHA, BETA = 0.36, 0.38
+ALPHA = 0.36
+BETA = 0.38
 
 
 def loss(num_params: Any, num_tokens: Any) -> Any:
@@ -42,11 +43,13 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a sweep: 5 budgets, 7 sizes, one diverged run, and curves."""
     folder = tmp_path_factory.mktemp("sweep")
     noise = np.random.default_rng(0).normal(0, 0.002, 35)
-    runs, curves = [], []
+    runs = []
+    curves = []
     for budget in np.geomspace(1e14, 9e15, 5):
         for share in np.geomspace(0.25, 4, 7):
             n = 0.3 * (budget / 6) ** 0.48 * share
-            d, i = budget / (6 * n), len(runs)
+            d = budget / (6 * n)
+            i = len(runs)
             run = {
                 "run_id": f"r{i}",
                 "status": "completed",
@@ -285,7 +288,8 @@ def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     names = profile.choose_pair(fit)
     assert names == ("alpha", "beta")
     alpha, beta = (fit.coefficients[name] for name in names)
-    x, y = alpha * np.array([0.8, 1.0, 1.3]), beta * np.array([1.0, 1.2])
+    x = alpha * np.array([0.8, 1.0, 1.3])
+    y = beta * np.array([1.0, 1.2])
     found = profile.profile_objective(fit, log.columns, names, x, y)
     np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
     assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()

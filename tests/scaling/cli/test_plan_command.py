@@ -71,7 +71,8 @@ def test_the_plan_of_the_lecture(jaxkv: Command) -> None:
     shape = found["architecture"]
     assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
     # The counts of a layer, by hand.
-    h, i = shape["hidden_size"], shape["mlp_size"]
+    h = shape["hidden_size"]
+    i = shape["mlp_size"]
     kv = shape["num_kv_heads"] * shape["head_dim"]
     layer = 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
     total = 2 * 32_000 * h + shape["num_layers"] * layer + h
@@ -157,7 +158,8 @@ def test_serving_and_repetition(jaxkv: Command) -> None:
 
 def test_designs_of_equal_loss_respect_the_unique_tokens(jaxkv: Command) -> None:
     args = "--flops 1e22 --law hoffmann --inference-tokens 1e12"
-    free, limited = planned(jaxkv, args), planned(jaxkv, f"{args} --unique-tokens 2e10")
+    free = planned(jaxkv, args)
+    limited = planned(jaxkv, f"{args} --unique-tokens 2e10")
     assert limited["compute_optimum"] == free["compute_optimum"]
     assert free["training_optimum"] == free["compute_optimum"]
     training = limited["training_optimum"]

@@ -177,12 +177,17 @@ def test_statistics_are_those_of_a_loop(simulate: Command) -> None:
     )
     summary = RunSummary(case, run)
     drawn = find_latency_factors(case.posterior, "mixtral-8x7b").draw(64)
-    met, good, p90 = 0, 0.0, []
-    begin, end = 8.0, 33.0
+    met = 0
+    good = 0.0
+    p90 = []
+    begin = 8.0
+    end = 33.0
     output = np.asarray(run.load.workload.output)
     for factors in drawn:
         for draw, (whole, early) in enumerate(factors):
-            first, gaps, within = [], [], 0
+            first = []
+            gaps = []
+            within = 0
             for i, arrived in enumerate(run.arrival_s[draw]):
                 if not begin <= arrived < end:
                     continue
@@ -302,7 +307,8 @@ def test_doubts_about_a_trace_and_its_load_are_shown(
 ) -> None:
     replace(monkeypatch, command, "simulate_server", serve_one_by_one)
     posterior = load_posterior(Path("fit.json"))
-    low, high = LoadSizes(10.0, 4.0, 0.001), LoadSizes(40.0, 5.0, 50.0)
+    low = LoadSizes(10.0, 4.0, 0.001)
+    high = LoadSizes(40.0, 5.0, 50.0)
     save_posterior(Path("fit.json"), posterior._replace(fitted_sizes=(low, high)))
     lines = [f"{0.5 * k},20,16" for k in range(60)] + ["1787600000,20,16"]
     Path("t.csv").write_text(

@@ -41,7 +41,8 @@ def names(documents: list[corpora.Document]) -> list[str]:
 
 def test_whole_documents_are_held_out_by_name(folder: Path) -> None:
     split = load(folder)
-    train, held_out = set(names(split.train)), set(names(split.held_out))
+    train = set(names(split.train))
+    held_out = set(names(split.held_out))
     assert not train & held_out
     assert len(train | held_out) == 40
     assert 2 <= len(held_out) <= 20
@@ -168,11 +169,10 @@ def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
     # Text with the end-of-document string, and bytes that occur nowhere else.
     odd = "naïve <|endoftext|> \x00 文\n"
     (folder / "odd.txt").write_text(odd)
-    config, cache = byte_pairs(folder), tmp_path / "cache"
-    corpus, split = (
-        corpora.open_corpus(config, cache=cache),
-        corpora.load_documents(config),
-    )
+    config = byte_pairs(folder)
+    cache = tmp_path / "cache"
+    corpus = corpora.open_corpus(config, cache=cache)
+    split = corpora.load_documents(config)
     tokenizer = corpora.corpus_tokenizer(config, cache=cache)
     for stream, documents in zip((corpus.stream, corpus.held_out), split, strict=True):
         after = np.flatnonzero(stream == byte_pairs_end(tokenizer)) + 1
@@ -192,7 +192,8 @@ def byte_pairs_end(tokenizer) -> int:
 
 
 def test_byte_pairs_are_kept_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
-    config, cache = byte_pairs(folder), tmp_path / "cache"
+    config = byte_pairs(folder)
+    cache = tmp_path / "cache"
     first = corpora.open_corpus(config, cache=cache)
     (kept,) = cache.iterdir()
     assert isinstance(corpora.open_corpus(config, cache=cache).stream, np.memmap)

@@ -23,7 +23,8 @@ TINY = {
 
 def brute_force(chain: markov.Chain) -> list[float]:
     """Conditional entropies, by a dense matrix over contexts and its eigenvector."""
-    size, order = chain.vocab_size, chain.order
+    size = chain.vocab_size
+    order = chain.order
     contexts = list(itertools.product(range(size), repeat=order))
     move = np.zeros((len(contexts), size))
     for row, (tokens, probs) in enumerate(zip(chain.tokens, chain.probs, strict=True)):
@@ -91,7 +92,8 @@ def test_tokens_named_twice_add_up() -> None:
 def test_segments_run_side_by_side_are_the_sequential_run(kind: str) -> None:
     chain = language._chain(TINY[kind])
     uniforms = np.random.default_rng(0).random(5000)
-    context, expected = 7, []
+    context = 7
+    expected = []
     for uniform in uniforms:
         cumulative = np.cumsum(chain.probs[context])
         token = int(chain.tokens[context, (cumulative <= uniform).sum()])

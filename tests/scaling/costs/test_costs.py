@@ -173,7 +173,9 @@ def test_a_mixture_counts_the_experts_a_token_uses() -> None:
     assert found.active == 12_879_925_248
     assert found.active_non_embedding == 12_748_853_248
     # Llama-2-7B's head: 32,000 x 4,096; the router is a matrix product, too.
-    attention, expert, head = 41_943_040, 3 * 4096 * 14336, 131_072_000
+    attention = 41_943_040
+    expert = 3 * 4096 * 14336
+    head = 131_072_000
     layer = attention + 2 * expert + 8 * 4096
     assert found.matmul == 32 * layer + head
     assert found.matmul_total == 32 * (layer + 6 * expert) + head

@@ -59,7 +59,11 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
 
 def test_megatron_with_everything_recomputed() -> None:
     model = shapes.describe("gpt3-175b")
-    b, s, h, v, n = 4, 2048, 12288, 50257, 96
+    b = 4
+    s = 2048
+    h = 12288
+    v = 50257
+    n = 96
     step = training_step_flops(model, batch=b, sequence=s, checkpointing="full")
     assert (
         step.model == 72 * b * n * s * h**2 + 12 * b * n * s * s * h + 6 * b * s * h * v
@@ -169,7 +173,8 @@ def test_a_step_reads_the_experts_that_its_tokens_meet() -> None:
 
 
 def test_sequences_that_fit_next_to_the_weights() -> None:
-    model, a100 = shapes.describe("llama-2-13b"), find_device("a100-40gb")
+    model = shapes.describe("llama-2-13b")
+    a100 = find_device("a100-40gb")
     left = 40960 * 2**20 - 2 * 13_015_864_320
     fit = serving.max_batch(model, a100, context=2048)
     assert fit == int(left / (2048 * 819_200))

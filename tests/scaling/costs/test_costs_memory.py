@@ -156,10 +156,8 @@ def traced_bytes(config: ModelConfig, batch: int, seq: int, dtype: Any) -> int:
 def test_residuals_equal_those_of_vjp(change: dict[str, Any], dtype: str) -> None:
     config = dataclasses.replace(CONFIG, **change)
     # The difference of two batches: both have the weights, and reshaped copies.
-    more, less = (
-        traced_bytes(config, 3, SEQ, dtype),
-        traced_bytes(config, 1, SEQ, dtype),
-    )
+    more = traced_bytes(config, 3, SEQ, dtype)
+    less = traced_bytes(config, 1, SEQ, dtype)
     number_bytes = jnp.dtype(dtype).itemsize
     listed = list_residuals(config, number_bytes=number_bytes)
     assert more - less == total_residual_bytes(listed, 2 * SEQ)

@@ -152,7 +152,8 @@ def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
 
 def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
     """Of Llama-3.1-8B in 16 bits: 128 ((32 + 16) 2 + 32 x 2) + 32 x 4 bytes a row."""
-    model, layout = shapes.describe("llama-3.1-8b"), parse_layout("cp=4")
+    model = shapes.describe("llama-3.1-8b")
+    layout = parse_layout("cp=4")
     sizes: Any = {"rows": 4096, "logit_rows": 1}
     gathered, home, last = (x.forward for x in prefill_traffic(model, layout, **sizes))
     assert gathered + home == 3 / 4 * 4096 * 20_608 * 32

@@ -33,7 +33,8 @@ FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in EXAMPLES],
 )
 def test_points_on_a_law(name: str) -> None:
-    law, truth = LAWS[name], EXAMPLES[name]
+    law = LAWS[name]
+    truth = EXAMPLES[name]
     data = COLUMNS | {law.target: plainly(name, truth, COLUMNS)}
     found = fit_law(law, data)
     assert np.abs(found.residuals).max() < 1e-8
@@ -152,7 +153,8 @@ def test_residuals_are_measured() -> None:
     # Copies of runs do not count as runs.
     line = np.linspace(-1, 1, 12)
     noisy = line**3 + np.random.default_rng(0).normal(0, 0.5, 12)
-    copies, again = np.repeat(noisy, 20), np.repeat(line, 20)
+    copies = np.repeat(noisy, 20)
+    again = np.repeat(line, 20)
     columns = np.stack([np.ones(240), again], 1)
     assert goodness.find_arch(copies, columns, again[None], 240) > 0.1
     assert goodness.find_arch(copies, columns, again[None], 12) == 0

@@ -88,7 +88,8 @@ def test_a_symmetric_surface_has_exponent_one_half() -> None:
 def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
     shift: float,
 ) -> None:
-    alpha, beta = 0.34, 0.28
+    alpha = 0.34
+    beta = 0.28
     groups = make_groups(alpha, beta, shift=shift)
     a = beta / (alpha + beta)
     best = optimum(alpha, beta)
@@ -122,7 +123,8 @@ def test_the_vertex_shift_in_closed_form() -> None:
 
 
 def test_groups_without_a_minimum_are_refused() -> None:
-    fine, edge = make_groups(0.34, 0.28), make_groups(0.34, 0.28, shift=1.2)
+    fine = make_groups(0.34, 0.28)
+    edge = make_groups(0.34, 0.28, shift=1.2)
     upside_down = make_groups(0.34, 0.28, sign=-1)
     assert frontier(fine, isoflop.by_parabola(fine, 3)).warnings == ()
     for groups, reason in ((edge, EDGE), (upside_down, EDGE)):
@@ -136,7 +138,8 @@ def test_groups_without_a_minimum_are_refused() -> None:
     assert (frontier(edge, projected).minima.reason == OUTSIDE).all()
 
     # The lowest loss is inside, but the parabola of the five losses opens downward.
-    x, y = np.arange(1.0, 6), np.array([3.0, 5.0, 2.9, 5.0, 3.0])
+    x = np.arange(1.0, 6)
+    y = np.array([3.0, 5.0, 2.9, 5.0, 3.0])
     bent = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
     found = frontier(bent, isoflop.by_parabola(bent))
     assert found.minima.reason.tolist() == [[DOWNWARD]]

@@ -11,7 +11,8 @@ from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 @pytest.mark.parametrize("name", LAWS)
 def test_a_law_in_any_units(name: str) -> None:
-    law, data = LAWS[name], COLUMNS
+    law = LAWS[name]
+    data = COLUMNS
     expected = plainly(name, EXAMPLES[name], data)
     logs = np.log([data[column] for column in law.inputs])
     centre = law.centre(logs)

@@ -132,7 +132,8 @@ def test_repeated_data_as_published() -> None:
 
 @pytest.mark.parametrize("powers", [C4, LECTURE])
 def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
-    law, halves = LAWS["data-constrained"], budgets.MUENNIGHOFF
+    law = LAWS["data-constrained"]
+    halves = budgets.MUENNIGHOFF
     data = {
         "num_params": np.array([1e9, 4e10, 2e9, 1e10]),
         "num_tokens": np.array([1e10, 1e11, 3e12, 1e9]),
@@ -141,7 +142,8 @@ def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
     named = [powers.A, powers.B, powers.floor, powers.alpha, powers.beta, *halves]
     with jax.enable_x64(True):
         expected = np.asarray(law.predict(np.array(named), data))
-    num_params, num_tokens = data["num_params"], data["num_tokens"]
+    num_params = data["num_params"]
+    num_tokens = data["num_tokens"]
     found = budgets.budget_loss(powers, num_params, num_tokens, DataLimit(2e10, halves))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
@@ -164,18 +166,21 @@ def test_enough_data_leaves_the_closed_form() -> None:
 
 @pytest.mark.parametrize("unique", [2e9, 2e10, 2e11])
 def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> None:
-    repeating, served = DataLimit(unique), 1e12
+    repeating = DataLimit(unique)
+    served = 1e12
     target = budgets.allocate_budget(C4, 1e22, repeating=repeating).loss
     how: Any = {"inference_tokens": served, "repeating": repeating}
     found = budgets.cheapest_model(C4, target, **how)
     assert found.loss == pytest.approx(target, rel=1e-9)
     # A dense search: for every N the fewest tokens that reach the loss.
     sizes = found.num_params * np.geomspace(0.3, 3, 601)
-    low, high = np.full(sizes.size, 0.0), np.full(sizes.size, math.log(1e16))
+    low = np.full(sizes.size, 0.0)
+    high = np.full(sizes.size, math.log(1e16))
     for _ in range(80):
         middle = (low + high) / 2
         is_above = budgets.budget_loss(C4, sizes, np.exp(middle), repeating) > target
-        low, high = np.where(is_above, middle, low), np.where(is_above, high, middle)
+        low = np.where(is_above, middle, low)
+        high = np.where(is_above, high, middle)
     least = np.nanmin(budgets.lifetime_flops(sizes, np.exp(high), served))
     spent = budgets.lifetime_flops(found.num_params, found.num_tokens, served)
     assert spent == pytest.approx(least, rel=1e-4)

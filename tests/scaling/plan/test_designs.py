@@ -48,7 +48,8 @@ def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
     found = designs.nearest_design(FAMILY, size)
     off = abs(found.num_params - size)
     assert off == np.abs(GRID.num_params - size).min()
-    model, heads = found.model, found.model.attention
+    model = found.model
+    heads = found.model.attention
     assert isinstance(heads, HeadAttention)
     assert heads.num_q_heads * heads.head_dim == model.hidden_size
     if size > 1e8:

@@ -142,7 +142,8 @@ def test_a_stopped_sweep_continues(whole: SweepOutcome, config, tmp_path) -> Non
 def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     small = dataclasses.replace(small, mode=mode, cooldown=0.7)
     unbroken = run_sweep(small, tmp_path / "unbroken")
-    taken, real = [], branching._go
+    taken = []
+    real = branching._go
 
     def count(call, lanes, *args):
         found = real(call, lanes, *args)
@@ -150,7 +151,8 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
         return found
 
     monkeypatch.setattr(branching, "_go", count)
-    out, calls = tmp_path / "sweep", 1
+    out = tmp_path / "sweep"
+    calls = 1
     while run_sweep(small, out, progress=Stopping(13)).is_stopped:
         assert len([*(out / "paused").iterdir()]) == 1
         calls += 1
@@ -191,7 +193,8 @@ def test_divergence_is_recorded_once(config, tmp_path) -> None:
 
 def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) -> None:
     out = tmp_path / "sweep"
-    real, room = os.write, [3000]
+    real = os.write
+    room = [3000]
 
     def write(handle: int, data: bytes) -> int:
         if room[0] <= 0:
@@ -224,7 +227,8 @@ def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
     found = run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
-    vmapped, looped = losses(found.log), losses(whole.log)
+    vmapped = losses(found.log)
+    looped = losses(whole.log)
     for run_id in vmapped.keys() & looped.keys():
         assert vmapped[run_id][0] == pytest.approx(looped[run_id][0], rel=1e-3)
     assert len(vmapped.keys() & looped.keys()) >= 8

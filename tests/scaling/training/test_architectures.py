@@ -65,7 +65,10 @@ def test_no_token_is_seen_before_its_time(name: str) -> None:
 
 def torch_params(kind: str) -> Any:
     """The weights of golden/make_recurrent.py, in its order."""
-    vocab, hidden, gates, made = 7, 5, NUM_GATES[kind], 0
+    vocab = 7
+    hidden = 5
+    gates = NUM_GATES[kind]
+    made = 0
 
     def wave(*shape: int) -> jax.Array:
         nonlocal made
@@ -77,7 +80,8 @@ def torch_params(kind: str) -> Any:
 
     params: dict[str, Any] = {"embed": {"weight": wave(vocab, hidden)}, "layers": []}
     for _ in range(2):
-        inputs, state = wave(gates, hidden, hidden), wave(gates, hidden, hidden)
+        inputs = wave(gates, hidden, hidden)
+        state = wave(gates, hidden, hidden)
         layer = {"inputs": {"weight": inputs, "bias": wave(gates, hidden)}}
         layer["state"] = {"weight": state}
         if kind == "gru":
@@ -100,7 +104,8 @@ def test_the_equations_and_gradients_are_those_of_pytorch(kind: Any) -> None:
         residual=False,
         tie_embeddings=False,
     )
-    tokens, params = jnp.arange(12, dtype=jnp.int32) ** 2 % 7, torch_params(kind)
+    tokens = jnp.arange(12, dtype=jnp.int32) ** 2 % 7
+    params = torch_params(kind)
     tokens = tokens.reshape(2, 6)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     found = architectures.forward(params, tokens, config=config)
@@ -124,7 +129,8 @@ def test_operations_are_those_that_xla_counts(kind: Any, monkeypatch) -> None:
     )
     # XLA also counts gates, norms and the softmax (1 % at this width), and leaves out
     # the gradient of the first state (2 % of so short a sequence).
-    batch, sequence = 16, 8
+    batch = 16
+    sequence = 8
     step = jax.value_and_grad(
         functools.partial(objectives.mean_loss, model=config), has_aux=True
     )

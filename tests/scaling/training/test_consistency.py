@@ -35,23 +35,29 @@ def law_behind(params: Any, text: list[int]) -> Any:
 
 def loss_slowly(params: Any, fixed: Any, rows: np.ndarray) -> tuple[Any, Any]:
     """The loss position by position, with separate texts; `fixed` gives the targets."""
-    far, text = [], []
+    far = []
+    text = []
     for row in rows.tolist():
-        prompt, end, guess, words = row[:3], row[3:7], row[7:11], row[11:]
+        prompt = row[:3]
+        end = row[3:7]
+        guess = row[7:11]
+        words = row[11:]
         for place in range(4):
             expected = law_behind(fixed, prompt + end[:place])
             found = law_behind(params, prompt + guess[:place])
             far.append(jnp.sum(jnp.exp(expected) * (expected - found)))
         for place in range(1, 5):
             text.append(-law_behind(params, words[:place])[words[place]])
-    far, text = jnp.stack(far).mean(), jnp.stack(text).mean()
+    far = jnp.stack(far).mean()
+    text = jnp.stack(text).mean()
     return far + 0.5 * text, far
 
 
 @pytest.mark.thorough
 def test_the_loss_and_its_gradient_are_those_of_a_loop() -> None:
     """No gradient goes through the targets."""
-    rng, params = np.random.default_rng(0), engines.params()
+    rng = np.random.default_rng(0)
+    params = engines.params()
     rows = rng.integers(0, MODEL.vocab_size, (2, OBJECTIVE.record_tokens))
     rows[1, 7:9] = rows[1, 3:5]  # a partly correct guess
 

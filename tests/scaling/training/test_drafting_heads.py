@@ -38,8 +38,10 @@ def weights_of(heads: Any) -> Any:
 @functools.cache
 def guessed_texts(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Texts that the heads partly guess, their guesses, and the model's predictions."""
-    heads, rng = HEADS[kind], np.random.default_rng(6)
-    own, target = weights_of(heads), engines.params()
+    heads = HEADS[kind]
+    rng = np.random.default_rng(6)
+    own = weights_of(heads)
+    target = engines.params()
 
     @jax.jit
     def guess(tokens: Any) -> Any:
@@ -81,7 +83,8 @@ def test_guesses_of_medusa_are_for_the_token_after_each_place() -> None:
 def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
     tokens, guess_logits, _ = guessed_texts(kind)
     best = np.argsort(-guess_logits, axis=-1, kind="stable")[..., :4]
-    hits, num_steps = np.zeros((DEPTH, 4)), 0
+    hits = np.zeros((DEPTH, 4))
+    num_steps = 0
     for row, text in enumerate(tokens.tolist()):
         known = start + 1
         while known + DEPTH <= len(text):

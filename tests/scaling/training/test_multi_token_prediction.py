@@ -52,9 +52,11 @@ def test_logits_and_loss_equal_the_reference() -> None:
     how: dict[str, Any] = {"config": config, "num_ahead": 2}
     run = functools.partial(transformer_rows.run_with_ahead, **how)
     outputs = jax.jit(run)(params, jnp.asarray(WINDOWS[:, :-1], jnp.int32))
-    sums, seq = np.zeros(3), WINDOWS.shape[1] - 1
+    sums = np.zeros(3)
+    seq = WINDOWS.shape[1] - 1
     for index, window in enumerate(WINDOWS):
-        tokens, targets = window[:-1], window[1:]
+        tokens = window[:-1]
+        targets = window[1:]
         wanted = ahead_reference.reference_logits(params, tokens, config)
         for depth, logits in enumerate(wanted):
             found = outputs[depth].logits[index]
@@ -93,7 +95,8 @@ def test_losses_of_mixtures_in_modules_count() -> None:
         loss = float(loss_of(params, changed)[0])
         return np.array([*sums, loss])
 
-    once, twice = terms(0.1), terms(0.2)
+    once = terms(0.1)
+    twice = terms(0.2)
     assert (once[:3] > 0).all()
     np.testing.assert_allclose(twice[:3], 2 * once[:3], rtol=1e-5)
     np.testing.assert_allclose(twice[3] - once[3], once[:3].sum(), rtol=1e-3)
@@ -104,7 +107,8 @@ def test_losses_of_mixtures_in_modules_count() -> None:
 def test_a_mesh_gives_the_gradient_of_one_device(fields: Any) -> None:
     config = dataclasses.replace(AHEAD, **fields)
     layout = Layout(data=2, expert=2, gather=True) if fields else Layout(tensor=2)
-    params, windows = params_of(config), jnp.asarray(WINDOWS, jnp.int32)
+    params = params_of(config)
+    windows = jnp.asarray(WINDOWS, jnp.int32)
     placed = place_training_tree(config, layout, params)
     found = []
     for how, each in ((StepConfig(), params), (StepConfig(layout=layout), placed)):

@@ -89,7 +89,8 @@ def check_bytes(
     config: ModelConfig, how: StepConfig, program: Any
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Checks that the bytes sent by the program equal those of the formulas."""
-    sent, expected = of_program(program, how), by_formulas(config, how)
+    sent = of_program(program, how)
+    expected = by_formulas(config, how)
     assert sum(sent.values()) == sum(expected.values())
     table = pipeline.make_pipeline_schedule(
         how.layout.pipeline, how.accumulation, how.schedule
@@ -182,7 +183,8 @@ def test_an_extra_exchange_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(self, x, on) + 1e-9 * whole(self, x * 2, on)
 
     monkeypatch.setattr(pipeline._Run, "_pass", wasteful)
-    sent, expected = of_program(compiled(MODEL, how), how), by_formulas(MODEL, how)
+    sent = of_program(compiled(MODEL, how), how)
+    expected = by_formulas(MODEL, how)
     # Of four ticks: 2 sequences, both ways.
     more = 4 * 2 * SEQ * MODEL.hidden_size * 4 * 2
     assert sum(sent.values()) - sum(expected.values()) == more

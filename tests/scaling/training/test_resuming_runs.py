@@ -169,7 +169,8 @@ def test_every_damaged_file_of_a_paused_sweep_is_named(
     state: TrainState, tmp_path: Path, rng: random.Random
 ) -> None:
     lanes = branching.BatchedRuns(state, 3, np.ones(1, bool), (((1.5, 5.0),),), 0.25)
-    half, folder = branching.PausedRuns(1, lanes, lanes), tmp_path / "group"
+    half = branching.PausedRuns(1, lanes, lanes)
+    folder = tmp_path / "group"
     paused.save_paused(folder, half)
     found = paused.load_paused(folder, state)
     assert found is not None
@@ -263,7 +264,8 @@ def test_files_next_to_the_checkpoints_change_no_run(
 ) -> None:
     """The curve comes from the checkpoint; a damaged config raises an error."""
     for name in ("config.json", run_folder.CURVE):
-        path, num_refused = begun / name, 0
+        path = begun / name
+        num_refused = 0
         whole = path.read_bytes()
         for what in damages(path, rng):
             found, line = outcome(go_on, config, begun)
@@ -368,7 +370,8 @@ def test_no_damage_ends_in_other_weights(
 ) -> None:
     """Damages any file of a folder: an error names it, or the run is unchanged."""
     whole = training.train(config, tmp_path / "whole")
-    out, num_refused = tmp_path / "out", 0
+    out = tmp_path / "out"
+    num_refused = 0
     paths = [x.relative_to(tmp_path / "whole") for x in all_files(tmp_path / "whole")]
     for _ in range(num):
         shutil.rmtree(out, ignore_errors=True)

@@ -117,7 +117,8 @@ NUM_TOKENS = 50_000
 def test_dice_cannot_be_predicted_better_than_their_entropy() -> None:
     rng = np.random.default_rng(0)
     stream = jnp.asarray(rng.choice([65, 66, 67, 68], NUM_TOKENS).astype(np.uint16))
-    optimizer, seed = OptimizerConfig(), jnp.int32(0)
+    optimizer = OptimizerConfig()
+    seed = jnp.int32(0)
     state = init_train_state(MODEL, optimizer, seed)
     warm = LearningRateSchedule.constant(1e-2)._replace(warmup=jnp.int32(5))
     schedule = warm._replace(cooldown=jnp.int32(200), end=jnp.int32(400))
@@ -400,7 +401,8 @@ def test_a_killed_process_loses_at_most_the_interval(
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     for num_lines in (5, 40, 90):
         process = subprocess.Popen([sys.executable, "-c", program], env=env)
-        curve, limit = out / "curve.jsonl", time.monotonic() + 120
+        curve = out / "curve.jsonl"
+        limit = time.monotonic() + 120
         while not curve.exists() or len(curve.read_text().splitlines()) < num_lines:
             assert process.poll() is None, "it ended before it was killed"
             assert time.monotonic() < limit

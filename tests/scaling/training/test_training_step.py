@@ -48,7 +48,8 @@ def train(
     optimizer: OptimizerConfig, how: StepConfig, rate: float, num_steps: int
 ) -> tuple[TrainState, float]:
     """Trains some steps on random letters; returns the last loss."""
-    seed, schedule = jnp.int32(0), LearningRateSchedule.constant(rate)
+    seed = jnp.int32(0)
+    schedule = LearningRateSchedule.constant(rate)
     state = init_train_state(TRANSFORMER, optimizer, seed)
     call = training_step.compiled_steps(TRANSFORMER, optimizer, 4, 16, how)
     for num in (num_steps - 1, 1):
@@ -97,7 +98,8 @@ def test_biases_move_by_the_signs_of_the_loads() -> None:
 )
 def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
     """The biases move by the signs of the loads, and only so: no gradient, no decay."""
-    optimizer, seed = OptimizerConfig(kind="adamw", weight_decay=1.0), jnp.int32(0)
+    optimizer = OptimizerConfig(kind="adamw", weight_decay=1.0)
+    seed = jnp.int32(0)
     schedule = LearningRateSchedule.constant(0.0)
     state = init_train_state(BIASED, optimizer, seed)
     whole = state.params
@@ -138,7 +140,8 @@ def test_biases_balance_an_uneven_router() -> None:
     for rate in (0.0, 0.02):
         experts = dataclasses.replace(EXPERTS, bias_rate=rate)
         model = dataclasses.replace(BIASED, experts=experts)
-        seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
+        seed = jnp.int32(0)
+        schedule = LearningRateSchedule.constant(1e-3)
         state = init_train_state(model, SGD, seed)
         call = training_step.compiled_steps(model, SGD, 4, 16)
         for num in (40, 10):
@@ -164,7 +167,8 @@ def test_a_new_model_guesses_evenly(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_finite_differences(name: str) -> None:
     model: Any = dataclasses.replace(MODELS[name], vocab_size=19)
-    rng, distance = np.random.default_rng(1), 1e-4
+    rng = np.random.default_rng(1)
+    distance = 1e-4
     with jax.enable_x64(True):
         params = architectures.init_model_params(model, jax.random.key(0))
         # Far from the start, where no gradient is small by chance.
@@ -260,11 +264,13 @@ def test_a_mesh_trains_as_one_device(
     layout: str, zero: int, accumulation: int, kind: Any
 ) -> None:
     """Three steps; the divided state is gathered afterwards, and was divided before."""
-    optimizer, model = OptimizerConfig(kind=kind), DIVISIBLE
+    optimizer = OptimizerConfig(kind=kind)
+    model = DIVISIBLE
     divided = parse_layout(layout, zero=zero)
     found = []
     for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
-        seed, schedule = jnp.int32(0), LearningRateSchedule.constant(1e-3)
+        seed = jnp.int32(0)
+        schedule = LearningRateSchedule.constant(1e-3)
         state = init_train_state(model, optimizer, seed)
         state = training_step.divide_train_state(state, model, how.layout)
         call = training_step.compiled_steps(model, optimizer, 8, 16, how)
@@ -281,7 +287,8 @@ def test_a_mesh_trains_as_one_device(
         # AdamW divides by a number that may be almost zero.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
     if zero:
-        held, fair = 0.0, 0.0
+        held = 0.0
+        fair = 0.0
         for path, x in jax.tree.leaves_with_path(parts.moments):
             held += x.addressable_shards[0].data.size
             # All stages have the tables.
@@ -295,7 +302,8 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
     """With AdamW, exactly; Muon needs whole matrices, so it sends more."""
     model = dataclasses.replace(MODEL, max_positions=16)
     layout = parse_layout("dp=4", zero=1)
-    optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
+    optimizer = OptimizerConfig(kind="adamw")
+    seed = jnp.int32(0)
     state = training_step.divide_train_state(
         init_train_state(model, optimizer, seed), model, layout
     )
@@ -341,7 +349,8 @@ def test_four_rows_are_memorized(monkeypatch: pytest.MonkeyPatch) -> None:
     model = dataclasses.replace(
         TRANSFORMER, hidden_size=64, mlp_size=256, num_layers=2, max_positions=32
     )
-    optimizer, seed = OptimizerConfig(kind="adamw"), jnp.int32(0)
+    optimizer = OptimizerConfig(kind="adamw")
+    seed = jnp.int32(0)
     state = init_train_state(model, optimizer, seed)
     steps = inspect.unwrap(training_step.compiled_steps)(model, optimizer, 4, 32)
     schedule = LearningRateSchedule.constant(3e-3)._replace(warmup=jnp.int32(20))
@@ -367,7 +376,8 @@ def rates(**changes: Any) -> list[float]:
 
 def test_schedules_rise_stay_and_fall() -> None:
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
-    rise, stay = [1 / 3, 2 / 3], [1.0] * 6
+    rise = [1 / 3, 2 / 3]
+    stay = [1.0] * 6
     close(rates(), [*rise, *stay, 1, 0.75, 0.5, 0.25])
     close(rates(final_share=0.2), [*rise, *stay, 1, 0.8, 0.6, 0.4])
     close(rates(warmup_steps=0, cooldown_steps=0), [1.0] * 12)

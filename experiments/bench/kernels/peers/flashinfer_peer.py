@@ -25,7 +25,8 @@ class FlashInfer(TorchPeer):
         """Draws a turn: head-major pages, and their page tables."""
         tables, num_pages = shape.tables(may_share=True)
         size = (num_pages, shape.kv_heads, shape.page_size, shape.head_dim)
-        k, v = shape.random(*size), shape.random(*size)
+        k = shape.random(*size)
+        v = shape.random(*size)
 
         def keys(i):
             return [x[tables[i], 0].flatten(0, 1) for x in (k, v)]

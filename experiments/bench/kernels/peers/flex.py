@@ -23,7 +23,8 @@ class Flex(Sdpa):
     def ways(self, shape, turns):
         """Yields the only variant; its plan is the block mask."""
         attend = _compiled()
-        plan_s, mask = None, None
+        plan_s = None
+        mask = None
         if not (shape.is_equal and shape.rows == 1):
             plan = functools.partial(_mask, shape, max(shape.lengths))
             plan_s, mask = time_work(plan, self.device)
@@ -46,7 +47,8 @@ class FlexPaged(TorchPeer):
                 f"{shape.batch} sequences by {num_pages} pages: tables are too large"
             )
         size = (1, shape.kv_heads, num_pages * shape.page_size, shape.head_dim)
-        k, v = shape.random(*size), shape.random(*size)
+        k = shape.random(*size)
+        v = shape.random(*size)
         pages = PagedAttention(num_pages, shape.page_size, shape.batch, self.device)
         for i, table in enumerate(tables):
             ids = torch.tensor(table, device=self.device)
@@ -70,7 +72,8 @@ class FlexPaged(TorchPeer):
             mask = _mask(shape, length, BLOCK_SIZE=(128, shape.page_size))
             return pages.convert_logical_block_mask(mask, kv_len=lengths)
 
-        calls, plan_s = [], None
+        calls = []
+        plan_s = None
         for q, _, k, v, pages in turns:
             plan_s, mask = time_work(functools.partial(plan, pages), self.device)
             calls.append(functools.partial(attend, q, k, v, mask))
@@ -87,7 +90,8 @@ def _compiled():
 def _mask(shape, length, **blocks):
     """Returns a block mask from a function of row and position."""
     contexts = torch.tensor(shape.contexts, device=shape.device)
-    kin, last = shape.kin, shape.rows - 1
+    kin = shape.kin
+    last = shape.rows - 1
 
     def causal(b, h, row, place):
         return place <= contexts[b] + row
@@ -97,7 +101,8 @@ def _mask(shape, length, **blocks):
         below = place <= contexts[b] + last
         return (place < contexts[b]) | (below & kin[b, row.clamp(0, last), node])
 
-    seen, batch = tree if shape.is_tree else causal, shape.batch
+    seen = tree if shape.is_tree else causal
+    batch = shape.batch
     return create_block_mask(
         seen, batch, None, shape.rows, length, device=shape.device, **blocks
     )

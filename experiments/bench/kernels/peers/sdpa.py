@@ -22,12 +22,14 @@ class Sdpa(TorchPeer):
     def draw(self, shape):
         """Draws a turn."""
         size = (shape.batch, shape.kv_heads, max(shape.lengths), shape.head_dim)
-        k, v = shape.random(*size), shape.random(*size)
+        k = shape.random(*size)
+        v = shape.random(*size)
         return shape.queries(), lambda i: (k[i, 0], v[i, 0]), k, v
 
     def ways(self, shape, turns):
         """Yields a variant for each backend."""
-        length, options = max(shape.lengths), {}
+        length = max(shape.lengths)
+        options = {}
         if not shape.is_equal or shape.is_tree:
             seen = [shape.seen(i, length) for i in range(shape.batch)]
             options["attn_mask"] = torch.stack(seen)[:, None]

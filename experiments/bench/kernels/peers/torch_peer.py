@@ -29,10 +29,13 @@ class Shape:
     """
 
     def __init__(self, asked, device):
-        self.contexts, self.rows = asked["contexts"], asked["rows"]
+        self.contexts = asked["contexts"]
+        self.rows = asked["rows"]
         self.q_heads, self.kv_heads, self.head_dim = asked["heads"]
-        self.page_size, self.shared = asked["page_size"], asked["shared"]
-        self.device, self.dtype = device, getattr(torch, asked["dtype"])
+        self.page_size = asked["page_size"]
+        self.shared = asked["shared"]
+        self.device = device
+        self.dtype = getattr(torch, asked["dtype"])
         self.batch = len(self.contexts)
         self.lengths = [context + self.rows for context in self.contexts]
         self.is_equal = len(set(self.contexts)) == 1
@@ -51,7 +54,8 @@ class Shape:
 
     def seen(self, i, length):
         """Returns the mask of visible positions of sequence i: `[rows, length]`."""
-        context, place = self.contexts[i], torch.arange(length, device=self.device)
+        context = self.contexts[i]
+        place = torch.arange(length, device=self.device)
         seen = (place < context).repeat(self.rows, 1)
         seen[:, context : context + self.rows] = self.kin[i]
         return seen
@@ -141,7 +145,8 @@ class TorchPeer(abc.ABC):
 
     def _best(self, shape, asked):
         turns = [self.draw(shape) for _ in range(asked["num_turns"])]
-        found, refusals = [], []
+        found = []
+        refusals = []
         q, keys, *_ = turns[0]
         for how, calls, plan_s in self.ways(shape, turns):
             try:
@@ -183,8 +188,10 @@ def measure_calls(calls, num_calls, device):
         if sum(seconds) > 1:
             break
     seconds.sort()
-    last, middle = len(seconds) - 1, statistics.median(seconds)
-    low, high = seconds[round(0.1 * last)], seconds[round(0.9 * last)]
+    last = len(seconds) - 1
+    middle = statistics.median(seconds)
+    low = seconds[round(0.1 * last)]
+    high = seconds[round(0.9 * last)]
     return {"seconds": middle, "spread": (high - low) / middle, "clock": "wall"}
 
 

@@ -127,7 +127,8 @@ def test_the_best_placement_per_gpu_is_chosen() -> None:
 @pytest.mark.slow
 def test_claims_follow_from_the_result() -> None:
     kept = smoke.run("disaggregation")
-    measured, queues = smoke.measured_values(kept.claims), kept.result.queues
+    measured = smoke.measured_values(kept.claims)
+    queues = kept.result.queues
     # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
     size = 512 * 2 * 64 * 9216 * 2 / 2**30
     assert measured["keys and values of 512 tokens of OPT-66B"] == size == 1.125
@@ -156,6 +157,7 @@ def test_workers_and_simulator_serve_the_same_requests() -> None:
     assert (result.loads.said_first_s > 0).all()
     assert (result.loads.first_s > 0).all()
     off = dataclasses.replace(result, different=1)
-    first, other = measurement.claims(result)[0], measurement.claims(off)[0]
+    first = measurement.claims(result)[0]
+    other = measurement.claims(off)[0]
     assert (first.ours, other.ours) == (0, 1)
     assert (first.verdict, other.verdict) == ("holds", "fails")

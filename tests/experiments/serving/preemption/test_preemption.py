@@ -281,7 +281,8 @@ def test_the_model_must_be_long_enough(model: str) -> None:
 def test_the_record_shows_cheap_preemption() -> None:
     folder = RECORDS / "preemption"
     run = read_run(folder, load_experiment("preemption"))
-    ways, hosts = run.result.ways, run.result.hosts
+    ways = run.result.ways
+    hosts = run.result.hosts
     again = rows(ways, name="recompute")
     # Holding new requests costs more steps than preemption.
     assert rows(ways, name="recompute, hold new").steps > 1.2 * again.steps

@@ -48,8 +48,10 @@ def test_figure_and_tables_show_the_simulation() -> None:
     files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     sheets = [x for x in STUDY.report_parts(result) if isinstance(x, Sheet)]
-    rules, moves = len(simulation.RULES), len(simulation.PREEMPTIONS)
-    marks, sizes = len(simulation.WATERMARKS), len(simulation.PAGE_SIZES)
+    rules = len(simulation.RULES)
+    moves = len(simulation.PREEMPTIONS)
+    marks = len(simulation.WATERMARKS)
+    sizes = len(simulation.PAGE_SIZES)
     assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]
     found = STUDY.metrics(result)
     assert len(found["simulated"]) == len(simulation.list_settings(0))

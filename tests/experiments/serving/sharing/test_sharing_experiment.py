@@ -43,10 +43,8 @@ def result() -> measurement.Result:
 @pytest.fixture(scope="module")
 def client(model: str) -> Client:
     """Returns a client with the run's engine, whose programs are compiled."""
-    loaded, bounds = (
-        load_model(model),
-        measurement.ample_engine_config(measurement.CONFIGS["smoke"]),
-    )
+    loaded = load_model(model)
+    bounds = measurement.ample_engine_config(measurement.CONFIGS["smoke"])
     engine = make_stepper(loaded, bounds, requests.step_with_tables)
     return Client(engine, loaded, ASK, QUIET)
 
@@ -64,7 +62,9 @@ def served_by(client: Client, asked: list[PromptRequest], **how: Any) -> Any:
 
 def pages_by_hand(prompt: int, answer: int, n: int) -> tuple[list[int], list[int]]:
     """Returns logical and distinct pages of every step, counted with sets."""
-    logical, distinct = [-(-prompt // SIZE)], [-(-prompt // SIZE)]  # one prefill
+    # one prefill
+    logical = [-(-prompt // SIZE)]
+    distinct = [-(-prompt // SIZE)]
     for places in range(prompt + 1, prompt + answer):
         held = [
             # A full page of the prompt is shared, any other page is not.
@@ -185,7 +185,8 @@ def test_prompts_of_eight_samples_are_prefilled_once(
 def test_a_common_prefix_is_found_and_changes_no_answer(
     result: measurement.Result,
 ) -> None:
-    smoke, prefixes = measurement.CONFIGS["smoke"], result.prefixes
+    smoke = measurement.CONFIGS["smoke"]
+    prefixes = result.prefixes
     assert prefixes.prefix_tokens.tolist() == [33]
     assert prefixes.num_cached.tolist() == [32]  # its full pages
     assert prefixes.num_different.tolist() == [0]
@@ -199,7 +200,8 @@ def test_a_common_prefix_is_found_and_changes_no_answer(
 
 @pytest.mark.slow
 def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
-    picture, rows = result.picture, NUM_SEQUENCES
+    picture = result.picture
+    rows = NUM_SEQUENCES
     apart, samples, beams = picture.page_ids
     assert picture.logical_pages.tolist() == (
         (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
@@ -227,7 +229,8 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: measurement.Result) -> None:
-    kept, samples = run("sharing"), result.samples
+    kept = run("sharing")
+    samples = result.samples
     measured = measured_values(kept.claims)
     assert measured["8 answers to a prompt compute its tokens once"] == 1
     for name in ("short", "long"):
@@ -261,7 +264,8 @@ def test_a_stopped_run_keeps_finished_settings(model: str, label: str) -> None:
     result = measurement.run(config, Impatient(label))
     assert len(result.samples.lengths) == (label == "parallel sampling")
     assert len(result.prefixes.prefix_tokens) == 0
-    measured, samples = measured_values(measurement.claims(result)), result.samples
+    measured = measured_values(measurement.claims(result))
+    samples = result.samples
     if label == "parallel sampling":
         saved = measured.pop("pages saved by 4 answers, short prompts")
         assert saved == pytest.approx(100 * samples.saved_share[0])

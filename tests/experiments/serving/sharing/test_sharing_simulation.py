@@ -29,7 +29,8 @@ def test_a_prefix_is_stored_once_or_in_every_reservation() -> None:
     def member(system: str) -> SimulationMember:
         return simulation._translations(system, 341, 10.0, 3.0, seed=1)
 
-    ours, theirs = member("paged"), member("Orca (Oracle)")
+    ours = member("paged")
+    theirs = member("Orca (Oracle)")
     own = np.asarray(theirs.workload.prompt) - 341
     # 21 pages of 16 hold 336 of the tokens; each request stores the other 5 itself.
     np.testing.assert_array_equal(np.asarray(ours.workload.prompt), own + 5)
