@@ -83,12 +83,12 @@ class PeerProcess:
         self._errors.close()
 
     def ask(
-        self, asked: dict[str, Any], limit_s: float = threading.TIMEOUT_MAX
+        self, question: dict[str, Any], limit_s: float = threading.TIMEOUT_MAX
     ) -> dict[str, Any]:
         """Sends a question, and waits for the answer.
 
         Args:
-          asked: JSON document.
+          question: JSON document.
           limit_s: time limit in s, after which the process is ended.
 
         Raises:
@@ -98,7 +98,7 @@ class PeerProcess:
         assert self._process.stdin is not None
         with self._limit(limit_s):
             with contextlib.suppress(BrokenPipeError):  # reported by the next read
-                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.write(json.dumps(question) + "\n")
                 self._process.stdin.flush()
             return self._hear()
 
@@ -151,19 +151,19 @@ def start_peers[P: PeerProcess](
     Raises:
       ValueError: the interpreter cannot be started, or a required peer is absent.
     """
-    found: list[P] = []
+    processes: list[P] = []
     absent: dict[str, str] = {}
     if python is None:
-        return found, absent
+        return processes, absent
     # All peers load their libraries concurrently.
     for peer in [kind(name, python, *words) for name, words in peers.items()]:
         try:
-            found.append(stack.enter_context(peer))
+            processes.append(stack.enter_context(peer))
         except ValueError as error:
             absent[peer.name] = str(error).removeprefix(f"{peer.name}: ")
-    if needed and not found:
+    if needed and not processes:
         raise ValueError(f"{python}: no peer: {format_absent(absent)}")
-    return found, absent
+    return processes, absent
 
 
 def format_absent(absent: Mapping[str, str]) -> str:

@@ -59,12 +59,12 @@ def find_records(folder: Path) -> list[ClaimsRecord]:
     Raises:
       ValueError: there is no run folder, or a file in one is invalid.
     """
-    found = [
+    records = [
         read_record(path.parent, folder) for path in sorted(folder.rglob("claims.json"))
     ]
-    if not found:
+    if not records:
         raise ValueError(f"{folder}: holds no run folder with a claims.json")
-    return found
+    return records
 
 
 _OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
@@ -143,9 +143,9 @@ _WORDS = (
 
 def _first_line(records: list[ClaimsRecord]) -> str:
     """Counts verdicts by kind."""
-    found = count_verdicts(claim for record in records for claim in record.claims)
+    counts = count_verdicts(claim for record in records for claim in record.claims)
     shown, fits, checks, ways = (
-        found[x] for x in ("reproductions", "calibrated", "checks", "directions")
+        counts[x] for x in ("reproductions", "calibrated", "checks", "directions")
     )
     directions = f"{ways['holds']} hold, {ways['fails']} fail"
     if undecided := sum(ways.values()) - ways["holds"] - ways["fails"]:
@@ -157,7 +157,7 @@ def _first_line(records: list[ClaimsRecord]) -> str:
         f"Calibrated ({sum(fits.values())}): {_plain_counts(fits)}",
         f"Own checks ({sum(checks.values())}): {_plain_counts(checks)}",
     ]
-    if skipped := sum(x.get(NOT_JUDGED, 0) for x in found.values()):
+    if skipped := sum(x.get(NOT_JUDGED, 0) for x in counts.values()):
         parts.append(f"Not judged, smoke: {skipped}")
     return ". ".join(parts) + "."
 

@@ -60,12 +60,12 @@ def main() -> dict[str, float]:
         ("shortest job", ShortestJobFirst(jaxkv.fcfs())),
     ):
         members = simulation.stack([SimulationMember(load, machine, policy, cost)])
-        found = simulation.simulate(members, max_slots=8)
+        outcome = simulation.simulate(members, max_slots=8)
         output = np.asarray(load.output)
-        each = normalised_latency_s(found.arrival_s, found.finish_s, output)
-        longest = (found.finish_s - found.arrival_s).max()
-        print(f"{name}: {each[0]:.3f} s per token, longest {longest:.1f} s")
-        latency[name] = float(each[0])
+        latency_s = normalised_latency_s(outcome.arrival_s, outcome.finish_s, output)
+        longest = (outcome.finish_s - outcome.arrival_s).max()
+        print(f"{name}: {latency_s[0]:.3f} s per token, longest {longest:.1f} s")
+        latency[name] = float(latency_s[0])
     return latency
 
 

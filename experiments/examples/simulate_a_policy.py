@@ -54,13 +54,13 @@ def main() -> np.ndarray:
         open_loop(np.random.default_rng(0), ALPACA, rate=rate, num=200)
         for rate in rates
     ]
-    loads = jax.tree.map(lambda *each: jnp.stack(each), *loads)
+    loads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loads)
     each_rate = jax.vmap(run, in_axes=(0, None))
     ends = jax.jit(jax.vmap(each_rate, in_axes=(None, 0)))(loads, limits)
     # Warns about requests that were not served.
-    found = read_outcomes(ends, loads)
+    outcomes = read_outcomes(ends, loads)
     output = np.asarray(loads.output)
-    latency = normalised_latency_s(found.arrival_s, found.finish_s, output)
+    latency = normalised_latency_s(outcomes.arrival_s, outcomes.finish_s, output)
     print(latency.round(3))
     return latency
 

@@ -232,42 +232,44 @@ class ClaimSpec:
         return "calibrated" if is_fitted else self.kind
 
     def published_number(
-        self, words: Mapping[str, Any], found: float | tuple[float, float] | None
+        self, words: Mapping[str, Any], run_number: float | tuple[float, float] | None
     ) -> float | tuple[float, float] | None:
         """Returns the published number; None if the words select no number.
 
         Args:
           words: values of the words.
-          found: number that follows from the run, if the file has none.
+          run_number: number that follows from the run, if the file has none.
 
         Raises:
           ValueError: both the file and the run have a number.
         """
-        if self.published is not None and found is not None:
+        if self.published is not None and run_number is not None:
             raise ValueError("published must be in the file or in the run, not in both")
-        number = found if self.published is None else self.published
+        number = run_number if self.published is None else self.published
         for name in self.by:
             number = number.get(str(words[name])) if isinstance(number, dict) else None
         return None if isinstance(number, dict) else number
 
-    def absolute_tolerance(self, published: float, found: float | None) -> float:
+    def absolute_tolerance(
+        self, published: float, run_tolerance: float | None
+    ) -> float:
         """Returns the tolerance in the claim's unit.
 
         Args:
           published: published number.
-          found: tolerance that follows from the run, if the file has none.
+          run_tolerance: tolerance that follows from the run, if the file has none.
 
         Raises:
           ValueError: both the file and the run have a tolerance, or the file has no
             `because`.
         """
-        if self.tolerance is not None and found is not None:
+        if self.tolerance is not None and run_tolerance is not None:
             raise ValueError("tolerance must be in the file or in the run, not in both")
-        if found and not self.because:
+        if run_tolerance and not self.because:
             raise ValueError("tolerance needs `because`")
         if isinstance(self.tolerance, str):
             return float(self.tolerance.removesuffix("%")) / 100 * abs(published)
-        return (found if self.tolerance is None else self.tolerance) or 0.0
+        return (run_tolerance if self.tolerance is None else self.tolerance) or 0.0
 
 
 AS_STATED = "as stated"
@@ -308,17 +310,17 @@ class ClaimsFile:
     def _read(self) -> tuple[dict[str, str], dict[str, ClaimSpec]]:
         """Texts by name, and claims by id."""
         try:
-            found = tomllib.loads(files.read_text(self.path))
+            document = tomllib.loads(files.read_text(self.path))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{self.path}: cannot be read: {error}") from None
-        words = {name: x for name, x in found.items() if isinstance(x, str)}
-        for id, x in found.items():
+        words = {name: x for name, x in document.items() if isinstance(x, str)}
+        for id, x in document.items():
             if isinstance(x, dict) and "kind" not in x:
-                known = ", ".join(KINDS)
-                raise ValueError(f"{self.path}: {id}: kind is missing; one of: {known}")
+                kinds = ", ".join(KINDS)
+                raise ValueError(f"{self.path}: {id}: kind is missing; one of: {kinds}")
         claims = {
             id: from_plain(ClaimSpec, x, f"{self.path}: {id}")
-            for id, x in found.items()
+            for id, x in document.items()
             if id not in words
         }
         return words, claims
@@ -341,7 +343,7 @@ class ClaimsFile:
         return self._find(id).published
 
     def judge[R](
-        self, found: Callable[[R], Iterable[MeasuredValue]]
+        self, measure: Callable[[R], Iterable[MeasuredValue]]
     ) -> Callable[[R], list[Claim]]:
         """Decorates a function of a result that yields measured numbers.
 
@@ -349,9 +351,9 @@ class ClaimsFile:
         select no published number is left out.
         """
 
-        @functools.wraps(found)
+        @functools.wraps(measure)
         def judged(result: R) -> list[Claim]:
-            claims = (self._judge(each) for each in found(result))
+            claims = (self._judge(measurement) for measurement in measure(result))
             return [claim for claim in claims if claim is not None]
 
         return judged
@@ -361,18 +363,18 @@ class ClaimsFile:
             raise ValueError(f"{self.path}: has no claim {id}")
         return self._read[1][id]
 
-    def _judge(self, found: MeasuredValue) -> Claim | None:
-        spec = self._find(found.id)
-        words = _Words(found.words)
+    def _judge(self, measurement: MeasuredValue) -> Claim | None:
+        spec = self._find(measurement.id)
+        words = _Words(measurement.words)
         words.common = self._read[0]
         is_other = spec.kind == "cannot compare"
-        is_other = is_other if found.differs is None else found.differs
+        is_other = is_other if measurement.differs is None else measurement.differs
         try:
-            published = spec.published_number(words, found.published)
+            published = spec.published_number(words, measurement.published)
             if published is None and spec.by:
                 return None
             note = spec.note.format_map(words).strip()
-            note = note if found.note is None else found.note
+            note = note if measurement.note is None else measurement.note
             kind = spec.kind_of(words)
             if kind == "calibrated":
                 note = f"{spec.fitted.format_map(words)} {note}".strip()
@@ -385,9 +387,9 @@ class ClaimsFile:
                 source=f"{source}; {FROM_MEMORY}" if spec.from_memory else source,
                 published=math.nan if low is None else low,
                 published_high=high,
-                ours=found.value,
+                ours=measurement.value,
                 unit=spec.unit,
-                tolerance=spec.absolute_tolerance(low or 0.0, found.tolerance),
+                tolerance=spec.absolute_tolerance(low or 0.0, measurement.tolerance),
                 relation=spec.relation,
                 kind="reproduces" if kind == "cannot compare" else kind,
                 note=note,
@@ -395,7 +397,7 @@ class ClaimsFile:
             )
             if not is_other:
                 return claim
-            direction = found.direction
+            direction = measurement.direction
             return claim._replace(
                 verdict="differs",
                 # A check remains a check also if its conditions differ.
@@ -404,7 +406,7 @@ class ClaimsFile:
                 note=f"{spec.differs.format_map(words)} {note}".strip(),
             )
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.path}: {found.id}: {error}") from None
+            raise ValueError(f"{self.path}: {measurement.id}: {error}") from None
 
 
 FROM_MEMORY = "set down from memory"

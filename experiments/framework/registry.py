@@ -42,14 +42,14 @@ class RegistryEntry(NamedTuple):
 def entries() -> tuple[RegistryEntry, ...]:
     """Returns all experiments, sorted by name."""
     rooms = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-    found = []
+    catalog = []
     for room, experiments in rooms.items():
         for name, fields in experiments.items():
             module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
-            found.append(
+            catalog.append(
                 RegistryEntry(name, fields["question"], (*fields["configs"],), module)
             )
-    return (*sorted(found),)
+    return (*sorted(catalog),)
 
 
 def find_entry(name: str) -> RegistryEntry:
@@ -58,10 +58,10 @@ def find_entry(name: str) -> RegistryEntry:
     Raises:
       ValueError: no experiment has this name; the message lists similar names.
     """
-    known = {entry.name: entry for entry in entries()}
-    entry = known.get(name.replace("-", "_"))
+    entry_by_name = {entry.name: entry for entry in entries()}
+    entry = entry_by_name.get(name.replace("-", "_"))
     if entry is None:
-        raise ValueError(format_unknown_name("experiment", name, known))
+        raise ValueError(format_unknown_name("experiment", name, entry_by_name))
     return entry
 
 

@@ -57,8 +57,8 @@ def draw_lengths(
     if stretched is None:
         raise ValueError(too_long)
     mask = fits(unit * stretched)
-    kept = unit[mask][: mask.sum() // num * num] * stretched
-    parts = np.sort(kept, axis=0).reshape(num, -1, 2)
+    draws = unit[mask][: mask.sum() // num * num] * stretched
+    parts = np.sort(draws, axis=0).reshape(num, -1, 2)
     sizes = parts.mean(1).round().astype(int)
     prompt = np.maximum(sizes[:, 0], 1)
     output = rng.permutation(np.maximum(sizes[:, 1], 2))

@@ -109,8 +109,8 @@ def make_benchmark_config(
       page_size: tokens per page.
       more: further fields of `EngineConfig`, or replacements.
     """
-    each = ("max_slots", "max_sequences", "queue_capacity", "submit_width")
-    fields: dict[str, Any] = dict.fromkeys(each, batch)
+    size_names = ("max_slots", "max_sequences", "queue_capacity", "submit_width")
+    fields: dict[str, Any] = dict.fromkeys(size_names, batch)
     fields |= {"num_pages": batch * -(-max_length // page_size)} | more
     return EngineConfig(page_size=page_size, max_length=max_length, **fields)
 

@@ -36,11 +36,11 @@ def find_cost_model(name: str) -> CostModel:
     Raises:
       ValueError: the name is unknown, or its folder cannot be read.
     """
-    kind, *rest = name.split(":")
+    kind, *parts = name.split(":")
     fits = DISTSERVE
     if name == FIGURE_12:
         return figure_12_cost()
-    if kind == "distserve" and len(rest) == 2:
+    if kind == "distserve" and len(parts) == 2:
         if name not in DISTSERVE:
             raise ValueError(format_unknown_name("cost model", name, DISTSERVE))
         return distserve_cost(name)
@@ -48,14 +48,14 @@ def find_cost_model(name: str) -> CostModel:
         "roofline": make_roofline_cost,
         "calibrated": make_calibrated_cost,
     }
-    if kind in shaped and len(rest) in (2, 3):
-        num = rest[2] if len(rest) == 3 else "1"
+    if kind in shaped and len(parts) in (2, 3):
+        num = parts[2] if len(parts) == 3 else "1"
         if not num.isdecimal() or int(num) < 1:
             raise ValueError(f"{name!r}: the number of devices must be at least 1")
-        model = shapes.describe(rest[0])
-        device = find_device(rest[1])
+        model = shapes.describe(parts[0])
+        device = find_device(parts[1])
         return shaped[kind](model, device, num_devices=int(num), name=name)
-    if kind == "measured" and rest:
+    if kind == "measured" and parts:
         return fit_measured_steps(Path(name.removeprefix("measured:")))
     raise ValueError(
         f"unknown cost model {name!r}; one of: "
@@ -133,6 +133,8 @@ def _nonnegative(
         if np.linalg.matrix_rank(scaled[:, both] / norms[both]) == len(both):
             apart = both
     best = np.zeros(features.shape[1])
-    found, _ = optimize.nnls(scaled[:, apart] / norms[apart], np.ones(len(seconds)))
-    best[apart] = found / norms[apart]
+    coefficients, _ = optimize.nnls(
+        scaled[:, apart] / norms[apart], np.ones(len(seconds))
+    )
+    best[apart] = coefficients / norms[apart]
     return best, float(np.abs(scaled @ best - 1).max())

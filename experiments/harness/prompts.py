@@ -31,8 +31,8 @@ def draw_ragged_lengths(
       num: number of lengths.
     """
     low, high = bounds
-    drawn = rng.lognormal(0.5 * np.log(low * high), sigma, num)
-    return np.clip(drawn.round(), low, high).astype(int).tolist()
+    lengths = rng.lognormal(0.5 * np.log(low * high), sigma, num)
+    return np.clip(lengths.round(), low, high).astype(int).tolist()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,8 @@ class SentenceLanguage:
                 follows[ids[end]] = follows.get(ids[end], 0.0) + weight
         self._known = np.full((len(weights), max_length), -1, np.int32)
         self._law = np.full((len(weights), len(self.words)), _NEVER, np.float32)
-        for row, (known, follows) in enumerate(weights.items()):
-            self._known[row, : len(known)] = known
+        for row, (prefix, follows) in enumerate(weights.items()):
+            self._known[row, : len(prefix)] = prefix
             total = sum(follows.values())
             for word, weight in follows.items():
                 self._law[row, word] = np.log(weight / total)

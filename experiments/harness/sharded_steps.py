@@ -50,13 +50,13 @@ def count_compiled(
       sequence: tokens of each sequence.
     """
     mesh = make_training_mesh(layout)
-    whole = param_shapes(shape)
+    param_tree = param_shapes(shape)
     params = jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         ),
-        tree_specs(shape, layout, mesh, whole),
-        whole,
+        tree_specs(shape, layout, mesh, param_tree),
+        param_tree,
     )
     windows = jax.ShapeDtypeStruct(
         (batch, sequence + 1),
@@ -66,9 +66,9 @@ def count_compiled(
     gradient = divided_gradient(shape, StepConfig(layout=layout))
     program: Any = jax.jit(gradient).lower(params, windows).compile()
     memory = program.memory_analysis()
-    given = memory.argument_size_in_bytes - 4 * windows.size
+    param_bytes = memory.argument_size_in_bytes - 4 * windows.size
     return DeviceCounts(
-        params=given / NUMBER_BYTES,
+        params=param_bytes / NUMBER_BYTES,
         sent_bytes=collective_bytes(program),
         flops=float(program.cost_analysis()["flops"]),
         kept_bytes=float(memory.temp_size_in_bytes),
@@ -77,8 +77,8 @@ def count_compiled(
 
 def collective_bytes(program: Any) -> float:
     """Returns the bytes that a device sends by the collectives of a program."""
-    found = find_collectives(str(program.as_text()))
-    return sum(each.sent(rank=1) for each in found)
+    collectives = find_collectives(str(program.as_text()))
+    return sum(collective.sent(rank=1) for collective in collectives)
 
 
 def predicted_traffic(

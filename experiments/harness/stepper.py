@@ -151,14 +151,14 @@ class Stepper:
                     raise ValueError(f"request {first} does not fit {self.config}")
                 return
             clock = from_seconds(float(second))
-            self.state, seen = _steps(
+            self.state, step_infos = _steps(
                 self._params, self.state, clock, rules, **self._static
             )
             self.state, drained = _drain(self.state)
-            seen, drained = jax.tree.map(np.asarray, (seen, drained))
+            step_infos, drained = jax.tree.map(np.asarray, (step_infos, drained))
             ended = jax.tree.map(lambda x, rows=drained.is_final: x[rows], drained)
             unfinished -= int(drained.is_final.sum())
-            yield StepperCall(seen, self.state, ended)
+            yield StepperCall(step_infos, self.state, ended)
 
     def serve(
         self,
@@ -175,7 +175,7 @@ class Stepper:
           The record; None if `progress` was stopped, in which case the engine is empty.
         """
         num_cached = np.zeros(len(prompts), int)
-        seen = []
+        step_infos = []
         tokens: dict[tuple[int, int], list[int]] = {}
         started = time.perf_counter()
         for call in self.calls(prompts, asks, policy=policy, eviction=eviction):
@@ -186,13 +186,13 @@ class Stepper:
                 answer = slice(ended.prompt_length[row], ends[row])
                 sample = int(ended.params.sample[row])
                 tokens[name, sample] = ended.tokens[row, answer].tolist()
-            seen.append(call.step_infos)
+            step_infos.append(call.step_infos)
             if progress.stopped:
                 self.clear()
                 return None
         duration_s = time.perf_counter() - started
-        seen = jax.tree.map(lambda *parts: np.concatenate(parts), *seen)
-        return ServingRecord(seen, tokens, num_cached, duration_s)
+        step_infos = jax.tree.map(lambda *parts: np.concatenate(parts), *step_infos)
+        return ServingRecord(step_infos, tokens, num_cached, duration_s)
 
 
 def make_stepper(
@@ -216,11 +216,11 @@ def slot_tokens(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
     order.
     """
     running = state.slots.sequence, state.slots.num_tokens
-    s, (slots, known) = jax.tree.map(np.asarray, (state.sequences, running))
+    s, (slots, num_tokens) = jax.tree.map(np.asarray, (state.sequences, running))
     search = jax.tree.map(np.asarray, state.search)
     tokens = np.full((len(slots), s.tokens.shape[1]), -1, np.int32)
     for slot, row in enumerate(slots):
-        num = 0 if row < 0 else int(known[slot])
+        num = 0 if row < 0 else int(num_tokens[slot])
         tokens[slot, :num] = s.tokens[row, :num]
         if row < 0 or search is None or not search.width[s.group[row]]:
             continue

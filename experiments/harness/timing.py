@@ -25,8 +25,8 @@ def time_call[**P, R](
     """
     jax.block_until_ready((args, options))
     started = time.perf_counter()
-    found = jax.block_until_ready(call(*args, **options))
-    return time.perf_counter() - started, found
+    answer = jax.block_until_ready(call(*args, **options))
+    return time.perf_counter() - started, answer
 
 
 @contextlib.contextmanager
@@ -74,18 +74,18 @@ def measure_in_turns[C](
     """
     turns = [(case, turn) for case in cases for turn in range(num_rounds + 1)]
     systems: list[Any] = []
-    found: dict[str, list[Any]] = {}
+    runs_by_name: dict[str, list[Any]] = {}
     for case, turn in progress.track(turns, bar_label, "turns"):
         if turn == 0:
             progress.show(f"{case_name} {case}, warming up")
             systems = begin(case)
-            found = {each.name: [] for each in systems}
+            runs_by_name = {system.name: [] for system in systems}
             continue
-        for each in systems:
-            progress.show(f"{case_name} {case}, {each.name}")
-            found[each.name].append(measure(case, each))
+        for system in systems:
+            progress.show(f"{case_name} {case}, {system.name}")
+            runs_by_name[system.name].append(measure(case, system))
         if turn == num_rounds:
-            yield case, systems, found
+            yield case, systems, runs_by_name
 
 
 def median_and_spread(rates: Sequence[float]) -> tuple[float, float]:

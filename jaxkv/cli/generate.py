@@ -143,7 +143,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
     write, start_s = (
-        AnswerWriter(headings, whole=is_ranked),
+        AnswerWriter(headings, is_whole=is_ranked),
         time.perf_counter(),
     )
     tuned_s = engine.compile_s  # before the answers

@@ -85,21 +85,24 @@ def join_from_command(args: list[str]) -> list[str]:
     Raises:
       ValueError: a number is missing or out of range, or no process answers.
     """
-    given, rest = _split_flags(args)
-    if not given:
+    value_by_flag, remaining_args = _split_flags(args)
+    if not value_by_flag:
         return args
-    if NAMES[0] not in given:
-        raise ValueError(f"{next(iter(given))} needs {NAMES[0]} HOST:PORT")
+    if NAMES[0] not in value_by_flag:
+        raise ValueError(f"{next(iter(value_by_flag))} needs {NAMES[0]} HOST:PORT")
     from jaxkv.parallel import is_first, join_processes
 
     for name in NAMES[1:]:
-        if name in given and not given[name].isdecimal():
-            raise ValueError(f"{name} {given[name]}: must be a whole number")
-    numbers = [int(given[name]) if name in given else None for name in NAMES[1:]]
-    join_processes(given[NAMES[0]], *numbers)
+        if name in value_by_flag and not value_by_flag[name].isdecimal():
+            raise ValueError(f"{name} {value_by_flag[name]}: must be a whole number")
+    numbers = [
+        int(value_by_flag[name]) if name in value_by_flag else None
+        for name in NAMES[1:]
+    ]
+    join_processes(value_by_flag[NAMES[0]], *numbers)
     if not is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    return rest
+    return remaining_args
 
 
 def is_first_process() -> bool:
@@ -130,17 +133,17 @@ def exit_unjoined(status: int, *, at_once: bool = False) -> int:
 
 
 def _split_flags(args: list[str]) -> tuple[dict[str, str], list[str]]:
-    given: dict[str, str] = {}
-    rest = []
+    value_by_flag: dict[str, str] = {}
+    remaining_args = []
     words = iter(args)
     for word in words:
         name, is_joined, value = word.partition("=")
         if name not in NAMES:
-            rest.append(word)
+            remaining_args.append(word)
             continue
-        if name in given:
+        if name in value_by_flag:
             raise ValueError(f"{name} is given twice")
-        given[name] = value if is_joined else next(words, "")
-        if not given[name]:
+        value_by_flag[name] = value if is_joined else next(words, "")
+        if not value_by_flag[name]:
             raise ValueError(f"{name} needs a value")
-    return given, rest
+    return value_by_flag, remaining_args

@@ -216,7 +216,7 @@ def label_log_axis(axis: Any) -> None:
         return
     decades = math.log10(high / low)
     steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
-    subs = next((x for most, x in steps.items() if decades <= most), (1,))
+    subs = next((x for max_decades, x in steps.items() if decades <= max_decades), (1,))
     axis.set_major_locator(ticker.LogLocator(subs=subs))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(ticker.NullFormatter())

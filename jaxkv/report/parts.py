@@ -152,8 +152,8 @@ def part_to_markdown(part: ReportPart) -> str:
     """Renders a part of a report in Markdown."""
     if isinstance(part, Excerpts):
         blocks = [
-            f"Given:\n\n{_fenced(given)}\n\nWritten:\n\n{_fenced(wrote)}"
-            for given, wrote in part.pairs
+            f"Given:\n\n{_fenced(prompt)}\n\nWritten:\n\n{_fenced(wrote)}"
+            for prompt, wrote in part.pairs
         ]
         return "\n\n".join([f"## {part.title}", *blocks])
     if isinstance(part, Verdicts):

@@ -103,12 +103,12 @@ class ResultRecord:
         Inherited declarations come first.
         """
         fields: Mapping[str, Any] = vars(cls).get("__dataclass_fields__", {})
-        found = {x: fields[x].metadata.get("column", Column()) for x in fields}
+        column_by_name = {x: fields[x].metadata.get("column", Column()) for x in fields}
         for kind in reversed(cls.__mro__):
             for name, value in vars(kind).items():
                 if isinstance(value, property) and hasattr(value.fget, "column"):
-                    found[name] = vars(value.fget)["column"]
-        return found
+                    column_by_name[name] = vars(value.fget)["column"]
+        return column_by_name
 
 
 class ResultTable(ResultRecord):
@@ -145,27 +145,29 @@ class ResultTable(ResultRecord):
     def of(cls, rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Self:
         """Makes a table from rows: values in the order of the columns, or by name."""
         names = [*field_types(cls)]
-        kept = [
+        row_values = [
             [x[name] for name in names] if isinstance(x, Mapping) else x for x in rows
         ]
-        if any(len(row) != len(names) for row in kept):
+        if any(len(row) != len(names) for row in row_values):
             raise ValueError(f"a row of {cls.__name__} must have {', '.join(names)}")
-        columns = zip(*kept, strict=True) if kept else [[] for _ in names]
+        columns = zip(*row_values, strict=True) if row_values else [[] for _ in names]
         return cls(*columns)
 
     @classmethod
     def joined(cls, tables: Iterable[Self]) -> Self:
         """Concatenates the rows of tables."""
-        kept = [[*field_values(each).values()] for each in tables if len(each)]
-        columns = zip(*kept, strict=True)
-        return cls(*map(np.concatenate, columns)) if kept else cls.of([])
+        table_columns = [
+            [*field_values(table).values()] for table in tables if len(table)
+        ]
+        columns = zip(*table_columns, strict=True)
+        return cls(*map(np.concatenate, columns)) if table_columns else cls.of([])
 
     def where(self, **wanted: object) -> Self:
         """Returns the rows whose columns, or properties, have the given values."""
-        here = np.ones(len(self), bool)
+        mask = np.ones(len(self), bool)
         for name, value in wanted.items():
-            here &= np.asarray(getattr(self, name) == value)
-        return self.at(here)
+            mask &= np.asarray(getattr(self, name) == value)
+        return self.at(mask)
 
     def at(self, rows: Any) -> Self:
         """Returns the rows of a mask, or of indices in their order."""
@@ -231,40 +233,40 @@ def metrics(result: Any) -> dict[str, Any]:
     """
     if not isinstance(result, ResultRecord):
         return {"rows": result} if isinstance(result, list) else {}
-    found = {}
+    numbers = {}
     for name, declaration in result.columns().items():
         if not declaration.is_reported:
             continue
         value = getattr(result, name)
         if isinstance(value, ResultTable):
-            found[declaration.key or name] = value.rows()
+            numbers[declaration.key or name] = value.rows()
         elif isinstance(value, ResultRecord):
-            found[declaration.key or name] = metrics(value)
+            numbers[declaration.key or name] = metrics(value)
         elif np.ndim(value) == 0:
-            found[declaration.key or name] = np.asarray(value).item()
-    return found
+            numbers[declaration.key or name] = np.asarray(value).item()
+    return numbers
 
 
 def sheets(result: Any) -> list[parts.ReportPart]:
     """Returns the report of a record: its values, then each table that has rows."""
     declared = result.columns() if isinstance(result, ResultRecord) else {}
     plain = []
-    found = []
+    tables = []
     for name, declaration in declared.items():
         if not declaration.is_reported:
             continue
         value = getattr(result, name)
         if isinstance(value, ResultTable):
             sheet = value.sheet(declaration.heading or name, note=declaration.note)
-            found += [sheet] if len(value) else []
+            tables += [sheet] if len(value) else []
         elif isinstance(value, ResultRecord):
-            found += sheets(value)
+            tables += sheets(value)
         elif np.ndim(value) == 0:
             plain.append(
                 (_heading(name, declaration), format_cell(name, declaration, value))
             )
     first = [parts.Sheet("", ("metric", "value"), plain)] if plain else []
-    return [*first, *found]
+    return [*first, *tables]
 
 
 def format_cell(name: str, declaration: Column, value: Any) -> str:
@@ -288,7 +290,7 @@ def _reported_columns(
 ) -> list[tuple[str, Column, list[Any]]]:
     """Returns name, declaration and values of the named, or of all reported columns."""
     declared = table.columns()
-    found = []
+    columns = []
     for name in names or [
         name for name, declaration in declared.items() if declaration.is_reported
     ]:
@@ -299,8 +301,8 @@ def _reported_columns(
             if declaration.of is None
             else np.array([declaration.of(x) for x in values])
         )
-        found.append((name, declaration, reported.tolist()))
-    return found
+        columns.append((name, declaration, reported.tolist()))
+    return columns
 
 
 _KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}

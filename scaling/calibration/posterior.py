@@ -122,14 +122,14 @@ def fit_posterior(
         range.
     """
     num_draws = validation.integer("num_draws", num_draws, low=2)
-    kept = [stage for stage in stages if not stage.is_overloaded]
-    if not kept:
+    steady_stages = [stage for stage in stages if not stage.is_overloaded]
+    if not steady_stages:
         raise ValueError("stages must have at least one that is not overloaded")
-    data = np.log([_targets(stage) for stage in kept])
+    data = np.log([_targets(stage) for stage in steady_stages])
     whole_s = np.exp(data[:, 0]).tolist()
-    sizes = list(map(LoadSizes.of_stage, kept, whole_s))
-    models = [shapes.describe_checkpoint(stage.model).name for stage in kept]
-    surrogate = jax.jit(make_surrogate(kept))
+    sizes = list(map(LoadSizes.of_stage, steady_stages, whole_s))
+    models = [shapes.describe_checkpoint(stage.model).name for stage in steady_stages]
+    surrogate = jax.jit(make_surrogate(steady_stages))
     jacobian = jax.jit(jax.jacfwd(surrogate))
     batched = jax.jit(jax.vmap(surrogate))
     whitener = _make_whitener(models)
@@ -143,7 +143,7 @@ def fit_posterior(
         near = mode + rng.normal(size=(_DRAWS_PER_ROUND, mode.size)) @ factor.T
         near[0] = mode
         simulated = np.empty((_DRAWS_PER_ROUND, *data.shape))
-        for i, stage in enumerate(kept):
+        for i, stage in enumerate(steady_stages):
             simulated[:, i] = _simulated_targets(stage, near)
             on_simulated()
         errors = np.log(simulated) - np.asarray(batched(jnp.float32(near)))
@@ -169,11 +169,13 @@ def fit_posterior(
         deviations=proposals[chosen],
         residuals=by_model,
         num_stages={name: models.count(name) for name in by_model},
-        stages=tuple(stage.name for stage in kept),
+        stages=tuple(stage.name for stage in steady_stages),
         mode=mode,
         corrections=corrections,
         num_effective=float(1 / np.sum(weight**2)),
-        devices=tuple({find_device(stage.device).name: None for stage in kept}),
+        devices=tuple(
+            {find_device(stage.device).name: None for stage in steady_stages}
+        ),
         fitted_sizes=(
             LoadSizes(*np.min(sizes, axis=0).tolist()),
             LoadSizes(*np.max(sizes, axis=0).tolist()),
@@ -192,15 +194,17 @@ def predict_stage(
     fitted ones, which `find_outside_sizes` names. The measured latencies of the stage
     are not read.
     """
-    found = simulate_stage(stage, draw_coefficients(posterior.deviations))
+    latencies = simulate_stage(stage, draw_coefficients(posterior.deviations))
     name = shapes.describe_checkpoint(stage.model).name
-    sizes = LoadSizes.of_stage(stage, float(np.median(found.end_to_end_s.mean)))
+    sizes = LoadSizes.of_stage(stage, float(np.median(latencies.end_to_end_s.mean)))
     (factor,) = find_latency_factors(posterior, name, sizes).draw(seed=seed)
-    whole, first = factor.T
+    total_factor, first = factor.T
     return StageLatencies(
         *(
             LatencySummary(*(x * scale for x in summary))
-            for summary, scale in zip(found, (whole, first, whole), strict=True)
+            for summary, scale in zip(
+                latencies, (total_factor, first, total_factor), strict=True
+            )
         )
     )
 
@@ -301,8 +305,10 @@ def take_draws(posterior: ServerPosterior, num: int) -> ServerPosterior:
     Raises:
       ValueError: there are fewer draws.
     """
-    most = len(posterior.deviations)
-    num = validation.integer("num", num, low=1, below=most + 1, hint=f"in [1, {most}]")
+    num_available = len(posterior.deviations)
+    num = validation.integer(
+        "num", num, low=1, below=num_available + 1, hint=f"in [1, {num_available}]"
+    )
     return posterior._replace(
         deviations=posterior.deviations[:num],
         residuals={name: x[:num] for name, x in posterior.residuals.items()},
@@ -319,14 +325,14 @@ def leave_out(
       by: "model" leaves out all stages of one model at a time, "load" one stage.
     """
     validation.choice("by", by, ("model", "load"))
-    kept = [stage for stage in stages if not stage.is_overloaded]
+    steady_stages = [stage for stage in stages if not stage.is_overloaded]
     names = [
         shapes.describe_checkpoint(stage.model).name if by == "model" else stage.name
-        for stage in kept
+        for stage in steady_stages
     ]
     for name in dict.fromkeys(names):
         is_out = [x == name for x in names]
-        pairs = list(zip(kept, is_out, strict=True))
+        pairs = list(zip(steady_stages, is_out, strict=True))
         yield [x for x, out in pairs if not out], [x for x, out in pairs if out]
 
 
@@ -346,8 +352,8 @@ def make_surrogate(
         coefficients = ServerCoefficients(*(median * jnp.exp(spread * deviations)))
 
         def one(load: SteadyLoad, cost: ServerCost) -> Float[Array, " 2"]:
-            found = find_steady_state(load, cost._replace(coefficients=coefficients))
-            return jnp.log(jnp.stack([found.end_to_end_s, found.first_token_s]))
+            state = find_steady_state(load, cost._replace(coefficients=coefficients))
+            return jnp.log(jnp.stack([state.end_to_end_s, state.first_token_s]))
 
         return jax.vmap(one)(*numbers)
 
@@ -363,8 +369,10 @@ def _targets(stage: MeasuredStage) -> tuple[float, float]:
 def _simulated_targets(
     stage: MeasuredStage, deviations: Float[np.ndarray, "draws coefficients"]
 ) -> Float[np.ndarray, "draws 2"]:
-    found = simulate_stage(stage, draw_coefficients(deviations))
-    return np.stack([found.end_to_end_s.mean, found.first_token_s.median], axis=1)
+    latencies = simulate_stage(stage, draw_coefficients(deviations))
+    return np.stack(
+        [latencies.end_to_end_s.mean, latencies.first_token_s.median], axis=1
+    )
 
 
 def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"]:
@@ -382,8 +390,8 @@ def _whiten(
     residuals: Float[np.ndarray, "*draws stages 2"],
 ) -> Float[np.ndarray, "*draws residuals"]:
     """Returns independent residuals of variance 1, of all stages and both times."""
-    found = np.einsum("kij,...jk->...ik", whitener, residuals)
-    return found.reshape(*residuals.shape[:-2], -1)
+    white_residuals = np.einsum("kij,...jk->...ik", whitener, residuals)
+    return white_residuals.reshape(*residuals.shape[:-2], -1)
 
 
 def _find_mode(
@@ -406,8 +414,8 @@ def _find_mode(
         return np.concatenate([_whiten(whitener, residuals), -at])
 
     def slopes(at: np.ndarray) -> np.ndarray:
-        found = np.asarray(jacobian(jnp.float32(at)), np.float64)
-        rows = _whiten(whitener, np.moveaxis(found, -1, 0)).T
+        derivatives = np.asarray(jacobian(jnp.float32(at)), np.float64)
+        rows = _whiten(whitener, np.moveaxis(derivatives, -1, 0)).T
         return np.concatenate([rows, np.eye(at.size)])
 
     at = start
@@ -417,11 +425,11 @@ def _find_mode(
         step *= min(1.0, _LONGEST_STEP / np.linalg.norm(step))
         trials = [at + step * 0.5**k for k in range(12)]
         better = (x for x in trials if np.sum(errors(x) ** 2) < np.sum(error**2))
-        if (there := next(better, None)) is None:
+        if (trial := next(better, None)) is None:
             break
-        at = there
+        at = trial
         before = error
-        error = errors(there)
+        error = errors(trial)
         if np.sum(before**2) - np.sum(error**2) < 1e-6:
             break
     matrix = slopes(at)

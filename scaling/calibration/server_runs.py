@@ -165,7 +165,7 @@ def simulate_server(
     waiting = list(range(len(loads)))
     while waiting:
         chosen = [loads[at] for at in waiting]
-        found = simulate(
+        simulation = simulate(
             _make_members(setup, chosen, coefficients, policy),
             max_slots=num_slots,
             head=head,
@@ -175,11 +175,11 @@ def simulate_server(
         )
         longest = head
         for place, at in enumerate(waiting):
-            run, most = _read_run(setup, chosen, place, coefficients, found)
-            has_slots = most <= num_slots or num_slots == setup.max_num_seqs
-            if (has_slots and (is_ordered or most <= head)) or progress.stopped:
+            run, peak = _read_run(setup, chosen, place, coefficients, simulation)
+            has_slots = peak <= num_slots or num_slots == setup.max_num_seqs
+            if (has_slots and (is_ordered or peak <= head)) or progress.stopped:
                 runs[at] = run
-            longest = max(longest, most)
+            longest = max(longest, peak)
         waiting = [at for at in waiting if at not in runs]
         num_slots = min(2 * num_slots, setup.max_num_seqs)
         if not is_ordered:
@@ -220,9 +220,9 @@ def _make_members(
     and no member waits for a longer one.
     """
     cost = setup.cost(jax.tree.map(lambda _: 0.0, coefficients))
-    most = max(load.workload.prompt.shape[0] for load in loads)
-    padded = -(-most // _REQUESTS) * _REQUESTS
-    each = stack(
+    max_requests = max(load.workload.prompt.shape[0] for load in loads)
+    padded = -(-max_requests // _REQUESTS) * _REQUESTS
+    load_members = stack(
         [
             SimulationMember(
                 workload=pad_workload(load.workload, padded),
@@ -239,7 +239,7 @@ def _make_members(
         ]
     )
     num_draws = len(np.asarray(coefficients.step_s))
-    members: Any = jax.tree.map(lambda x: np.concatenate([x] * num_draws), each)
+    members: Any = jax.tree.map(lambda x: np.concatenate([x] * num_draws), load_members)
     draws = jax.tree.map(lambda x: np.repeat(x, len(loads)), coefficients)
     return members._replace(cost=members.cost._replace(coefficients=draws))
 
@@ -249,7 +249,7 @@ def _read_run(
     loads: Sequence[ServerLoad],
     place: int,
     coefficients: ServerCoefficients,
-    found: SimulationResult,
+    simulation: SimulationResult,
 ) -> tuple[ServerRun, int]:
     """Returns the run of a load, and the largest number of requests in the system."""
     load = loads[place]
@@ -257,9 +257,9 @@ def _read_run(
     output = np.asarray(load.workload.output)
     arrival, first, finish = (
         x[place::step, : output.size]
-        for x in (found.arrival_s, found.first_s, found.finish_s)
+        for x in (simulation.arrival_s, simulation.first_s, simulation.finish_s)
     )
-    most = max(map(_max_in_system, arrival, finish))
+    peak = max(map(_max_in_system, arrival, finish))
     # The delays of a request change no schedule, so they are added here.
     f: Any = jax.tree.map(lambda x: np.asarray(x, np.float64)[:, None], coefficients)
     late_s = f.ingest_s + f.delivery_lag * (finish - first) / np.maximum(output - 1, 1)
@@ -268,17 +268,17 @@ def _read_run(
     def share(used: Any) -> np.ndarray:
         return (np.asarray(used)[place::step] + load.resident_blocks) / blocks
 
-    trace = found.trace
+    trace = simulation.trace
     run = ServerRun(
         load=load,
         arrival_s=arrival,
         first_s=first + late_s + f.first_token_s,
         finish_s=finish + late_s + f.stream_s,
-        used_share=share(found.means.used_pages),
+        used_share=share(simulation.means.used_pages),
         step_start_s=None if trace is None else trace.start_s[place::step],
         step_used_share=None if trace is None else share(trace.info.used_pages),
     )
-    return run, most
+    return run, peak
 
 
 def _max_in_system(

@@ -104,14 +104,16 @@ def make_stage_load(
     index = np.arange(num)
     prompt = np.maximum(distinct, 1)[index % stage.num_prompts]
     arrival_s = draw_arrivals(rng, stage.arrivals, rate_per_s=stage.rate_per_s, num=num)
-    known = np.zeros(num, int)
+    prefix_tokens = np.zeros(num, int)
     resident = 0
     if stage.prefix_caching:
-        known = prompt
+        prefix_tokens = prompt
         if stage.stage == 0:
             system = stage.system_prompt_tokens * (index >= stage.system_prompts)
             is_new = index < stage.num_prompts
-            known = np.where(is_new, np.minimum(known, system), known)
+            prefix_tokens = np.where(
+                is_new, np.minimum(prefix_tokens, system), prefix_tokens
+            )
         system = stage.system_prompt_tokens // stage.block_size
         shared = (stage.num_prompts - stage.system_prompts) * system
         resident = int(np.sum(distinct // stage.block_size)) - shared
@@ -119,7 +121,7 @@ def make_stage_load(
         arrival_s,
         prompt,
         np.full(num, stage.answer_tokens),
-        known=known,
+        prefix_tokens=prefix_tokens,
         block_size=stage.block_size,
         warm_up_s=warm_up_s,
         window_s=window_s,
@@ -192,9 +194,9 @@ def compare_stage(stage: MeasuredStage, predicted: StageLatencies) -> str:
     Of several draws the median is shown, with the interval of 90 % of them.
     """
     lines = [f"{stage.name}  {stage.rate_per_s:g} requests/s"]
-    for name, found in predicted._asdict().items():
+    for name, summary in predicted._asdict().items():
         real = getattr(stage, name)
-        for statistic, values in found._asdict().items():
+        for statistic, values in summary._asdict().items():
             low, middle, high = 1e3 * np.quantile(values, [0.05, 0.5, 0.95])
             label = f"{name.removesuffix('_s').replace('_', '-')} {statistic}"
             line = f"  {label:20} {middle:9.2f} ms"

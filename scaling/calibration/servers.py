@@ -227,7 +227,7 @@ def make_server_load(
     prompt: Int[np.ndarray, " requests"],
     answer: Int[np.ndarray, " requests"],
     *,
-    known: Int[np.ndarray, " requests"],
+    prefix_tokens: Int[np.ndarray, " requests"],
     block_size: int,
     warm_up_s: float,
     window_s: float,
@@ -242,8 +242,8 @@ def make_server_load(
       arrival_s: arrival times in s, ascending.
       prompt: tokens of each prompt, known ones included.
       answer: tokens of each answer.
-      known: leading tokens of each prompt that an earlier prompt had as well; 0 without
-        a prefix cache.
+      prefix_tokens: leading tokens of each prompt that an earlier prompt had as well;
+        0 without a prefix cache.
       block_size: tokens of a block.
       warm_up_s: start of the window in s.
       window_s: length of the window in s.
@@ -252,7 +252,7 @@ def make_server_load(
     Raises:
       ValueError: a number is out of range, or no request arrives in the window.
     """
-    cached = np.minimum(known, prompt - 1) // block_size * block_size
+    cached = np.minimum(prefix_tokens, prompt - 1) // block_size * block_size
     workload = make_workload(arrival_s, prompt - cached, answer, context=cached)
     load = ServerLoad(workload, warm_up_s, window_s, resident_blocks)
     if not load.is_measured.any():

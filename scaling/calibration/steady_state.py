@@ -80,8 +80,8 @@ def find_steady_state(load: SteadyLoad, cost: ServerCost) -> SteadyState:
         return cost(work)
 
     def num_decoding(step_s: Float[Array, ""]) -> Float[Array, ""]:
-        found = load.rate_per_s * (answer - 1) * step_s
-        return jnp.minimum(found, load.max_num_seqs)
+        concurrency = load.rate_per_s * (answer - 1) * step_s
+        return jnp.minimum(concurrency, load.max_num_seqs)
 
     def improve(step_s: Float[Array, ""], _: None) -> tuple[Float[Array, ""], None]:
         return step(num_decoding(step_s), load.rate_per_s * step_s), None

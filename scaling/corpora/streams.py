@@ -99,17 +99,17 @@ def digest_streams(*streams: np.ndarray) -> str:
     Of a stream of more than 2**28 tokens, only the length and 256 evenly spaced pieces
     are hashed.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for stream in streams:
-        found.update(f"{stream.dtype.name} {len(stream)} ".encode())
+        hasher.update(f"{stream.dtype.name} {len(stream)} ".encode())
         starts = range(0, len(stream), _PIECE)
         if len(stream) > _DIGESTED_WHOLE:
             spaced = np.linspace(0, len(stream) - _PIECE, _NUM_PIECES)
             starts = [int(start) for start in spaced]
         for start in starts:
             piece = stream[start : start + _PIECE]
-            found.update(piece.astype(piece.dtype.newbyteorder("<")).tobytes())
-    return found.hexdigest()
+            hasher.update(piece.astype(piece.dtype.newbyteorder("<")).tobytes())
+    return hasher.hexdigest()
 
 
 @validation.checks_numbers()

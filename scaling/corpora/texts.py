@@ -115,16 +115,16 @@ def load_documents(config: CorpusConfig) -> TextSplit:
     """
     if config.pattern == DOCUMENTATION.pattern:
         what = "the documentation folders"
-        found = [*_documentation()]
+        entries = [*_documentation()]
     elif config.pattern:
         what = config.pattern
-        found = [*_matching(config.pattern)]
+        entries = [*_matching(config.pattern)]
     else:
         what = "the standard library"
-        found = [*_standard_library()]
+        entries = [*_standard_library()]
     documents = []
-    seen = set()
-    for name, path in sorted(found):
+    digests = set()
+    for name, path in sorted(entries):
         try:
             text = path.read_bytes()
             text.decode()
@@ -133,13 +133,13 @@ def load_documents(config: CorpusConfig) -> TextSplit:
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         digest = hashlib.sha256(text).digest()
-        if text and digest not in seen:
-            seen.add(digest)
+        if text and digest not in digests:
+            digests.add(digest)
             documents.append(Document(name, path, text))
     if not documents:
         raise ValueError(
             f"no text files in {what}"
-            + (f": {len(found)} files, all empty or not UTF-8" if found else "")
+            + (f": {len(entries)} files, all empty or not UTF-8" if entries else "")
         )
     split = TextSplit([], [])
     for document in documents:
@@ -201,7 +201,7 @@ def _matching(pattern: str) -> Iterator[tuple[str, Path]]:
     parts = PurePath(pattern).parts
     fixed = next((i for i, p in enumerate(parts) if glob.has_magic(p)), len(parts) - 1)
     root = Path(*parts[:fixed])
-    for found in glob.iglob(pattern, recursive=True):
-        path = Path(found)
+    for filename in glob.iglob(pattern, recursive=True):
+        path = Path(filename)
         if path.is_file():
             yield path.relative_to(root).as_posix(), path

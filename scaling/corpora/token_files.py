@@ -75,27 +75,27 @@ def open_token_files(config: TokenFileConfig) -> streams.Corpus:
 def _mapped(path: Path, config: TokenFileConfig) -> np.ndarray:
     try:
         if path.suffix == ".npy":
-            found = np.load(path, mmap_mode="r")
+            tokens = np.load(path, mmap_mode="r")
         else:
             dtype = np.dtype(config.dtype).newbyteorder("<")
             size = path.stat().st_size
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(f"{size} bytes are no whole {config.dtype} tokens")
-            found = np.memmap(path, dtype, "r")
+            tokens = np.memmap(path, dtype, "r")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    if found.ndim != 1 or found.dtype not in (np.uint16, np.uint32):
+    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
         raise ValueError(
-            f"{path}: holds {found.dtype} in {found.ndim} axes, not uint16 or uint32 "
+            f"{path}: holds {tokens.dtype} in {tokens.ndim} axes, not uint16 or uint32 "
             "in one"
         )
-    for start in range(0, len(found), _SCANNED):
-        piece = found[start : start + _SCANNED]
+    for start in range(0, len(tokens), _SCANNED):
+        piece = tokens[start : start + _SCANNED]
         if (top := int(piece.max())) >= config.vocab_size:
             where = start + int(piece.argmax())
             raise ValueError(
                 f"{path}: token {where} is {top}, not below {config.vocab_size=}"
             )
-    return found
+    return tokens

@@ -74,27 +74,27 @@ def stored_tensors(
     n = model.attention.num_q_heads
     norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e
-    found = [
+    tensors = [
         norm("inputs of the norms", f"{size} h", size * h),
         norm("outputs of the norms", f"{2 * e} h", 2 * e * h),
     ]
     if dropout:
-        found.append(norm("dropout masks of the branches", "2 h", 2 * h))
-    found += _attention(model, e)
+        tensors.append(norm("dropout masks of the branches", "2 h", 2 * h))
+    tensors += _attention(model, e)
     scores = functools.partial(StoredTensor, "scores", place="every", divided="heads")
     if flash:
-        found.append(scores("log-sum-exp", "4 n", 4 * n))
+        tensors.append(scores("log-sum-exp", "4 n", 4 * n))
     else:
-        found.append(scores("weights", f"{e} n s", e * n * sequence))
+        tensors.append(scores("weights", f"{e} n s", e * n * sequence))
     if dropout and not flash:
-        found.append(scores("mask of the weights", "n s", n * sequence))
-        found.append(scores("weights that are left", f"{e} n s", e * n * sequence))
+        tensors.append(scores("mask of the weights", "n s", n * sequence))
+        tensors.append(scores("weights that are left", f"{e} n s", e * n * sequence))
     if model.num_dense_layers:
         inner = e * (2 + model.gated)
         name = "gate, up and their product" if model.gated else "up, before and after"
         width = inner * model.mlp_size
-        found.append(StoredTensor("mlp", name, f"{inner} i", width, "dense", "heads"))
-    return (*found, *_experts(model, e))
+        tensors.append(StoredTensor("mlp", name, f"{inner} i", width, "dense", "heads"))
+    return (*tensors, *_experts(model, e))
 
 
 def per_token(
@@ -130,9 +130,9 @@ def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     n = model.attention.num_q_heads
 
     def tensor(name: str, formula: str, numbers: int, divided: Divided) -> StoredTensor:
-        made = e * numbers
+        num_bytes = e * numbers
         return StoredTensor(
-            "attention", name, f"{e} · {formula}", made, "every", divided
+            "attention", name, f"{e} · {formula}", num_bytes, "every", divided
         )
 
     if isinstance(a, HeadAttention):

@@ -94,7 +94,7 @@ def forward_terms(
     """
     tokens = batch * sequence
     places = parameters.place_counts(model)
-    found = []
+    terms = []
     for weight in parameters.list_weights(model):
         if not weight.applied or weight.place == "ahead":
             continue
@@ -103,7 +103,7 @@ def forward_terms(
         repeats = f"{weight.applied} · " if weight.applied > 1 else ""
         formula = f"2 · {repeats}{weight.formula}"
         flops = 2 * weight.size * number * times
-        found.append(FlopTerm(weight.part, weight.name, formula, flops, "s"))
+        terms.append(FlopTerm(weight.part, weight.name, formula, flops, "s"))
     scores, values, formulas = _widths(model, absorbed=past > 0)
     pairs = batch * model.over_layers(
         lambda window: twice_pairs(sequence, past, window, attention)
@@ -112,8 +112,8 @@ def forward_terms(
         ("scores", scores, formulas[0]),
         ("values", values, formulas[1]),
     ):
-        found.append(FlopTerm("attention", name, formula, pairs * width, "s^2"))
-    return tuple(found)
+        terms.append(FlopTerm("attention", name, formula, pairs * width, "s^2"))
+    return tuple(terms)
 
 
 @validation.checks_numbers(

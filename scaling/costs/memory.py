@@ -174,11 +174,11 @@ def max_undivided_params(model: ModelShape, layout: Layout) -> int:
 
     The number is that of the pipeline stage with the most.
     """
-    found = [
+    weights = [
         w for w in parameters.list_weights(model) if w.split == "none" and w.stored
     ]
     stages = (_times(model, layout, stage) for stage in range(layout.pipeline))
-    return max(sum(w.size * times[w.place] for w in found) for times in stages)
+    return max(sum(w.size * times[w.place] for w in weights) for times in stages)
 
 
 def _times(model: ModelShape, layout: Layout, stage: int) -> dict[str, int]:
@@ -200,7 +200,9 @@ def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:
     return max((device_params(model, layout, stage=stage) for stage in stages), key=sum)
 
 
-def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMemory:
+def _stage(
+    model, stage, sizes, layout, param_bytes, checkpointing, how
+) -> TrainingMemory:
     batch, sequence, micro_batches = sizes
     params = device_params(model, layout, stage=stage)
     last = layout.pipeline - 1
@@ -212,28 +214,28 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMem
 
     tokens = batch * sequence // layout.context
     tensors = costs_activations.stored_tensors(model, sequence=sequence, **how)
-    whole = per_token(tensors, model, layout)
-    kept = whole
+    full_bytes = per_token(tensors, model, layout)
+    stored_bytes = full_bytes
     if checkpointing == "selective":
         left = (tensor for tensor in tensors if tensor.part != "scores")
-        kept = per_token(left, model, layout)
-    width = model.hidden_size * each.weight
+        stored_bytes = per_token(left, model, layout)
+    width = model.hidden_size * param_bytes.weight
     if checkpointing in ("full", "boundary"):
         # Kept whole on every tensor-parallel device: Korthikanti et al. 2022, table 2.
-        kept = width, width
+        stored_bytes = width, width
     layers = _layers_of(model, layout, stage)
-    activations = tokens * sum(kept[model.mixture_layers[x]] for x in layers)
-    again = tokens * max(whole[model.mixture_layers[x]] for x in layers)
+    activations = tokens * sum(stored_bytes[model.mixture_layers[x]] for x in layers)
+    again = tokens * max(full_bytes[model.mixture_layers[x]] for x in layers)
     logits = 4.0 * tokens * _vocab_part(model, layout) if stage == last else 0.0
     parts = layout.tensor if layout.sequence else 1
     ends = 2 * tokens * width / parts if stage == last else 0.0
     if how["dropout"] and stage == 0:
         ends += tokens * model.hidden_size / parts
     return TrainingMemory(
-        weights=state(each.weight, 3),
-        gradients=state(each.gradient, 2),
-        master=state(each.master, 1),
-        moments=state(each.moments, 1),
+        weights=state(param_bytes.weight, 3),
+        gradients=state(param_bytes.gradient, 2),
+        master=state(param_bytes.master, 1),
+        moments=state(param_bytes.moments, 1),
         activations=activations * min(layout.pipeline - stage, micro_batches),
         recomputed=again if checkpointing == "boundary" else 0.0,
         ends=ends,
@@ -243,8 +245,8 @@ def _stage(model, stage, sizes, layout, each, checkpointing, how) -> TrainingMem
 
 
 def _layers_of(model: ModelShape, layout: Layout, stage: int) -> range:
-    each = model.num_layers // layout.pipeline
-    return range(stage * each, (stage + 1) * each)
+    layers_per_stage = model.num_layers // layout.pipeline
+    return range(stage * layers_per_stage, (stage + 1) * layers_per_stage)
 
 
 def _vocab_part(model: ModelShape, layout: Layout) -> int:

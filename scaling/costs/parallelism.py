@@ -132,9 +132,9 @@ def parse_layout(text: str, *, zero: int = 0) -> Layout:
         key, _, value = word.partition("=")
         name = _SHORT.get(key, key)
         if name not in names:
-            known = ", ".join(sorted({*_SHORT, *names}))
+            choices = ", ".join(sorted({*_SHORT, *names}))
             raise ValueError(
-                f"unknown parallelism {key!r} in {text!r}; one of: {known}"
+                f"unknown parallelism {key!r} in {text!r}; one of: {choices}"
             )
         if name in degrees:
             raise ValueError(f"{name} is given twice in {text!r}")

@@ -85,8 +85,8 @@ def count_weights(
     listed: Iterable[Weight], places: Mapping[Place, int]
 ) -> ParameterCounts:
     """Counts weights by every convention, each times the number of its places."""
-    found = [(w, w.size * places[w.place]) for w in listed]
-    inside = [(w, size) for w, size in found if w.place != "ahead"]
+    sizes = [(w, w.size * places[w.place]) for w in listed]
+    inside = [(w, size) for w, size in sizes if w.place != "ahead"]
     tables = ("embedding", "positions", "head")
     looked_up = sum(s for w, s in inside if w.part in ("embedding", "positions"))
     active = sum(s * w.active for w, s in inside)
@@ -97,7 +97,7 @@ def count_weights(
         active=active,
         active_non_embedding=active - looked_up,
         matmul_total=sum(s * max(w.stored, w.applied) for w, s in inside if w.applied),
-        ahead=sum(s * w.stored for w, s in found if w.place == "ahead"),
+        ahead=sum(s * w.stored for w, s in sizes if w.place == "ahead"),
     )
 
 
@@ -125,28 +125,28 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     h = model.hidden_size
     v = model.vocab_size
     rows = model.position_rows
-    found = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
+    weights = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
     if rows:
-        found.append(Weight("positions", "positions", "r h", rows * h, "first"))
+        weights.append(Weight("positions", "positions", "r h", rows * h, "first"))
     layers = [*_attention(model)]
     if model.num_dense_layers:
         layers += _mlp(model)
     if model.num_mixture_layers:
         layers += _experts(model)
     layers.append(_norms(model, "block norms", model.norms_per_layer, "every"))
-    found += [*layers, _norms(model, "final norm", 1, "last")]
+    weights += [*layers, _norms(model, "final norm", 1, "last")]
     stored = int(not model.tie_embeddings)
     head = Weight("head", "head", "v h", v * h, "last", stored, stored, 1, "vocab")
-    found.append(head)
+    weights.append(head)
     if model.num_ahead_layers:
         # A layer like the last one, and a projection that joins it: DeepSeek-AI 2024,
         # arXiv:2412.19437, section 2.2.
         kinds = ("every", "mixture" if model.mixture_layers[-1] else "dense")
-        found += [x._replace(place="ahead") for x in layers if x.place in kinds]
-        found.append(Weight("ahead", "join", "2 h h", 2 * h * h, "ahead", applied=1))
+        weights += [x._replace(place="ahead") for x in layers if x.place in kinds]
+        weights.append(Weight("ahead", "join", "2 h h", 2 * h * h, "ahead", applied=1))
         names = ("embedding norm", "hidden norm", "final norm")
-        found += [_norms(model, name, 1, "ahead") for name in names]
-    return tuple(found)
+        weights += [_norms(model, name, 1, "ahead") for name in names]
+    return tuple(weights)
 
 
 def _attention(model: ModelShape) -> Iterable[Weight]:
@@ -169,13 +169,13 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
         if a.qk_norm:
             yield plain("query and key norms", "2 d", 2 * d)
         return
-    made = n * a.key_dim
+    q_width = n * a.key_dim
     if (q := a.q_rank) is None:
-        yield weight("query", "h n (dn + dr)", h * made, split="heads")
+        yield weight("query", "h n (dn + dr)", h * q_width, split="heads")
     else:
         yield weight("query, down", "h q", h * q)
         yield plain("query norm", "q", q)
-        yield weight("query, up", "q n (dn + dr)", q * made, split="heads")
+        yield weight("query, up", "q n (dn + dr)", q * q_width, split="heads")
     c = a.kv_rank
     yield weight("latent, down", "h (c + dr)", h * (c + a.rope_dim))
     yield plain("latent norm", "c", c)

@@ -30,9 +30,9 @@ def stage_recomputation_traffic(
     layout = sent_in.layout
     if layout.pipeline == 1:
         return
-    for each in layers:
-        if each.forward and each.scheme != "balance":
-            yield _recomputed(each, each.forward)
+    for traffic in layers:
+        if traffic.forward and traffic.scheme != "balance":
+            yield _recomputed(traffic, traffic.forward)
     if (p := layout.tensor) > 1:
         # An all-reduce; with sequence parallelism only a reduce-scatter.
         times = 1 if layout.sequence else 2
@@ -54,15 +54,15 @@ def product_recomputation_traffic(
     layout = sent_in.layout
     block = sent_in.block
     p = sent_in.layout.tensor
-    for each in layers:
-        if each.scheme == "tensor" and layout.sequence:
+    for traffic in layers:
+        if traffic.scheme == "tensor" and layout.sequence:
             num = 2 * sent_in.model.num_layers + sent_in.mixtures
             sent = exchanges.ring_share(p) * block * num
             name = "reduce-scatters of a layer"
             formula = "2 (p-1)/p · b s h u · L"
-            yield _recomputed(each._replace(name=name, formula=formula), sent)
-        elif each.forward and each.scheme != "balance":
-            yield _recomputed(each, each.forward)
+            yield _recomputed(traffic._replace(name=name, formula=formula), sent)
+        elif traffic.forward and traffic.scheme != "balance":
+            yield _recomputed(traffic, traffic.forward)
     if p > 1:
         sent = 2 * exchanges.ring_share(p) * block
         name = "embedding, run again"
@@ -76,6 +76,6 @@ def product_recomputation_traffic(
         yield Traffic("vocabulary", name, formula, 0.0, small)
 
 
-def _recomputed(each: Traffic, sent: float) -> Traffic:
-    name = f"{each.name}, run again"
-    return Traffic(each.scheme, name, each.formula, 0.0, sent)
+def _recomputed(traffic: Traffic, sent: float) -> Traffic:
+    name = f"{traffic.name}, run again"
+    return Traffic(traffic.scheme, name, traffic.formula, 0.0, sent)

@@ -56,16 +56,16 @@ def list_residuals(
     e = number_bytes
     heads = c.num_q_heads * c.head_dim
     kv_heads = c.num_kv_heads * c.head_dim
-    found = [Residual("ends", "token", 4)]
+    residuals = [Residual("ends", "token", 4)]
     if c.positions == "learned":
-        found.append(Residual("ends", "position", 4))
+        residuals.append(Residual("ends", "position", 4))
 
     def norm(name: str, size: int, count: int, *, output: bool) -> None:
-        each = {"input in float32": 4 * size, "normed": e * size, "deviation": 8}
+        widths = {"input in float32": 4 * size, "normed": e * size, "deviation": 8}
         if output:
-            each["output"] = e * size
-        for what, width in each.items():
-            found.append(Residual("norms", f"{name}: {what}", width * count))
+            widths["output"] = e * size
+        for what, width in widths.items():
+            residuals.append(Residual("norms", f"{name}: {what}", width * count))
 
     layers = c.num_layers
     norm("block norms", c.hidden_size, 2 * layers, output=True)
@@ -75,25 +75,25 @@ def list_residuals(
         norm("query and key norms", c.head_dim, num_heads, output=False)
     if c.positions == "rope":
         # Cosine and sine of half a head, in the shape of queries and in that of keys.
-        found.append(Residual("rope", "angles", 4 * 4 * (c.head_dim // 2) * layers))
+        residuals.append(Residual("rope", "angles", 4 * 4 * (c.head_dim // 2) * layers))
 
     def add(part: str, name: str, width: int) -> None:
-        found.append(Residual(part, name, width * layers))
+        residuals.append(Residual(part, name, width * layers))
 
     add("attention", "queries", e * heads)
     add("attention", "keys and values", e * 2 * kv_heads)
     add("attention", "output, by sequence and by row", e * 2 * heads)
     add("attention", "log-sum-exp", 4 * c.num_q_heads)
-    kept = _KEPT_OF_ACTIVATION[c.activation]
-    add("mlp", "activation", e * kept * c.mlp_size)
+    num_tensors = _KEPT_OF_ACTIVATION[c.activation]
+    add("mlp", "activation", e * num_tensors * c.mlp_size)
     if c.activation == "relu":
         add("mlp", "which are above 0, a byte each", c.mlp_size)
     if c.gated:
         add("mlp", "up and the product", e * 2 * c.mlp_size)
-    return tuple(found)
+    return tuple(residuals)
 
 
 @validation.checks_numbers(tokens=(0, 2**63))
-def total_residual_bytes(found: tuple[Residual, ...], tokens: int) -> int:
+def total_residual_bytes(residuals: tuple[Residual, ...], tokens: int) -> int:
     """Returns the bytes of residuals over the tokens of a batch."""
-    return tokens * sum(residual.bytes for residual in found)
+    return tokens * sum(residual.bytes for residual in residuals)

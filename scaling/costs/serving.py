@@ -83,8 +83,8 @@ def sequence_kv_bytes(
 
     A page pool that does not release pages outside windows holds more.
     """
-    kept = model.over_layers(lambda window: min(tokens, window or tokens))
-    return kept * model.attention.cached_numbers * kv_bytes
+    layer_tokens = model.over_layers(lambda window: min(tokens, window or tokens))
+    return layer_tokens * model.attention.cached_numbers * kv_bytes
 
 
 def weight_bytes_read(
@@ -203,23 +203,23 @@ def roofline(
     return Roofline(compute_s, memory_s, max(compute_s, memory_s), bound)
 
 
-@validation.checks_numbers(most=validation.SIZES)
+@validation.checks_numbers(max_size=validation.SIZES)
 def find_compute_bound_size(
-    is_compute_bound: Callable[[int], bool], *, most: int = 1 << 24
+    is_compute_bound: Callable[[int], bool], *, max_size: int = 1 << 24
 ) -> int | None:
     """Returns the smallest size, such as a batch, that is compute-bound.
 
     Args:
       is_compute_bound: predicate of a size; monotone, true from some size on.
-      most: largest size to try.
+      max_size: largest size to try.
 
     Returns:
-      The size, or None if none up to `most` is compute-bound: each further sequence
+      The size, or None if none up to `max_size` is compute-bound: each further sequence
       then adds more bytes of keys and values than its products can hide.
     """
     high = 1
     while not is_compute_bound(high):
-        if high > most:
+        if high > max_size:
             return None
         high *= 2
     low = high // 2

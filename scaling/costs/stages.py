@@ -56,10 +56,10 @@ def idle_traffic(
 ) -> Iterable[Traffic]:
     """Returns the traffic of ticks without a micro-batch: T - g hops each way."""
     num = count_ticks(sent_in.layout.pipeline, micro_batches, schedule) - micro_batches
-    for each in hop_traffic(sent_in):
-        name = f"{each.name}, idle ticks"
-        formula = f"(T - g) · {each.formula}"
-        sent = num * each.forward, num * each.backward
+    for traffic in hop_traffic(sent_in):
+        name = f"{traffic.name}, idle ticks"
+        formula = f"(T - g) · {traffic.formula}"
+        sent = num * traffic.forward, num * traffic.backward
         yield Traffic("idle", name, formula, *sent)
 
 

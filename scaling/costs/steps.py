@@ -143,14 +143,14 @@ def step_cost(
             for x in parameters.list_weights(model)
             if x.stored > 1 and x.place != "ahead"
         )
-    whole = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
+    read_bytes = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
     share = experts.top_k / experts.num_experts if experts else 0.0
     kinds = dict.fromkeys(model.windows)
     numbers = {
         "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
         "flops_per_logit": head,
         "flops_per_key": keys,
-        "weight_bytes": whole - share * routed * weight_bytes,
+        "weight_bytes": read_bytes - share * routed * weight_bytes,
         "expert_bytes": routed * weight_bytes,
         "expert_share": share,
         "kv_bytes": model.attention.cached_numbers * kv_bytes,
@@ -197,8 +197,8 @@ def step_work(
         + num_logits.astype(jnp.float32) * cost.flops_per_logit
         + keys * cost.flops_per_key
     )
-    kept = jnp.minimum(after[None, :], window) * cost.layers[:, None]
-    read = jnp.sum(jnp.where(fed[None, :] > 0, kept, 0.0), dtype=jnp.float32)
+    cached_keys = jnp.minimum(after[None, :], window) * cost.layers[:, None]
+    read = jnp.sum(jnp.where(fed[None, :] > 0, cached_keys, 0.0), dtype=jnp.float32)
     written = tokens * jnp.sum(cost.layers, dtype=jnp.float32)
     met_experts = 1.0 - (1.0 - cost.expert_share) ** tokens
     moved = (

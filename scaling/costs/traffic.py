@@ -72,7 +72,7 @@ def training_traffic(
         if remat
         else recomputation.stage_recomputation_traffic
     )
-    each = (
+    terms = (
         *inside,
         *again(sent_in, inside),
         *exchanges.norm_gradient_traffic(model, layout, gradient_bytes),
@@ -81,7 +81,7 @@ def training_traffic(
     )
     n = micro_batches
     return (
-        *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in each),
+        *(x._replace(forward=n * x.forward, backward=n * x.backward) for x in terms),
         *stages.idle_traffic(sent_in, micro_batches=micro_batches, schedule=schedule),
         *stages.table_gradient_traffic(model, layout, gradient_bytes),
         *_data(model, layout, number_bytes, gradient_bytes),
@@ -166,12 +166,12 @@ def _expert(sent_in: StagePass, dispatch: int) -> Iterable[Traffic]:
     width = exchanges.ring_share(p) * model.hidden_size / layout.tensor * layers
     if layout.capacity is None:
         rows = tokens * x.top_k
-        many = "k b s"
+        row_formula = "k b s"
     else:
         sizes = {"top_k": x.top_k, "num_experts": x.num_experts}
         rows = x.num_experts * layout.places(tokens, **sizes)
-        many = "E C"
-    formula = f"(p-1)/p · {many} h (dispatch u + combine u) / t · L"
+        row_formula = "E C"
+    formula = f"(p-1)/p · {row_formula} h (dispatch u + combine u) / t · L"
     name = "to the experts and back, all-to-alls"
     sent = rows * width * (dispatch + u)
     back = rows * width * 2 * u
@@ -185,10 +185,10 @@ def _data(
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
     """
-    most = memory.max_device_params(model, layout)
+    max_params = memory.max_device_params(model, layout)
     groups = (
-        ("weights", most.shared, layout.copies),
-        ("experts", most.experts, layout.copies // layout.expert),
+        ("weights", max_params.shared, layout.copies),
+        ("experts", max_params.experts, layout.copies // layout.expert),
     )
     for what, size, p in groups:
         if p == 1 or not size:
@@ -266,20 +266,22 @@ def prefill_traffic(
     """
     sent_in = StagePass(model, layout, rows, number_bytes)
     if layout.pages == 1 or rows % layout.pages:
-        each = _of_rows(sent_in)
+        row_traffic = _of_rows(sent_in)
         attention = _pages(sent_in)
     else:
-        each = _of_rows(sent_in._replace(tokens=rows // layout.pages))
+        row_traffic = _of_rows(sent_in._replace(tokens=rows // layout.pages))
         attention = _row_parts(sent_in, logit_rows, num_taps)
         part = f"b s/{layout.pages}"
-        each = [x._replace(formula=x.formula.replace("b s", part)) for x in each]
-    return (*each, *attention, *_logits(model, layout, logit_rows))
+        row_traffic = [
+            x._replace(formula=x.formula.replace("b s", part)) for x in row_traffic
+        ]
+    return (*row_traffic, *attention, *_logits(model, layout, logit_rows))
 
 
 def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
     """Returns the traffic of a pass over rows without attention and logits."""
     parallelism.check_layout(sent_in.model, sent_in.layout)
-    found = [
+    row_traffic = [
         *exchanges.tensor_traffic(sent_in),
         *exchanges.vocabulary_traffic(sent_in),
         *stages.hop_traffic(sent_in),
@@ -290,10 +292,10 @@ def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
         sent *= sent_in.mixtures
         name = "experts' answers, all-reduce"
         formula = "2 (p-1)/p · b s h u · L"
-        found.append(Traffic("expert", name, formula, sent, 0.0))
+        row_traffic.append(Traffic("expert", name, formula, sent, 0.0))
     else:
-        found += _expert(sent_in, sent_in.u)
-    for traffic in found:
+        row_traffic += _expert(sent_in, sent_in.u)
+    for traffic in row_traffic:
         if traffic.forward and "target" not in traffic.name:
             yield traffic._replace(backward=0.0)
 
@@ -339,7 +341,7 @@ def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traff
     model, layout, rows, u = sent_in
     a = model.attention
     share = exchanges.ring_share(layout.pages)
-    each = share * rows / layout.tensor * sent_in.layers
+    ring_rows = share * rows / layout.tensor * sent_in.layers
     numbers = a.num_q_heads * a.key_dim
     if isinstance(a, HeadAttention):
         numbers += max(a.num_kv_heads, layout.tensor) * (a.key_dim + a.value_dim)
@@ -352,8 +354,8 @@ def _row_parts(sent_in: StagePass, logit_rows: int, taps: int) -> Iterable[Traff
         formula = "b s (n (dn + dr) / t + c + dr) u"
     name = f"{name}, all-gather"
     formula = f"(p-1)/p · {formula} · L"
-    yield Traffic("pages", name, formula, each * numbers * u, 0.0)
-    sent = each * a.num_q_heads * (a.cached_value_dim * u + 4)
+    yield Traffic("pages", name, formula, ring_rows * numbers * u, 0.0)
+    sent = ring_rows * a.num_q_heads * (a.cached_value_dim * u + 4)
     name = "states of attention"
     formula = "(p-1)/p · b s n (d u + 4) / t · L"
     yield Traffic("pages", f"{name}, all-to-alls", formula, sent, 0.0)

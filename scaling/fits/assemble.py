@@ -16,7 +16,7 @@ from scaling.laws import Exponents, Law, coefficient_slopes, optimal_exponents
 def assemble_result(
     problem: FitProblem,
     data: Mapping[str, Any],
-    found: diagnostics.StartSummary,
+    start_summary: diagnostics.StartSummary,
     best: Float[np.ndarray, " k"],
     objective: float,
     samples: Float[np.ndarray, "resamples k"] | None,
@@ -27,24 +27,24 @@ def assemble_result(
     Args:
       problem: the fit problem.
       data: columns of the runs.
-      found: summary of the starts.
+      start_summary: summary of the starts.
       best: coordinates of the optimum.
       objective: sum of losses at the optimum.
       samples: coordinates of the resamples.
       level: probability of the intervals.
     """
     law = problem.law
-    seen = problem.seen
+    runs = problem.runs
     names = law.coefficients
-    centre = seen.centre
-    n = seen.num_points
+    centre = runs.centre
+    n = runs.num_points
     k = int(problem.free.sum())
     matrix, covariance = intervals.curvature(problem, best)
     slopes = coefficient_slopes(law, best, centre)
     with np.errstate(over="ignore", invalid="ignore"):  # infinite variances
         covariance = slopes @ covariance @ slopes.T
     natural = laws.coefficients(law, best[None], centre)[0]
-    residuals = laws.values(law, best[None], seen.logs)[0] - seen.target
+    residuals = laws.values(law, best[None], runs.logs)[0] - runs.target
     condition_number, flat_directions = diagnostics.curvature_shape(problem, matrix)
 
     def interval(value: Any, spread: Any, sampled: Any) -> Any:
@@ -77,9 +77,9 @@ def assemble_result(
         inputs=law.inputs,
         coefficients=dict(zip(names, map(float, natural), strict=True)),
         objective=objective,
-        status=found.statuses[found.best],
-        statuses=found.statuses,
-        distinct_minima=found.distinct_minima,
+        status=start_summary.statuses[start_summary.best],
+        statuses=start_summary.statuses,
+        distinct_minima=start_summary.distinct_minima,
         covariance=covariance,
         intervals=_pairs(names, ends),
         samples=samples,

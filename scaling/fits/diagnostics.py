@@ -62,14 +62,14 @@ def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
     best = int(np.argmin(ends.objective))
     order = np.argsort(ends.objective)
     order = order[settled[order]]
-    found: list[np.ndarray] = []
+    minima: list[np.ndarray] = []
     if len(order):
         law = problem.law
-        logs = problem.seen.logs
+        logs = problem.runs.logs
         for value in laws.values(law, ends.coordinates[order], logs):
-            if all(np.abs(value - other).max() > _SAME for other in found):
-                found.append(value)
-    return StartSummary(best, statuses, max(1, len(found)))
+            if all(np.abs(value - other).max() > _SAME for other in minima):
+                minima.append(value)
+    return StartSummary(best, statuses, max(1, len(minima)))
 
 
 def find_bounds_hit(
@@ -106,7 +106,7 @@ def find_collinear(
       share_left: spread of one input, given the other, over its whole spread, below
         which the inputs are collinear.
     """
-    logs = problem.seen.logs
+    logs = problem.runs.logs
     names = problem.law.inputs
     for i in range(len(logs)):
         for j in range(i):
@@ -147,21 +147,21 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
             "combinations of coefficients are free"
         )
     messages += _wide(problem, result)
-    given = {*problem.given}
+    fixed_names = {*problem.given}
     floor = problem.law.floor
-    target = problem.seen.target
-    if floor in given:
+    target = problem.runs.target
+    if floor in fixed_names:
         num_below = int(np.sum(target < np.log(result.coefficients[floor])))
         if num_below:
             messages.append(
                 f"{floor}={result.coefficients[floor]:.4g} is given, and above "
                 f"{num_below} of {n} {problem.law.target} values"
             )
-    if floor and floor not in {*result.bounds_hit, *given}:
-        least = result.ranges[problem.law.target][0]
-        if result.intervals[floor][0] < _SMALL_FLOOR * least:
+    if floor and floor not in {*result.bounds_hit, *fixed_names}:
+        minimum = result.ranges[problem.law.target][0]
+        if result.intervals[floor][0] < _SMALL_FLOOR * minimum:
             messages.append(
-                f"{floor} may be negligible against the smallest value, {least:.4g}: "
+                f"{floor} may be negligible against the smallest value, {minimum:.4g}: "
                 "the data hardly shows whether there is a floor"
             )
     messages += _misfit(problem, result)
@@ -180,13 +180,13 @@ def rising_inputs(problem: FitProblem) -> list[str]:
     and explain half of the target's variance.
     """
     law = problem.law
-    seen = problem.seen
+    runs = problem.runs
     falls = any(c.low > 0 and not c.log for c in law.coordinates)
     falls |= any(c.high < 0 and not c.log for c in law.coordinates)
-    if not falls or seen.num_points < 3 + len(seen.logs):
+    if not falls or runs.num_points < 3 + len(runs.logs):
         return []
-    x = seen.logs - seen.logs.mean(1, keepdims=True)
-    y = seen.target - seen.target.mean()
+    x = runs.logs - runs.logs.mean(1, keepdims=True)
+    y = runs.target - runs.target.mean()
     slopes = np.linalg.lstsq(x.T, y, rcond=1e-6)[0]
     left = y - slopes @ x
     is_rising = (slopes >= 0).all() and left @ left < 0.5 * (y @ y)
@@ -238,15 +238,15 @@ def _walls(problem: FitProblem, result: FitResult) -> list[str]:
 def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
     """Returns warnings about systematic residuals of the fitted runs."""
     law = problem.law
-    seen = problem.seen
+    runs = problem.runs
     messages = []
-    if law.target == "loss" and goodness.is_far(result.residuals, seen.target):
-        _, most, worst = goodness.measure_goodness(result.residuals)
+    if law.target == "loss" and goodness.is_far(result.residuals, runs.target):
+        _, p90, worst = goodness.measure_goodness(result.residuals)
         messages.append(
-            f"the law misses one run in ten by more than {most:.1%}, the worst by "
+            f"the law misses one run in ten by more than {p90:.1%}, the worst by "
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
-    few = seen.thinned(_ENOUGH)
+    few = runs.thinned(_ENOUGH)
     slopes = laws.slopes(law, result.coordinates, few.logs)
     value = laws.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size

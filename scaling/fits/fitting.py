@@ -136,18 +136,18 @@ def fit(
     fixed = dict(fixed or {})
     bounds = dict(bounds or {})
     limits = restrictions.coordinate_limits(law, fixed, bounds)
-    seen = make_observations(law, data, weights, cluster, num_given=len(fixed))
-    restrictions.refuse_high_floor(law, limits, seen.target)
-    form = restrictions.restrict_law(law, limits, seen.centre)
-    problem = FitProblem(form, seen, loss, float(delta), space, limits)
-    first = law.starts(seen.level)
+    runs = make_observations(law, data, weights, cluster, num_given=len(fixed))
+    restrictions.refuse_high_floor(law, limits, runs.target)
+    form = restrictions.restrict_law(law, limits, runs.centre)
+    problem = FitProblem(form, runs, loss, float(delta), space, limits)
+    first = law.starts(runs.level)
     if starts:
-        first = np.concatenate([first, _coordinates(law, starts, seen)])
-    first = restrictions.to_restricted(law, form, first, seen.centre)
-    few = problem._replace(seen=seen.thinned(levenberg_marquardt.MANY_ROWS))
+        first = np.concatenate([first, _coordinates(law, starts, runs)])
+    first = restrictions.to_restricted(law, form, first, runs.centre)
+    few = problem._replace(runs=runs.thinned(levenberg_marquardt.MANY_ROWS))
     ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
-    found = diagnostics.compare_starts(few, ends)
-    best, objective = _polish(problem, ends.coordinates[found.best])
+    start_summary = diagnostics.compare_starts(few, ends)
+    best, objective = _polish(problem, ends.coordinates[start_summary.best])
     if diagnostics.find_collinear(problem, _NEARLY_COLLINEAR):
         wide = _search_widely(problem)
         other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
@@ -155,21 +155,23 @@ def fit(
             best = other
             objective = reached
             ends = Solution(*map(np.concatenate, zip(ends, wide, strict=True)))
-            found = diagnostics.compare_starts(few, ends)
+            start_summary = diagnostics.compare_starts(few, ends)
     samples = None
     if bootstrap:
         samples = _resample(problem, best, bootstrap, seed, progress)
     result = assemble.assemble_result(
-        problem, data, found, best, objective, samples, level
+        problem, data, start_summary, best, objective, samples, level
     )
     # In the law's own coordinates, with fixed values exact to the bit.
-    own = functools.partial(restrictions.from_restricted, law, form, centre=seen.centre)
+    unrestrict = functools.partial(
+        restrictions.from_restricted, law, form, centre=runs.centre
+    )
     ends = {name: (value, value) for name, value in fixed.items()}
     result = result._replace(
         coefficients=result.coefficients | fixed,
         intervals=result.intervals | ends,
-        coordinates=own(result.coordinates[None])[0],
-        samples=None if samples is None else own(samples),
+        coordinates=unrestrict(result.coordinates[None])[0],
+        samples=None if samples is None else unrestrict(samples),
         fixed=fixed,
         bounds=bounds,
     )
@@ -192,12 +194,12 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
 @validation.checks_numbers(num_rows=0)
 def describe_thinning(num_rows: int) -> str:
     """Describes the steps that use a part of `num_rows` rows; "" if none does."""
-    most = levenberg_marquardt.MANY_ROWS
-    if num_rows <= most:
+    max_rows = levenberg_marquardt.MANY_ROWS
+    if num_rows <= max_rows:
         return ""
     return (
         f"{num_rows:,} rows: laws are fitted to all of them, from starts compared on "
-        f"{most:,}; intervals are of a normal law from the slopes of all runs, not "
+        f"{max_rows:,}; intervals are of a normal law from the slopes of all runs, not "
         "from resamples"
     )
 
@@ -211,15 +213,15 @@ def _resample(
 ) -> np.ndarray:
     """Fits resamples from the optimum; for many rows, draws them from a normal."""
     rng = np.random.default_rng(seed)
-    seen = problem.seen
+    runs = problem.runs
     report = progress or (lambda done: None)
-    if seen.num_points > levenberg_marquardt.MANY_ROWS:
+    if runs.num_points > levenberg_marquardt.MANY_ROWS:
         samples = intervals.draw_normal(problem, best, num_resamples, rng)
         report(num_resamples)
         return samples
     resampled = levenberg_marquardt.solve_weightings(
         problem,
-        lambda count: levenberg_marquardt.draw_weights(seen, count, rng),
+        lambda count: levenberg_marquardt.draw_weights(runs, count, rng),
         np.tile(best, (num_resamples, 1)),
         report=report,
     )
@@ -245,7 +247,7 @@ def _search_widely(problem: FitProblem) -> Solution:
     a steep term of one run), which the law's own starts miss: on 5 of 24 sets of 8 to
     24 runs, by up to 2.9 %. These starts miss none of them.
     """
-    few = problem._replace(seen=problem.seen.thinned(_MAX_DRAWN_ROWS))
+    few = problem._replace(runs=problem.runs.thinned(_MAX_DRAWN_ROWS))
     low, high = few.box
     rng = np.random.default_rng(0)
     starts = rng.uniform(low, high, (_NUM_DRAWN, low.size))
@@ -264,13 +266,13 @@ def _search_widely(problem: FitProblem) -> Solution:
 
 
 def _repeat(problem: FitProblem, num_problems: int) -> np.ndarray:
-    return np.tile(problem.seen.weights, (num_problems, 1))
+    return np.tile(problem.runs.weights, (num_problems, 1))
 
 
 def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
     """Continues until the objective stops falling; more loosely for many rows."""
-    weights = problem.seen.weights[None]
-    is_long = problem.seen.num_points > levenberg_marquardt.MANY_ROWS
+    weights = problem.runs.weights[None]
+    is_long = problem.runs.num_points > levenberg_marquardt.MANY_ROWS
     end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )
@@ -282,7 +284,7 @@ def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _coordinates(
-    law: Law, starts: Sequence[Mapping[str, float]], seen: Observations
+    law: Law, starts: Sequence[Mapping[str, float]], runs: Observations
 ) -> np.ndarray:
     """Turns the caller's starts into centred coordinates."""
     rows = []
@@ -294,4 +296,4 @@ def _coordinates(
     values = np.array(rows)
     if not (np.isfinite(values).all() and (values[:, logged] > 0).all()):
         raise ValueError("coefficients to start from must be finite, sizes positive")
-    return laws.coordinates(law, values, seen.centre)
+    return laws.coordinates(law, values, runs.centre)

@@ -53,27 +53,27 @@ def measure_forecasts(
       compute; zeros for few runs.
     """
     law = problem.law
-    seen = problem.seen.thinned(levenberg_marquardt.MANY_ROWS)
-    compute = log_compute(law, seen.logs)
+    runs = problem.runs.thinned(levenberg_marquardt.MANY_ROWS)
+    compute = log_compute(law, runs.logs)
     is_fitted = compute <= np.quantile(compute, _SHARES)[:, None]
     num_fitted = is_fitted.sum(1)
     is_enough = num_fitted >= _LEAST * problem.free.sum()
-    is_fitted = is_fitted[is_enough & (num_fitted < seen.num_points)]
+    is_fitted = is_fitted[is_enough & (num_fitted < runs.num_points)]
     if not len(is_fitted):
         return 0.0, 0.0
     fits = levenberg_marquardt.solve_weightings(
-        problem._replace(seen=seen),
-        is_fitted * seen.weights,
+        problem._replace(runs=runs),
+        is_fitted * runs.weights,
         np.tile(best, (len(is_fitted), 1)),
     )
-    errors = laws.values(law, fits.coordinates, seen.logs) - seen.target
+    errors = laws.values(law, fits.coordinates, runs.logs) - runs.target
     last = np.where(is_fitted, compute, -np.inf).max(1, keepdims=True)
-    rows = ~is_fitted & (seen.weights > 0) & np.isfinite(errors)
+    rows = ~is_fitted & (runs.weights > 0) & np.isfinite(errors)
     if not rows.any():
         return 0.0, 0.0
     distance = (compute - last)[rows]
     columns = np.stack([np.ones(distance.size), distance], 1)
-    scale = np.sqrt(np.broadcast_to(seen.weights, rows.shape)[rows])
+    scale = np.sqrt(np.broadcast_to(runs.weights, rows.shape)[rows])
     excess = errors[rows] ** 2 - np.mean(noise**2)
     constant, slope = optimize.nnls(columns * scale[:, None], excess * scale)[0]
     return float(constant), float(slope)

@@ -35,7 +35,7 @@ class Goodness(NamedTuple):
     """
 
     half: float
-    most: float
+    p90: float
     worst: float
 
 
@@ -53,7 +53,7 @@ def is_far(residuals: Float[np.ndarray, " n"], target: Float[np.ndarray, " n"]) 
       target: logarithms of the observed target.
     """
     low, high = np.quantile(target, (0.05, 0.95))
-    return measure_goodness(residuals).most > max(
+    return measure_goodness(residuals).p90 > max(
         _LARGE, _LARGE_SHARE * float(high - low)
     )
 
@@ -90,10 +90,12 @@ def find_arch(
     if freedom < len(powers):
         return 0.0
     spread = 1.4826 * float(np.median(np.abs(residuals)))
-    seen = np.clip(residuals, -3 * spread, 3 * spread)
+    clipped_residuals = np.clip(residuals, -3 * spread, 3 * spread)
     scale = np.maximum(np.abs(slopes).max(0), 1e-300)
-    plain = _left(seen, slopes / scale)
-    curved = _left(seen, np.concatenate([slopes / scale, np.stack(powers, 1)], 1))
+    plain = _left(clipped_residuals, slopes / scale)
+    curved = _left(
+        clipped_residuals, np.concatenate([slopes / scale, np.stack(powers, 1)], 1)
+    )
     share = 1 - curved / max(plain, 1e-300)
     if share < _ARCH_SHARE or spread < _EXACT:
         return 0.0
@@ -116,8 +118,8 @@ def f_test_p_value(ratio: float, freedom: int, freedom_below: int) -> float:
 def _left(y: np.ndarray, columns: np.ndarray) -> float:
     """Returns the residual sum of squares of least squares on some columns."""
     basis = np.linalg.qr(columns)[0]
-    rest = y - basis @ (basis.T @ y)
-    return float(rest @ rest)
+    remainder = y - basis @ (basis.T @ y)
+    return float(remainder @ remainder)
 
 
 def is_coverage_low(covered: float, num_points: int) -> bool:

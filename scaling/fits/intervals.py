@@ -81,7 +81,7 @@ def curvature(
     free = problem.free
     residuals, slopes = _linearised(problem, coordinates)
     slopes = slopes[:, free]
-    matrix = (slopes * problem.seen.weights[:, None]).T @ slopes
+    matrix = (slopes * problem.runs.weights[:, None]).T @ slopes
     n, k = slopes.shape
     lost = n / max(1, n - k)
     if problem.loss == "mse":
@@ -124,7 +124,7 @@ def draw_normal(
     Source: the clustered sandwich of Liang & Zeger 1986, Biometrika 73(1), with
     Huber's curvature 1981, Robust Statistics, section 7.6.
     """
-    seen = problem.seen
+    runs = problem.runs
     residuals, slopes = _linearised(problem, coordinates)
     pull = residuals
     bend = np.ones(len(residuals))
@@ -136,24 +136,26 @@ def draw_normal(
         size = np.abs(residuals)
         window = max(delta, float(np.quantile(size, 0.1)), 1e-300)
         bend = (size <= window) * (delta / window)
-    matrix = (slopes * (seen.weights * bend)[:, None]).T @ slopes
-    scores = slopes * (seen.weights * pull)[:, None]
-    by_run = np.stack([np.bincount(seen.cluster, x) for x in scores.T], 1)
+    matrix = (slopes * (runs.weights * bend)[:, None]).T @ slopes
+    scores = slopes * (runs.weights * pull)[:, None]
+    by_run = np.stack([np.bincount(runs.cluster, x) for x in scores.T], 1)
     inverse = _inverse(matrix)
     spread = by_run @ inverse
-    drawn = rng.multivariate_normal(coordinates, spread.T @ spread, num_draws, "ignore")
-    return np.clip(drawn, *problem.box)
+    samples = rng.multivariate_normal(
+        coordinates, spread.T @ spread, num_draws, "ignore"
+    )
+    return np.clip(samples, *problem.box)
 
 
 def _linearised(
     problem: FitProblem, coordinates: Float[np.ndarray, " k"]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, "n k"]]:
     """Returns residuals in the problem's space, and their slopes."""
-    seen = problem.seen
+    runs = problem.runs
     residuals = problem.residuals(coordinates)
-    slopes = laws.slopes(problem.law, coordinates, seen.logs)
+    slopes = laws.slopes(problem.law, coordinates, runs.logs)
     if problem.space == "linear":
-        slopes = slopes * (residuals + np.exp(seen.target))[:, None]
+        slopes = slopes * (residuals + np.exp(runs.target))[:, None]
     return residuals, slopes
 
 

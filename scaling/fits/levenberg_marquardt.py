@@ -41,7 +41,7 @@ class FitProblem(NamedTuple):
 
     Attributes:
       law: law to fit.
-      seen: the runs.
+      runs: the runs.
       loss: loss of a residual: `huber`, quadratic up to `delta` and linear beyond;
         `lad`, its absolute value; `mse`, half its square.
       delta: threshold of `huber`.
@@ -50,7 +50,7 @@ class FitProblem(NamedTuple):
     """
 
     law: Law
-    seen: Observations
+    runs: Observations
     loss: Loss = "huber"
     delta: float = DELTA
     space: Space = "log"
@@ -59,7 +59,7 @@ class FitProblem(NamedTuple):
     @property
     def box(self) -> tuple[np.ndarray, np.ndarray]:
         """Smallest and largest coordinates."""
-        return restrictions.coordinate_box(self.law, self.seen.level, self.limits)
+        return restrictions.coordinate_box(self.law, self.runs.level, self.limits)
 
     @property
     def free(self) -> Bool[np.ndarray, " k"]:
@@ -84,10 +84,10 @@ class FitProblem(NamedTuple):
         self, coordinates: Float[np.ndarray, " k"]
     ) -> Float[np.ndarray, " n"]:
         """Returns prediction minus observation, in the problem's space."""
-        value = laws.values(self.law, coordinates[None], self.seen.logs)[0]
+        value = laws.values(self.law, coordinates[None], self.runs.logs)[0]
         if self.space == "log":
-            return value - self.seen.target
-        return np.exp(value) - np.exp(self.seen.target)
+            return value - self.runs.target
+        return np.exp(value) - np.exp(self.runs.target)
 
 
 @validation.checks_numbers(tolerance=0)
@@ -104,7 +104,7 @@ def solve_weightings(
 
     Args:
       problem: the fit problem.
-      weights: weights of the runs, instead of those in `problem.seen`; or a function
+      weights: weights of the runs, instead of those in `problem.runs`; or a function
         that returns the weights of the next problems, if all are too large.
       starts: coordinates.
       box: smallest and largest coordinates of each problem; by default those of
@@ -116,19 +116,21 @@ def solve_weightings(
       The solutions, on the host, in float64.
     """
     size = _PIECE
-    while size > _LEAST_PIECE and size * problem.seen.num_points > _MAX_WEIGHTS:
+    while size > _LEAST_PIECE and size * problem.runs.num_points > _MAX_WEIGHTS:
         size //= 2
-    if problem.seen.num_points > MANY_ROWS:
+    if problem.runs.num_points > MANY_ROWS:
         size = 1
     parts = []
     done = 0
     while done < len(starts):
-        some = starts[done : done + size]
-        now = done + len(some)
+        piece_starts = starts[done : done + size]
+        now = done + len(piece_starts)
         fixed = isinstance(weights, np.ndarray)
-        given = weights[done:now] if fixed else weights(len(some))
+        piece_weights = weights[done:now] if fixed else weights(len(piece_starts))
         walls = problem.box if box is None else [x[done:now] for x in box]
-        parts.append(_solve_piece(problem, given, some, walls, size, tolerance))
+        parts.append(
+            _solve_piece(problem, piece_weights, piece_starts, walls, size, tolerance)
+        )
         report(done := now)
     return Solution(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
@@ -142,51 +144,51 @@ def _solve_piece(
     tolerance: float,
 ) -> Solution:
     """Solves at most `size` problems, padded to `size`."""
-    seen = problem.seen
+    runs = problem.runs
     count = len(starts)
-    unit = _POINTS if seen.num_points > 8 * _POINTS else 2 * _POINTS
-    room = -seen.num_points % unit
-    logs = np.pad(seen.logs, ((0, 0), (0, room)))
-    target = np.pad(seen.target, (0, room), constant_values=seen.level)
+    unit = _POINTS if runs.num_points > 8 * _POINTS else 2 * _POINTS
+    room = -runs.num_points % unit
+    logs = np.pad(runs.logs, ((0, 0), (0, room)))
+    target = np.pad(runs.target, (0, room), constant_values=runs.level)
     if box[0].ndim > 1:
         box = [np.pad(x, ((0, size - count), (0, 0)), "edge") for x in box]
     with jax.enable_x64(True):
         lanes = min(size, _LEAST_PIECE)
         call = multistart.compiled_minimize(problem.law, problem.space, lanes)
-        full = np.zeros((size, seen.num_points + room))
-        full[:count, : seen.num_points] = weights
+        full = np.zeros((size, runs.num_points + room))
+        full[:count, : runs.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
         x[:count] = np.clip(starts, *(x[:count] if x.ndim > 1 else x for x in box))
         steps = np.zeros(count, np.int32)
-        found = []
+        fields = []
         arrays = [jnp.asarray(a) for a in (logs, target, full)]
         walls = tuple(jnp.asarray(x) for x in box)
         for delta in problem.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
-            least = jnp.float64(tolerance * scale)
+            scaled_tolerance = jnp.float64(tolerance * scale)
             settings = multistart.SolverSettings(
-                jnp.float64(delta), jnp.int32(count), least
+                jnp.float64(delta), jnp.int32(count), scaled_tolerance
             )
             end = call(*arrays, jnp.asarray(x), walls, settings)
             x = np.asarray(end.coordinates)
             steps += np.asarray(end.num_steps)[:count]
-            found = [np.asarray(part)[:count] for part in end]
-    return Solution(*found)._replace(num_steps=steps)
+            fields = [np.asarray(part)[:count] for part in end]
+    return Solution(*fields)._replace(num_steps=steps)
 
 
 def draw_weights(
-    seen: Observations, num_resamples: int, rng: np.random.Generator
+    runs: Observations, num_resamples: int, rng: np.random.Generator
 ) -> Float[np.ndarray, "resamples n"]:
     """Draws runs with replacement; returns weights times the counts of the draws.
 
     Rows of one cluster are drawn together.
 
     Args:
-      seen: the runs.
+      runs: the runs.
       num_resamples: number of resamples.
       rng: random generator.
     """
-    num_runs = int(seen.cluster.max()) + 1
+    num_runs = int(runs.cluster.max()) + 1
     share = np.full(num_runs, 1 / num_runs)
     counts = rng.multinomial(num_runs, share, num_resamples)
-    return counts[:, seen.cluster] * seen.weights
+    return counts[:, runs.cluster] * runs.weights

@@ -176,11 +176,11 @@ def minimize(
         inside = jax.vmap(jnp.clip, (0, axis, axis))
         trial = inside(lane.x + move, *walls(lane.problem))
         weight = weights.at[lane.problem].get(mode="clip")
-        found = jax.vmap(evaluate)(trial, weight, lane.caution)
-        better = found[0] <= lane.objective
+        evaluation = jax.vmap(evaluate)(trial, weight, lane.caution)
+        better = evaluation[0] <= lane.objective
         lane = _Lane(
             lane.problem,
-            *_where(better, (trial, *found), lane[1:5]),
+            *_where(better, (trial, *evaluation), lane[1:5]),
             jnp.where(better, jnp.maximum(0.3 * lane.damping, 1e-15), 5 * lane.damping),
             jnp.where(
                 better,

@@ -38,12 +38,12 @@ class Observations(NamedTuple):
         """Number of runs."""
         return len(self.target)
 
-    def thinned(self, most: int) -> "Observations":
-        """Returns at most `most` rows, drawn at random with a fixed seed."""
+    def thinned(self, max_rows: int) -> "Observations":
+        """Returns at most `max_rows` rows, drawn at random with a fixed seed."""
         n = self.num_points
-        if n <= most:
+        if n <= max_rows:
             return self
-        rows = np.sort(np.random.default_rng(0).choice(n, most, replace=False))
+        rows = np.sort(np.random.default_rng(0).choice(n, max_rows, replace=False))
         return self._replace(
             logs=self.logs[:, rows],
             target=self.target[rows],

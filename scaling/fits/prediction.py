@@ -83,16 +83,16 @@ def predict(
     size: Any = {"num_points": result.num_points, "k": result.num_free}
     step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
-        some = slice(first, first + step)
-        samples = laws.values(law, result.samples, logs[:, some])
+        chunk = slice(first, first + step)
+        samples = laws.values(law, result.samples, logs[:, chunk])
         if interval == "prediction":
             samples = samples - rng.choice(result.noise, samples.shape)
-            if beyond[some].any():
-                spread = np.sqrt(beyond[some])
+            if beyond[chunk].any():
+                spread = np.sqrt(beyond[chunk])
                 samples = samples + spread * rng.standard_normal(samples.shape)
         ends.append(
             intervals.percentile_intervals(
-                value[some], samples, level, loss=result.loss, **size
+                value[chunk], samples, level, loss=result.loss, **size
             )
         )
     low, high = map(np.concatenate, zip(*ends, strict=True))
@@ -107,20 +107,22 @@ def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
       data: columns of at least one run.
     """
     law = result.find_law()
-    seen = np.asarray(data[law.target], float)
-    error = np.log(predict(result, data).loss / seen)
+    targets = np.asarray(data[law.target], float)
+    error = np.log(predict(result, data).loss / targets)
     covered = None
     if result.samples is not None:
-        rows = np.arange(len(seen))
+        rows = np.arange(len(targets))
         if len(rows) > MAX_SCORED:
             rows = np.linspace(0, len(rows) - 1, MAX_SCORED).round().astype(int)
-        some = {name: np.asarray(data[name])[rows] for name in law.inputs}
-        found = predict(result, some, "prediction")
-        there = seen[rows]
-        covered = float(np.mean((found.low <= there) & (there <= found.high)))
+        inputs = {name: np.asarray(data[name])[rows] for name in law.inputs}
+        prediction = predict(result, inputs, "prediction")
+        row_targets = targets[rows]
+        covered = float(
+            np.mean((prediction.low <= row_targets) & (row_targets <= prediction.high))
+        )
     size = np.abs(error)
     return HeldOut(
-        num_points=len(seen),
+        num_points=len(targets),
         mean_error=float(size.mean()),
         worst_error=float(size.max()),
         last_error=float(error[np.argmax(run_flops(law, data))]),

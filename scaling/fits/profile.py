@@ -57,22 +57,22 @@ def profile_objective(
       Sums of the losses.
     """
     law = result.find_law()
-    seen = observations.make_observations(
+    runs = observations.make_observations(
         law, data, None, np.arange(len(data[law.target]))
     )
     starts = np.tile(result.coordinates, (y.size * x.size, 1))
-    low, high = (np.tile(wall, (len(starts), 1)) for wall in law.box(seen.level))
+    low, high = (np.tile(wall, (len(starts), 1)) for wall in law.box(runs.level))
     for name, values in zip(names, np.meshgrid(x, y), strict=True):
         place = law.coefficients.index(name)
         held = np.log(values) if law.coordinates[place].log else values
-        for each in (starts, low, high):
-            each[:, place] = held.ravel()
-    found = levenberg_marquardt.solve_weightings(
-        FitProblem(law, seen, result.loss, result.delta, result.space),
-        lambda count: np.tile(seen.weights, (count, 1)),
+        for coordinates in (starts, low, high):
+            coordinates[:, place] = held.ravel()
+    solution = levenberg_marquardt.solve_weightings(
+        FitProblem(law, runs, result.loss, result.delta, result.space),
+        lambda count: np.tile(runs.weights, (count, 1)),
         starts,
         box=(low, high),
         tolerance=1e-30,
     )
-    least = found.objective.reshape(y.size, x.size)
-    return least / levenberg_marquardt.LAST_DELTA if result.loss == "lad" else least
+    profile = solution.objective.reshape(y.size, x.size)
+    return profile / levenberg_marquardt.LAST_DELTA if result.loss == "lad" else profile

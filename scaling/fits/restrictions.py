@@ -42,10 +42,10 @@ def coordinate_limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> B
       ValueError: a coefficient does not exist or is restricted twice, all are fixed, or
         a value is outside the law's range.
     """
-    found = {}
+    limits = {}
     for name, value in fixed.items():
         _check(law, name, (value, value), f"{name}={value:g}")
-        found[name] = (value, value)
+        limits[name] = (value, value)
     for name, (low, high) in bounds.items():
         message = f"{name} in [{low:g}, {high:g}]"
         if name in fixed:
@@ -53,32 +53,34 @@ def coordinate_limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> B
         if not low < high:
             raise ValueError(f"{message}: the first must be below the second")
         _check(law, name, (low, high), message)
-        found[name] = (low, high)
+        limits[name] = (low, high)
     if fixed and {*fixed} == {*law.coefficients}:
         raise ValueError(f"{law.name}: all coefficients are fixed: nothing to fit")
     logged = {c.name for c in law.coordinates if c.log}
     return {
         name: (_log(ends[0]), _log(ends[1])) if name in logged else ends
-        for name, ends in found.items()
+        for name, ends in limits.items()
     }
 
 
 def _check(law: Law, name: str, ends: tuple[float, float], message: str) -> None:
     """Checks the name and the values of a restriction."""
-    known = {coordinate.name: coordinate for coordinate in law.coordinates}
-    if name not in known:
+    coords = {coordinate.name: coordinate for coordinate in law.coordinates}
+    if name not in coords:
         raise ValueError(
-            f"{message}: {law.name} has no such coefficient; it has {', '.join(known)}"
+            f"{message}: {law.name} has no such coefficient; it has {', '.join(coords)}"
         )
-    given = [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
-    if not all(map(math.isfinite, given)):
+    finite_ends = (
+        [x for x in ends if not math.isinf(x)] if ends[0] != ends[1] else [*ends]
+    )
+    if not all(map(math.isfinite, finite_ends)):
         raise ValueError(f"{message}: must be finite")
-    coordinate = known[name]
+    coordinate = coords[name]
     is_fixed = ends[0] == ends[1]
     if coordinate.log:
-        if min(given, default=1) < 0 or (is_fixed and ends[0] == 0):
+        if min(finite_ends, default=1) < 0 or (is_fixed and ends[0] == 0):
             raise ValueError(f"{message}: must be above 0")
-    elif not all(coordinate.low <= x <= coordinate.high for x in given):
+    elif not all(coordinate.low <= x <= coordinate.high for x in finite_ends):
         raise ValueError(
             f"{message}: must be in [{coordinate.low:g}, {coordinate.high:g}]"
         )
@@ -97,10 +99,10 @@ def refuse_high_floor(
     Raises:
       ValueError: no value of the target is above the floor.
     """
-    least = limits.get(law.floor or "", (-math.inf, math.inf))[0]
-    if least >= target.max():
+    log_floor = limits.get(law.floor or "", (-math.inf, math.inf))[0]
+    if log_floor >= target.max():
         raise ValueError(
-            f"{law.floor}={math.exp(least):g} must be in (0, "
+            f"{law.floor}={math.exp(log_floor):g} must be in (0, "
             f"{math.exp(target.max()):.6g}): it is above every {law.target}"
         )
 
@@ -119,15 +121,15 @@ def coordinate_box(
       level: logarithm of the target's typical value.
       limits: limits of some coordinates.
     """
-    least, most = law.box(level)
+    box_low, box_high = law.box(level)
     for name, (low, high) in limits.items():
         place = law.coefficients.index(name)
         # An open side is the law's own, if the other side allows it.
-        bottom = min(least[place], high - 1) if math.isinf(low) else low
-        top = max(most[place], bottom + 1) if math.isinf(high) else high
-        least[place] = bottom
-        most[place] = top
-    return least, most
+        bottom = min(box_low[place], high - 1) if math.isinf(low) else low
+        top = max(box_high[place], bottom + 1) if math.isinf(high) else high
+        box_low[place] = bottom
+        box_high[place] = top
+    return box_low, box_high
 
 
 def restrict_law(law: Law, limits: Bounds, centre: Float[np.ndarray, " inputs"]) -> Law:
@@ -166,12 +168,12 @@ def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) 
     def centred(x: Any) -> Any:
         # Each coordinate is itself plus a function of other coordinates, and these
         # chains are no longer than the number of coordinates.
-        found = x
+        solution = x
         for _ in places:
-            natural = law.shift(found, -jnp.asarray(centre))
+            natural = law.shift(solution, -jnp.asarray(centre))
             for i in places:
-                found = found.at[i].add(x[i] - natural[i])
-        return found
+                solution = solution.at[i].add(x[i] - natural[i])
+        return solution
 
     def shift(x: Any, by: Any) -> Any:
         return law.shift(centred(x), by)
@@ -198,12 +200,12 @@ def to_restricted(
     if restricted is law:
         return coordinates
     natural = laws.coefficients(law, coordinates, centre)
-    found = coordinates.copy()
+    new_coordinates = coordinates.copy()
     pairs = zip(law.coordinates, restricted.coordinates, strict=True)
     for i, (before, now) in enumerate(pairs):
         if before != now:
-            found[:, i] = np.log(natural[:, i]) if now.log else natural[:, i]
-    return found
+            new_coordinates[:, i] = np.log(natural[:, i]) if now.log else natural[:, i]
+    return new_coordinates
 
 
 def from_restricted(

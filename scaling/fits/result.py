@@ -138,9 +138,11 @@ def to_json(result: FitResult) -> dict[str, Any]:
     Numbers that JSON does not have become null.
     """
     fields = result._replace(
-        samples=None if result.samples is None else _some(result.samples, _MAX_SAMPLES),
-        residuals=_some(result.residuals, _MAX_RESIDUALS),
-        noise=_some(result.noise, _MAX_RESIDUALS),
+        samples=None
+        if result.samples is None
+        else _select_rows(result.samples, _MAX_SAMPLES),
+        residuals=_select_rows(result.residuals, _MAX_RESIDUALS),
+        noise=_select_rows(result.noise, _MAX_RESIDUALS),
     )._asdict()
     if result.held_out is not None:
         fields["held_out"] = result.held_out._asdict()
@@ -167,8 +169,8 @@ def from_json(document: Any) -> FitResult:
                 raise ValueError(f"its {name} must be {what}")
         for name, choices in (("loss", Loss), ("space", Space)):
             if fields[name] not in typing.get_args(choices):
-                known = ", ".join(typing.get_args(choices))
-                raise ValueError(f"its {name} must be one of {known}")
+                choice_names = ", ".join(typing.get_args(choices))
+                raise ValueError(f"its {name} must be one of {choice_names}")
         for name in ("distinct_minima", "num_points"):
             if type(fields[name]) is not int or fields[name] < 1:
                 raise ValueError(f"its {name} must be a count")
@@ -208,11 +210,11 @@ def from_json(document: Any) -> FitResult:
         raise ValueError(f"not a fit.json: {what}") from None
 
 
-def _some(rows: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most `most` rows, evenly selected."""
-    if len(rows) <= most:
+def _select_rows(rows: np.ndarray, max_rows: int) -> np.ndarray:
+    """Returns at most `max_rows` rows, evenly selected."""
+    if len(rows) <= max_rows:
         return rows
-    return rows[np.linspace(0, len(rows) - 1, most).round().astype(int)]
+    return rows[np.linspace(0, len(rows) - 1, max_rows).round().astype(int)]
 
 
 def _is_number(value: Any) -> bool:

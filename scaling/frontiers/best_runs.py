@@ -165,24 +165,24 @@ def resample_fits(
     """
     trunks, label = np.unique(trunk, axis=0, return_inverse=True)
     rng = np.random.default_rng(seed)
-    known = {}
-    found = []
+    fit_by_draw = {}
+    fits = []
     for _ in range(count if len(trunks) else 0):
-        drawn = frozenset(rng.choice(len(trunks), len(trunks)).tolist())
+        draw = frozenset(rng.choice(len(trunks), len(trunks)).tolist())
         # The frontier depends on the set of drawn runs, not on their counts.
-        if drawn not in known:
-            here = np.isin(label, [*drawn])
-            known[drawn] = fit_best_runs(flops[here], loss[here])
-        found.append(known[drawn])
-    return found
+        if draw not in fit_by_draw:
+            mask = np.isin(label, [*draw])
+            fit_by_draw[draw] = fit_best_runs(flops[mask], loss[mask])
+        fits.append(fit_by_draw[draw])
+    return fits
 
 
-def evaluate_fit(found: FrontierFit | None) -> FrontierCurve:
+def evaluate_fit(fit: FrontierFit | None) -> FrontierCurve:
     """Evaluates a fit over its range of compute; NaN without a fit."""
-    if found is None:
+    if fit is None:
         return FrontierCurve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
-    flops = np.geomspace(found.first, found.last, NUM_POINTS)
-    return FrontierCurve(flops, found.loss(flops), np.array(found.residual))
+    flops = np.geomspace(fit.first, fit.last, NUM_POINTS)
+    return FrontierCurve(flops, fit.loss(flops), np.array(fit.residual))
 
 
 def compare_best_runs(
@@ -215,10 +215,10 @@ def compare_best_runs(
             nothing if a is None or b is None else b.flops(losses) / a.flops(losses)
             for a, b in zip(*resamples, strict=True)
         ]
-    drawn = np.array(ratios or [nothing])
-    known = np.isfinite(drawn) & (drawn > 0)
-    low = np.quantile(np.where(known, drawn, 0.0), 0.05, 0, method="lower")
-    high = np.quantile(np.where(known, drawn, np.inf), 0.95, 0, method="higher")
+    draws = np.array(ratios or [nothing])
+    is_valid = np.isfinite(draws) & (draws > 0)
+    low = np.quantile(np.where(is_valid, draws, 0.0), 0.05, 0, method="lower")
+    high = np.quantile(np.where(is_valid, draws, np.inf), 0.95, 0, method="higher")
     bounded = (low > 0) & np.isfinite(high)
     return ComputeRatio(
         losses,
@@ -239,17 +239,17 @@ def _refusal(
     fits: tuple[FrontierFit | None, FrontierFit | None], names: tuple[str, str]
 ) -> str:
     """Returns why two fits have no ratio, or "" if they have one."""
-    found = []
-    for name, each in zip(names, fits, strict=True):
-        if each is None:
+    valid_fits = []
+    for name, fit in zip(names, fits, strict=True):
+        if fit is None:
             return f"the frontier of {name} has fewer than {MIN_POINTS} runs"
-        if each.miss > MAX_MISS:
+        if fit.miss > MAX_MISS:
             return (
-                f"the curve of {name} misses its runs by {each.residual:.3f} nats, a "
-                f"factor of {each.miss:.2f} in compute"
+                f"the curve of {name} misses its runs by {fit.residual:.3f} nats, a "
+                f"factor of {fit.miss:.2f} in compute"
             )
-        found.append(each)
-    high, low = _overlap(*found)
-    if high - low <= sum(each.residual for each in found):
+        valid_fits.append(fit)
+    high, low = _overlap(*valid_fits)
+    if high - low <= sum(fit.residual for fit in valid_fits):
         return "the losses of the two do not overlap"
     return ""

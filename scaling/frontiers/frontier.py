@@ -168,16 +168,16 @@ def bootstrap_frontier(
             if progress.stopped:
                 break
             size = min(CHUNK, resamples - done)
-            found = find(_draw(draws, size, strata))
+            draw_minima = find(_draw(draws, size, strata))
             for name in _LAWS:
-                slopes[name].append(_power(flops, getattr(found, name))[0])
+                slopes[name].append(_power(flops, getattr(draw_minima, name))[0])
             update(done + size)
-    drawn = {
-        name: np.concatenate(each or [np.empty(0)]) for name, each in slopes.items()
+    slope_draws = {
+        name: np.concatenate(parts or [np.empty(0)]) for name, parts in slopes.items()
     }
     fits = {}
     for name, (slope, intercept) in laws.items():
-        good = drawn[name][~np.isnan(drawn[name])]
+        good = slope_draws[name][~np.isnan(slope_draws[name])]
         interval = None
         if good.size >= 2:
             low, high = np.quantile(good, ((1 - level) / 2, (1 + level) / 2))
@@ -190,7 +190,7 @@ def bootstrap_frontier(
         with np.errstate(over="ignore"):  # an extreme slope has no coefficient
             coefficient = float(np.exp(intercept[0]))
         fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
-    exponents = drawn["num_params"]
+    exponents = slope_draws["num_params"]
     num_failed = int(np.isnan(exponents).sum())
     if num_failed > (1 - MIN_SHARE) * exponents.size:
         warnings.append(
@@ -218,9 +218,9 @@ def _draw(
     weights = np.zeros((num, strata.size))
     for label in np.unique(strata):
         places = np.flatnonzero(strata == label)
-        drawn = draws.integers(0, places.size, (num, places.size))
+        picks = draws.integers(0, places.size, (num, places.size))
         rows = np.arange(num)[:, None]
-        np.add.at(weights, (rows, places[drawn]), 1.0)
+        np.add.at(weights, (rows, places[picks]), 1.0)
     return weights
 
 
@@ -295,13 +295,13 @@ _ENOUGH = 20
 """Number of resamples that suffices to estimate an error."""
 
 
-def disagreement_warning(found: Sequence[Frontier]) -> list[str]:
+def disagreement_warning(frontiers: Sequence[Frontier]) -> list[str]:
     """Returns one warning line that lists the contradictory methods, if any."""
-    pairs = itertools.combinations(found, 2)
+    pairs = itertools.combinations(frontiers, 2)
     if not any(are_contradictory(*pair) for pair in pairs):
         return []
     return [
         "the methods contradict each other in the exponent of N: "
-        f"{_exponents(found)}; outliers, runs at the edges, or runs that do not have "
-        "the surface's form"
+        f"{_exponents(frontiers)}; outliers, runs at the edges, or runs that do not "
+        "have the surface's form"
     ]

@@ -64,10 +64,10 @@ class FrontierSet(NamedTuple):
         """Warnings of all methods."""
         messages = [
             line
-            for each in self.frontiers
-            for line in each.warnings
+            for frontier in self.frontiers
+            for line in frontier.warnings
             # An envelope always ends in its smallest and its largest size.
-            if each.method != ENVELOPE or "edge of the sizes" not in line
+            if frontier.method != ENVELOPE or "edge of the sizes" not in line
         ]
         windows = compare_exponents(self.windows, what="window of the parabola")
         return [*messages, *self.doubts, *windows]
@@ -108,18 +108,18 @@ def find_frontiers(
     notes: list[str] = []
     groups = _groups(log, tolerance, notes)
     if len(groups.groups) > 1:
-        found = _by_groups(groups, notes, resamples, bootstrapped)
+        frontier_set = _by_groups(groups, notes, resamples, bootstrapped)
     else:
         notes.append(
             f"no isoFLOP groups: fewer than two budgets have {MIN_SIZES} "
             f"sizes within {tolerance:.0%}"
         )
-        found = FrontierSet(_NO_GROUPS, [], [], None, notes, [])
+        frontier_set = FrontierSet(_NO_GROUPS, [], [], None, notes, [])
     curves = log.curves
     if curves is None and not log.has_one_row_per_run:
         curves = log
     if curves is None:
-        return found
+        return frontier_set
     columns = (curves.columns[x] for x in ("num_params", "num_tokens", "flops", "loss"))
     try:
         read = envelope.interpolate_curves(
@@ -127,11 +127,11 @@ def find_frontiers(
         )
     except ValueError as error:
         notes.append(f"no envelope: {error}")
-        return found
+        return frontier_set
     best = envelope.find_envelope(read)
     strata = np.zeros(len(read.num_params), int)
     last = bootstrapped(ENVELOPE, best, read.flops, strata, resamples=resamples)
-    return found._replace(frontiers=[*found.frontiers, last])
+    return frontier_set._replace(frontiers=[*frontier_set.frontiers, last])
 
 
 def _by_groups(
@@ -153,7 +153,7 @@ def _by_groups(
     surface = isoflop.fit_group_surface(groups)
     robust = isoflop.fit_group_surface(groups, robust=True)
     few = min(resamples, ROBUST_RESAMPLES)
-    found = [
+    frontiers = [
         bootstrapped(method, minima, **runs, resamples=number)
         for method, minima, number in (
             (PARABOLA, isoflop.by_parabola(groups), resamples),
@@ -172,7 +172,7 @@ def _by_groups(
     doubts = [
         f"projection: {x}" for x in isoflop.surface_warnings(groups, surface, robust)
     ]
-    doubts += disagreement_warning(found)
+    doubts += disagreement_warning(frontiers)
     exponents = None
     if doubts:
         notes.append(
@@ -182,8 +182,8 @@ def _by_groups(
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
         corrected = isoflop.by_parabola(groups, None, exponents)
-        found.append(bootstrap_frontier(CORRECTED, corrected, **runs))
-    return FrontierSet(groups, found, windows, exponents, notes, doubts)
+        frontiers.append(bootstrap_frontier(CORRECTED, corrected, **runs))
+    return FrontierSet(groups, frontiers, windows, exponents, notes, doubts)
 
 
 def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
@@ -194,8 +194,8 @@ def _groups(log: Log, tolerance: float, notes: list[str]) -> IsoflopGroups:
 
     def group(rows: np.ndarray) -> IsoflopGroups:
         columns = (log.columns[name][rows] for name in names)
-        found = find_run_groups(*columns, tolerance=tolerance)
-        return found._replace(rows=rows[found.rows])
+        run_groups = find_run_groups(*columns, tolerance=tolerance)
+        return run_groups._replace(rows=rows[run_groups.rows])
 
     groups = group(np.array(sorted(last.values()), int))
     num = groups.rows.size

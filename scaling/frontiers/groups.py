@@ -99,8 +99,8 @@ def find_run_groups(
     groups = []
     rows = []
     num_merged = 0
-    for each in members:
-        runs = np.array(each)
+    for indices in members:
+        runs = np.array(indices)
         runs = runs[np.argsort(num_params[runs], kind="stable")]
         sizes, size_id = merge_sizes(num_params[runs])
         if sizes.size < MIN_SIZES:

@@ -81,7 +81,7 @@ def by_parabola(
         reason = np.where((reason == frontier.FINE) & beyond, frontier.OUTSIDE, reason)
         return place, vertex.height, reason
 
-    return _each(groups, minimum)
+    return _find_by_group(groups, minimum)
 
 
 def by_akima(groups: IsoflopGroups) -> Find:
@@ -95,7 +95,7 @@ def by_akima(groups: IsoflopGroups) -> Find:
         place, low = akima.find_lowest(np.log10(group.sizes), log_loss, present)
         return place, np.exp(low), np.full(len(loss), frontier.FINE)
 
-    return _each(groups, minimum)
+    return _find_by_group(groups, minimum)
 
 
 def fit_group_surface(
@@ -112,11 +112,11 @@ def fit_group_surface(
     """
     points = _points(groups)
     ones = np.ones((1, groups.rows.size))
-    found = variable_projection.fit_surface(points, ones)
+    surface = variable_projection.fit_surface(points, ones)
     return (
-        variable_projection.fit_surface_robustly(points, ones, found)
+        variable_projection.fit_surface_robustly(points, ones, surface)
         if robust
-        else found
+        else surface
     )
 
 
@@ -126,7 +126,7 @@ FEW_DECIDE = 0.1
 
 def surface_warnings(
     groups: IsoflopGroups,
-    whole: variable_projection.Surface,
+    surface: variable_projection.Surface,
     robust: variable_projection.Surface,
 ) -> list[str]:
     """Returns warnings about runs that the surface does not follow.
@@ -136,7 +136,7 @@ def surface_warnings(
 
     Args:
       groups: the groups.
-      whole: the surface by least squares, of `fit_group_surface`.
+      surface: the surface by least squares, of `fit_group_surface`.
       robust: the robust surface.
 
     Returns:
@@ -144,18 +144,20 @@ def surface_warnings(
       one for each group, do not fit significantly better.
     """
     points = _points(groups)
-    residuals = whole.log_residuals(points)[0]
+    residuals = surface.log_residuals(points)[0]
     messages = []
-    a, a_robust = (float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (whole, robust))
+    a, a_robust = (
+        float(x.beta[0] / (x.alpha[0] + x.beta[0])) for x in (surface, robust)
+    )
     if abs(a - a_robust) > FEW_DECIDE:
         messages.append(
             f"a few runs decide the surface: by squares N* grows as C^{a:.2f}, "
             f"robustly as C^{a_robust:.2f}"
         )
     if is_far(residuals, np.log(points.loss)):
-        _, most, worst = measure_goodness(residuals)
+        _, p90, worst = measure_goodness(residuals)
         messages.append(
-            f"the surface misses one run in ten by more than {most:.1%}, the worst by "
+            f"the surface misses one run in ten by more than {p90:.1%}, the worst by "
             f"{worst:.0%}"
         )
     apart = [
@@ -180,28 +182,28 @@ def surface_warnings(
     return messages
 
 
-def by_projection(groups: IsoflopGroups, whole: variable_projection.Surface) -> Find:
+def by_projection(groups: IsoflopGroups, surface: variable_projection.Surface) -> Find:
     """Returns a finder of minima of the surface that is fitted to all groups.
 
     Along a group `C = k N D`, with the k of its runs (6 if C = 6ND).
 
     Args:
       groups: the groups.
-      whole: surface of `fit_group_surface`, the start of resampled fits.
+      surface: surface of `fit_group_surface`, the start of resampled fits.
 
     Returns:
       The finder. It rejects a budget whose minimum is outside the trained sizes or well
       below all runs, and every budget if a term of the surface vanishes.
     """
     points = _points(groups)
-    start = float(whole.alpha[0]), float(whole.beta[0])
+    start = float(surface.alpha[0]), float(surface.beta[0])
 
     def find(weights: np.ndarray) -> Minima:
         is_whole = len(weights) == 1 and (weights == 1).all()
         if is_whole:
-            fits = whole
-        elif np.isfinite(whole.delta):
-            fits = variable_projection.fit_surface_robustly(points, weights, whole)
+            fits = surface
+        elif np.isfinite(surface.delta):
+            fits = variable_projection.fit_surface_robustly(points, weights, surface)
         else:
             fits = variable_projection.fit_surface(points, weights, start)
         minima = Minima.nowhere(len(weights), len(groups.groups), frontier.OUTSIDE)
@@ -241,7 +243,7 @@ _Minimum = Callable[
 """From a group and its losses and weights by size to log10 N*, L* and a reason."""
 
 
-def _each(groups: IsoflopGroups, minimum: _Minimum) -> Find:
+def _find_by_group(groups: IsoflopGroups, minimum: _Minimum) -> Find:
     """Returns a finder that treats every group separately."""
 
     def find(weights: np.ndarray) -> Minima:
@@ -280,9 +282,9 @@ def _depth(group: IsoflopGroup) -> float:
     half a percent of the loss may be noise.
     """
     loss = average_by_size(group, np.ones((1, group.loss.size)))[0]
-    least = float(loss.min())
+    min_loss = float(loss.min())
     spread = float(np.ptp(loss))
-    return least - max(0.005 * least, min(0.5 * spread, 0.1 * least))
+    return min_loss - max(0.005 * min_loss, min(0.5 * spread, 0.1 * min_loss))
 
 
 def _put(

@@ -99,11 +99,12 @@ def fit_surface(
     # A and B then have the size of their terms.
     centred = SurfacePoints(points.log_n - n0, points.log_d - d0, points.loss)
     starts = _STARTS if start is None else (start,)
-    found = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
-    best = np.argmin([each[2] for each in found], 0)
+    descents = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
+    best = np.argmin([descent[2] for descent in descents], 0)
     pick = np.arange(len(weights))
     theta, linear, objective = (
-        np.stack([each[part] for each in found])[best, pick] for part in range(3)
+        np.stack([descent[part] for descent in descents])[best, pick]
+        for part in range(3)
     )
     with np.errstate(divide="ignore"):
         log_a = np.log(linear[:, 1]) + theta[:, 0] * n0
@@ -112,39 +113,39 @@ def fit_surface(
 
 
 def fit_surface_robustly(
-    points: SurfacePoints, weights: Float[np.ndarray, "fits points"], whole: Surface
+    points: SurfacePoints, weights: Float[np.ndarray, "fits points"], pilot: Surface
 ) -> Surface:
     """Fits the surface by Huber's loss of residuals over the loss.
 
     Args:
       points: the runs.
       weights: weights of the runs, at least 0.
-      whole: surface of all points, the start. If it is not robust, `delta` is set from
+      pilot: surface of all points, the start. If it is not robust, `delta` is set from
         the spread of its residuals, and once more at the robust optimum; else its
         `delta` is kept.
 
     Returns:
       The surface for each set of weights, with the `delta`.
     """
-    if not np.isfinite(whole.delta):
+    if not np.isfinite(pilot.delta):
         for _ in range(2):
-            size = np.abs(whole.log_residuals(points)[0])
+            size = np.abs(pilot.log_residuals(points)[0])
             spread = 1.4826 * float(np.median(size))
             ones = np.ones((1, points.loss.size))
             delta = max(_CUTOFF * spread, 1e-9)
-            whole = fit_surface_robustly(points, ones, whole._replace(delta=delta))
+            pilot = fit_surface_robustly(points, ones, pilot._replace(delta=delta))
         return (
-            whole if len(weights) == 1 else fit_surface_robustly(points, weights, whole)
+            pilot if len(weights) == 1 else fit_surface_robustly(points, weights, pilot)
         )
     # Least squares may be far off because of outliers; resamples start at the robust
     # fit.
-    near = (float(whole.alpha[0]), float(whole.beta[0]))
+    near = (float(pilot.alpha[0]), float(pilot.beta[0]))
     starts = (near, (0.35, 0.35)) if len(weights) == 1 else (near,)
-    found = [_reweight(points, weights, start, whole.delta) for start in starts]
-    best = np.argmin([cost for _, cost in found], 0)
+    candidates = [_reweight(points, weights, start, pilot.delta) for start in starts]
+    best = np.argmin([cost for _, cost in candidates], 0)
     pick = np.arange(len(weights))
-    fields = zip(*(surface[:6] for surface, _ in found), strict=True)
-    return Surface(*(np.stack(x)[best, pick] for x in fields), delta=whole.delta)
+    fields = zip(*(surface[:6] for surface, _ in candidates), strict=True)
+    return Surface(*(np.stack(x)[best, pick] for x in fields), delta=pilot.delta)
 
 
 def _reweight(
@@ -157,15 +158,15 @@ def _reweight(
     shrink = np.ones_like(weights)
     theta = np.tile(np.array(start, float), (len(weights), 1))
     for _ in range(_NUM_ROUNDS):  # two steps suffice, since weights change again
-        found = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
-        size = np.abs(np.expm1(found.log_residuals(points)))
+        surface = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
+        size = np.abs(np.expm1(surface.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
         before = theta
-        theta = np.stack([found.alpha, found.beta], 1)
+        theta = np.stack([surface.alpha, surface.beta], 1)
         if np.all(np.abs(theta - before) < 1e-4 * theta):
             break
     costs = np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
-    return found, (weights * costs).sum(1)
+    return surface, (weights * costs).sum(1)
 
 
 def _descend(
@@ -252,8 +253,8 @@ def _project(
     # tried.
     for i in np.flatnonzero((linear < 0).any(1)):
         faces = []
-        for kept in ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-            mask = np.isin(np.arange(3), kept)
+        for term_set in ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
+            mask = np.isin(np.arange(3), term_set)
             q, c = _least_squares(design[i : i + 1] * mask, target[i : i + 1])
             short = target[i] - design[i] @ (c[0] * mask)
             if (c[0] * mask >= 0).all():

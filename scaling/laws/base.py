@@ -151,8 +151,10 @@ class Law:
         """
         for name in names:
             if name not in data:
-                there = ", ".join(data) or "none"
-                raise ValueError(f"{self.name} needs a column {name}; there is {there}")
+                column_list = ", ".join(data) or "none"
+                raise ValueError(
+                    f"{self.name} needs a column {name}; there is {column_list}"
+                )
 
     def encode(self, coefficients: Float[Array, " k"]) -> Float[Array, " k"]:
         """Turns coefficients into coordinates."""

@@ -64,14 +64,14 @@ def power_sum(
         return power.sign * x[place[power.exponent]]
 
     def forms(x: Any, logs: Any) -> list[Any]:
-        found = []
+        log_terms = []
         for term in terms:
             form = x[place[term.scale]]
             for power in term.powers:
                 argument = logs[row[power.input]] + math.log(power.factor)
                 form = form + slope(power, x) * argument
-            found.append(form)
-        return found
+            log_terms.append(form)
+        return log_terms
 
     def log_loss(x: Any, logs: Any) -> Any:
         total, *others = forms(x, logs)

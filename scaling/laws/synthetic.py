@@ -74,9 +74,9 @@ def simulate_runs(
     elif kind == "nearly collinear":
         tokens = 20 * params * 10 ** rng.uniform(-0.02, 0.02, num)
     elif kind == "few points":
-        kept = rng.choice(num, rng.integers(5, 9), replace=False)
-        params = params[kept]
-        tokens = tokens[kept]
+        indices = rng.choice(num, rng.integers(5, 9), replace=False)
+        params = params[indices]
+        tokens = tokens[indices]
     elif kind == "one budget":
         flops = np.geomspace(1e20, 2e20, num)
         params = 0.1 * flops**0.5 * 10 ** rng.uniform(-0.1, 0.1, num)
@@ -88,8 +88,8 @@ def simulate_runs(
     elif kind == "weak term":
         truth["A"] = 20.0
     size = len(params)
-    drawn = rng.normal(size=size) if noise == "normal" else rng.standard_t(3, size)
-    error = NOISE * drawn
+    deviates = rng.normal(size=size) if noise == "normal" else rng.standard_t(3, size)
+    error = NOISE * deviates
     if kind == "outliers":
         wild = rng.random(num) < 0.1
         error = error + wild * rng.uniform(0.05, 0.5, num)

@@ -44,7 +44,7 @@ def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
         rates = cells.setdefault(_read(row, CELL, str, place), {})
         _read(row, SEED, int, place)
         rates.setdefault(_read(row, RATE, float, place), []).append(place)
-    kept = []
+    winners = []
     for rates in cells.values():
         common = set.intersection(
             *({rows[i][SEED] for i in places} for places in rates.values())
@@ -53,11 +53,11 @@ def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
         def mean(
             rate: float, rates: Mapping[float, list[int]] = rates, common: set = common
         ) -> float:
-            seen = [i for i in rates[rate] if not common or rows[i][SEED] in common]
-            return math.fsum(float(rows[i][LOSS]) for i in seen) / len(seen)
+            indices = [i for i in rates[rate] if not common or rows[i][SEED] in common]
+            return math.fsum(float(rows[i][LOSS]) for i in indices) / len(indices)
 
-        kept += rates[min(sorted(rates), key=mean)]
-    return sorted(kept)
+        winners += rates[min(sorted(rates), key=mean)]
+    return sorted(winners)
 
 
 def least_loss_rows(

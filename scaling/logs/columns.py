@@ -158,9 +158,9 @@ def read_log_columns(
     if "loss" in names:
         sources["loss"] = names["loss"], None
     _refuse_missing(table, roles, needs)
-    there = {*sources} | ({*SIZES} if len({*SIZES} & {*sources}) > 1 else set())
+    available = {*sources} | ({*SIZES} if len({*SIZES} & {*sources}) > 1 else set())
     for need in needs:
-        if need in there:
+        if need in available:
             continue
         name, unit = _scaled(columns.others.get(need, need), table)
         if name not in table.names:
@@ -175,14 +175,14 @@ def read_log_columns(
                 f"{need} is {name} without a unit; {name}*{columns.d_unit:g} would "
                 "have the unit of D"
             )
-    found = _numbers(table, sources)
-    if len({*SIZES} & {*found}) > 1:
-        notes[len(roles.notes) : 0] = _derive(found)
-    if "loss" in found and (unit := columns.loss_unit) != 1:
-        found["loss"] *= unit
+    arrays = _numbers(table, sources)
+    if len({*SIZES} & {*arrays}) > 1:
+        notes[len(roles.notes) : 0] = _derive(arrays)
+    if "loss" in arrays and (unit := columns.loss_unit) != 1:
+        arrays["loss"] *= unit
         notes.append(f"the loss is {names['loss']} times {unit:.6g}")
-    order = (*LETTERS, *(x for x in found if x not in LETTERS))
-    values = {name: found[name] for name in order if name in found}
+    order = (*LETTERS, *(x for x in arrays if x not in LETTERS))
+    values = {name: arrays[name] for name in order if name in arrays}
     labels = [str(row.number) for row in table.rows]
     if "run" in names:
         labels = [str(row.cells.get(names["run"])) for row in table.rows]
@@ -193,11 +193,11 @@ def declared_units(
     table: RawTable, columns: LogColumns, names: Mapping[str, str]
 ) -> dict[str, float]:
     """Returns the units other than 1 that flags declare, by column."""
-    found = {
+    units = {
         names[x]: getattr(columns, f"{FIELDS[x]}_unit") for x in LETTERS if x in names
     }
-    found |= dict(_scaled(name, table) for name in columns.others.values())
-    return {name: unit for name, unit in found.items() if unit != 1}
+    units |= dict(_scaled(name, table) for name in columns.others.values())
+    return {name: unit for name, unit in units.items() if unit != 1}
 
 
 def loss_column(table: RawTable, roles: ColumnRoles) -> str:
@@ -218,13 +218,13 @@ def _refuse_missing(table: RawTable, roles: ColumnRoles, needs: list[str]) -> No
     """Checks that required columns exist; two of N, D and C give the third."""
     names = roles.names
     wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
-    there = [x for x in SIZES if x in names]
+    sizes = [x for x in SIZES if x in names]
     missing = [x for x in wanted if x not in names]
     if "loss" in missing:
         loss_column(table, roles)
-    if not missing or len(there) > 1:
+    if not missing or len(sizes) > 1:
         return
-    message = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in there) or "none"
+    message = ", ".join(f"{LETTERS[x]} ({names[x]})" for x in sizes) or "none"
     what = "two of N, D and C are needed"
     for meaning, rivals in roles.rivals.items():
         if meaning in missing:
@@ -272,9 +272,9 @@ def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
                 raise ValueError(f"{table.path}: {line}")
             message[meaning] = name
     ours = _COLUMN_OF_COUNT[columns.count]
-    known = dict(_KNOWN_AS)
+    aliases = dict(_KNOWN_AS)
     if _COLUMN_OF_COUNT["non-embedding"] in table.names:  # a sweep has all counts
-        known["num_params"] = (ours,)
+        aliases["num_params"] = (ours,)
     every = (*table.names, *sorted(table.repeated))
     names = {}
     guessed = []
@@ -288,19 +288,19 @@ def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
                 )
             names[meaning] = name
             continue
-        found = [name for name in known[meaning] if name in every]
-        if not found and known[meaning] == _KNOWN_AS[meaning]:
-            found = _spelt(meaning, every)
-        if meaning == "loss" and not found:
-            found = [name for name in every if "loss" in name.lower()]
-            found = found if len(found) == 1 else []
-        if found and found[0] not in known[meaning] and len(found) > 1:
-            rivals[meaning] = found
-        elif found:
-            names[meaning] = found[0]
+        candidates = [name for name in aliases[meaning] if name in every]
+        if not candidates and aliases[meaning] == _KNOWN_AS[meaning]:
+            candidates = _spelt(meaning, every)
+        if meaning == "loss" and not candidates:
+            candidates = [name for name in every if "loss" in name.lower()]
+            candidates = candidates if len(candidates) == 1 else []
+        if candidates and candidates[0] not in aliases[meaning] and len(candidates) > 1:
+            rivals[meaning] = candidates
+        elif candidates:
+            names[meaning] = candidates[0]
             letter = LETTERS.get(meaning)
-            if letter and found[0] not in (meaning, ours, letter):
-                guessed.append(f"{letter} is {found[0]}")
+            if letter and candidates[0] not in (meaning, ours, letter):
+                guessed.append(f"{letter} is {candidates[0]}")
     for name in names.values():
         if name in table.repeated:
             raise ValueError(f"{table.path}: two columns are named {name!r}")
@@ -316,15 +316,15 @@ def _spelt(meaning: str, names: Iterable[str]) -> list[str]:
     Names without a unit take precedence; of several losses the first in the order of
     `_KNOWN_AS` is chosen.
     """
-    found: dict[bool, list[str]] = {False: [], True: []}
+    matches: dict[bool, list[str]] = {False: [], True: []}
     for name in names:
         plain = _GROUP_OF_NAME.sub("", name.strip().lower())
         bare = _UNIT_OF_NAME.sub("", plain)
         for is_cut, text in enumerate(dict.fromkeys((plain, bare))):
             if _SPELLINGS[meaning].fullmatch(re.sub(r"[^a-z0-9]", "", text)):
-                found[bool(is_cut)].append(name)
+                matches[bool(is_cut)].append(name)
                 break
-    several = found[False] or found[True]
+    several = matches[False] or matches[True]
     if meaning == "loss" and len(several) > 1:
         spelt = {re.sub(r"[^a-z0-9]", "", x.lower()): x for x in several}
         order = [re.sub("_", "", x).lower() for x in _KNOWN_AS["loss"]]
@@ -381,14 +381,14 @@ def _numbers(
       ValueError: cells are missing, no numbers, or not above 0 and finite; the message
         counts them by column, and has a rule that ignores all such rows.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     faults: dict[tuple[str, str], int] = {}
     bad_rows: dict[int, str] = {}
     for key, (name, unit) in sources.items():
         cells = [row.cells.get(name) for row in table.rows]
         values = [parse(cell, unit) for cell in cells]
-        found[key] = np.array([math.nan if x is None else x for x in values])
-        is_good = (found[key] > 0) & (found[key] < math.inf)
+        arrays[key] = np.array([math.nan if x is None else x for x in values])
+        is_good = (arrays[key] > 0) & (arrays[key] < math.inf)
         for place in map(int, np.flatnonzero(~is_good)):
             cell = cells[place]
             value = values[place]
@@ -403,7 +403,7 @@ def _numbers(
             faults[name, kind] = faults.get((name, kind), 0) + 1
             bad_rows.setdefault(place, f"{name} is {what}")
     if not bad_rows:
-        return found
+        return arrays
     rows = [table.rows[place] for place in sorted(bad_rows)]
     if len(rows) == 1:
         [what] = bad_rows.values()
@@ -428,19 +428,19 @@ def _numbers(
     )
 
 
-def _derive(found: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
+def _derive(arrays: dict[str, Float[np.ndarray, " runs"]]) -> list[str]:
     """Derives the third of N, D and C, or notes the ratio of C to 6ND."""
     six = FLOPS_PER_PARAM_AND_TOKEN
-    if "flops" not in found:
-        found["flops"] = six * found["num_params"] * found["num_tokens"]
+    if "flops" not in arrays:
+        arrays["flops"] = six * arrays["num_params"] * arrays["num_tokens"]
         return ["C = 6 N D"]
-    if "num_tokens" not in found:
-        found["num_tokens"] = found["flops"] / (six * found["num_params"])
+    if "num_tokens" not in arrays:
+        arrays["num_tokens"] = arrays["flops"] / (six * arrays["num_params"])
         return ["D = C / 6N"]
-    if "num_params" not in found:
-        found["num_params"] = found["flops"] / (six * found["num_tokens"])
+    if "num_params" not in arrays:
+        arrays["num_params"] = arrays["flops"] / (six * arrays["num_tokens"])
         return ["N = C / 6D"]
-    ratio = found["flops"] / (six * found["num_params"] * found["num_tokens"])
+    ratio = arrays["flops"] / (six * arrays["num_params"] * arrays["num_tokens"])
     low = float(ratio.min())
     high = float(ratio.max())
     if high - 1 > 1e-3 or 1 - low > 1e-3:

@@ -71,11 +71,11 @@ def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> li
     ]
     messages = [line for name, line in log.doubtful.items() if name in taken]
     for kind in (_groups, _marks, _states):
-        found = {name: line for name in free for line in kind(log, name)}
-        if found:  # one line for each kind of warning
-            first, *others = found
+        line_by_name = {name: line for name in free for line in kind(log, name)}
+        if line_by_name:  # one line for each kind of warning
+            first, *others = line_by_name
             same = f"; the same holds for {', '.join(others)}" if others else ""
-            messages.append(found[first] + same)
+            messages.append(line_by_name[first] + same)
     messages += [*_repeated(log, free), *_rates(log, free)]
     if not log.has_one_row_per_run and log.curves is None:
         messages.append(
@@ -87,17 +87,17 @@ def find_doubts(log: Log, columns: LogColumns, used: Collection[str] = ()) -> li
 
 def _cells(log: Log, name: str) -> list[str]:
     """Returns a column as text; empty for a missing cell."""
-    found = (row.cells.get(name) for row in log.raw)
-    return ["" if cell is None else str(cell) for cell in found]
+    cells = (row.cells.get(name) for row in log.raw)
+    return ["" if cell is None else str(cell) for cell in cells]
 
 
 def _groups(log: Log, name: str) -> Iterator[str]:
     values = [*dict.fromkeys(_cells(log, name))]
     if not _GROUPS.search(name.lower()) or not 1 < len(values) <= len(log.raw) / 2:
         return
-    some = ", ".join(values[:3]) + (", ..." if len(values) > 3 else "")
+    sample = ", ".join(values[:3]) + (", ..." if len(values) > 3 else "")
     yield (
-        f"{name} is not used, and groups the runs ({some}): --by {_shell(name)} fits "
+        f"{name} is not used, and groups the runs ({sample}): --by {_shell(name)} fits "
         f"each group, --where {_rule(name, values[0])} one of them"
     )
 
@@ -210,12 +210,12 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
     """Warns of numbers that are too small, or not whole, for their meaning."""
     name = log.roles[meaning]
     values = log.columns[meaning]
-    what, least, usual = _SIZES[meaning]
+    what, threshold, usual = _SIZES[meaning]
     match = _LARGE.search(name.lower())
     is_named = bool(match) and unit == 1
     is_broken = unit == 1 and meaning != "flops" and bool((values % 1 > 0).any())
     is_small = values.max() < 1e6 and (is_named or is_broken)
-    if not is_small and values.max() >= least:
+    if not is_small and values.max() >= threshold:
         return
     by = _UNITS[match.lastgroup] if match and match.lastgroup else usual
     yield (

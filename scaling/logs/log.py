@@ -139,14 +139,14 @@ class Log(NamedTuple):
         names = (*self.names, "row", *self.columns, *letters.values())
         test = rules.parse_rule(rule, dict.fromkeys(names))
         read = {self.roles[x]: y for x, y in self.columns.items() if x in self.roles}
-        found = []
+        mask = []
         for i, row in enumerate(self.raw):
             ours = {name: column[i] for name, column in self.columns.items()}
             named = {name: column[i] for name, column in read.items()}
             short = {letter: ours[name] for name, letter in letters.items()}
             cells = {**short, **ours, **row.cells, **named, "row": row.number}
-            found.append(_ask(test, row, cells))
-        return np.asarray(found, bool)
+            mask.append(_ask(test, row, cells))
+        return np.asarray(mask, bool)
 
     def take(self, mask: Bool[np.ndarray, " runs"]) -> "Log":
         """Returns the log with some rows and all curves."""
@@ -245,8 +245,8 @@ def _last(
     table: RawTable, roles: ColumnRoles, names: Sequence[str], notes: list[str]
 ) -> RawTable:
     """Keeps the last of the rows that agree in some columns."""
-    known = [roles.names.get(x) for x in ("num_tokens", "flops")]
-    orders = [x for x in (*known, *STEPS) if x in table.names]
+    size_columns = [roles.names.get(x) for x in ("num_tokens", "flops")]
+    orders = [x for x in (*size_columns, *STEPS) if x in table.names]
     if not orders:
         raise ValueError(
             f"{table.path}: --last-of {','.join(names)}: which row is last? It needs D "
@@ -261,20 +261,20 @@ def _last(
                 f"--last-of {','.join(names)} needs it"
             )
         progress.append(how_far)
-    kept = best_rates.last_rows(_keys(table, roles, names, "--last-of"), progress)
+    last_rows = best_rates.last_rows(_keys(table, roles, names, "--last-of"), progress)
     message = f"not the last by {orders[0]} of rows with one {' and '.join(names)}"
-    return _keep(table, kept, message, notes)
+    return _keep(table, last_rows, message, notes)
 
 
 def _keys(
     table: RawTable, roles: ColumnRoles, names: Sequence[str], flag: str
 ) -> list[tuple[Any, ...]]:
     """Returns the cells of the rows in some columns, as numbers if possible."""
-    found = [logs_columns.find_column(table, roles, name, flag) for name in names]
+    columns = [logs_columns.find_column(table, roles, name, flag) for name in names]
     return [
         tuple(
             cell if (number := parse(cell, 1.0)) is None else number
-            for cell in (row.cells.get(name) for name in found)
+            for cell in (row.cells.get(name) for name in columns)
         )
         for row in table.rows
     ]
@@ -305,9 +305,9 @@ def _leave_out(
             numbers = {name: x for name, x in read.items() if x is not None}
             return not _ask(test, row, {**row.cells, **numbers, "row": row.number})
 
-        kept = [row for row in rows if is_kept(row)]
-        notes.append(f"{_rows(len(rows) - len(kept))} left out by {ignore!r}")
-        rows = kept
+        selected_rows = [row for row in rows if is_kept(row)]
+        notes.append(f"{_rows(len(rows) - len(selected_rows))} left out by {ignore!r}")
+        rows = selected_rows
     for name in table.names:
         states = [str(row.cells.get(name)) for row in rows]
         words = {*map(normalize_name, states)}
@@ -398,13 +398,13 @@ def _curves(log: Log, table: RawTable) -> Log:
     ]
     if not rows:
         raise ValueError(f"{table.path}: no curve belongs to a run of {log.source}")
-    kept = table._replace(rows=rows)
+    curve_table = table._replace(rows=rows)
     runs = [str(row.cells["run_id"]) for row in rows]
     places = np.asarray([row_of[run] for run in runs], np.int64)
     columns = {"num_params": log.columns["num_params"][places]}
     for name in ("num_tokens", "flops"):
-        columns[name] = read_numbers(kept, name, 1.0)
-    columns["loss"] = read_numbers(kept, "loss", None)
+        columns[name] = read_numbers(curve_table, name, 1.0)
+    columns["loss"] = read_numbers(curve_table, "loss", None)
     return Log(table.path, log.count, columns, tuple(runs), tuple(rows), None, (), {})
 
 

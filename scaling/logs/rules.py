@@ -140,8 +140,8 @@ class _Reader:
                 return is_same == is_equal
             if x is None or y is None:
                 text, cell = (left_text, a) if x is None else (right_text, b)
-                found = "missing" if cell in (None, "") else f"{cell!r}, not a number"
-                raise ValueError(f"rule {self._rule!r}: {text} is {found}")
+                fault = "missing" if cell in (None, "") else f"{cell!r}, not a number"
+                raise ValueError(f"rule {self._rule!r}: {text} is {fault}")
             return order(x, y)
 
         return test
@@ -159,8 +159,10 @@ class _Reader:
             return token.text, lambda row: text
         name = text if token.kind == "quoted" else token.text
         if name not in self._names:
-            known = ", ".join(self._names)
-            raise ValueError(f"rule {self._rule!r}: no column {name!r}; one of {known}")
+            column_list = ", ".join(self._names)
+            raise ValueError(
+                f"rule {self._rule!r}: no column {name!r}; one of {column_list}"
+            )
         return name, lambda row: row.get(name)
 
     def _peek(self) -> _Token | None:
@@ -168,9 +170,9 @@ class _Reader:
 
     def _take(self, text: str) -> bool:
         token = self._peek()
-        found = token is not None and token.text == text
-        self._next += found
-        return found
+        is_match = token is not None and token.text == text
+        self._next += is_match
+        return is_match
 
     def _here(self) -> str:
         token = self._peek()

@@ -234,9 +234,9 @@ def needed_budget(
     Raises:
       ValueError: no budget reaches the loss.
     """
-    found = cheapest_model(powers, target, inference_tokens=inference_tokens)
-    flops = lifetime_flops(found.num_params, found.num_tokens, inference_tokens)
-    if repeating is None or found.num_tokens <= repeating.unique_tokens:
+    optimum = cheapest_model(powers, target, inference_tokens=inference_tokens)
+    flops = lifetime_flops(optimum.num_params, optimum.num_tokens, inference_tokens)
+    if repeating is None or optimum.num_tokens <= repeating.unique_tokens:
         return flops
     how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
 
@@ -361,9 +361,9 @@ def search_params(
       The number of parameters, to about 1e-8, the precision of a flat minimum.
     """
     # Above this no training token is left.
-    most = flops / max(2 * inference_tokens, 1.0)
-    low = min(0.0, math.log(most) - 1)
-    high = math.log(most) - 1e-6
+    max_params = flops / max(2 * inference_tokens, 1.0)
+    low = min(0.0, math.log(max_params) - 1)
+    high = math.log(max_params) - 1e-6
     for _ in range(8):
         grid = np.linspace(low, high, 801)
         sizes = np.exp(grid)

@@ -137,11 +137,11 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
       ValueError: the number is more than 5 % outside the range of the family.
     """
     grid = make_grid(family)
-    least = int(grid.num_params.min())
+    min_params = int(grid.num_params.min())
     most = int(grid.num_params.max())
-    if not (1 - _OFF) * least <= num_params <= (1 + _OFF) * most:
-        side = "small" if num_params < least else "large"
-        end, most = ("smallest", least) if side == "small" else ("largest", most)
+    if not (1 - _OFF) * min_params <= num_params <= (1 + _OFF) * most:
+        side = "small" if num_params < min_params else "large"
+        end, most = ("smallest", min_params) if side == "small" else ("largest", most)
         raise ValueError(
             f"too {side} for any design: {num_params:,.4g} parameters "
             f"({family.count}), and the {end} design has {most:,} with a vocabulary "
@@ -161,18 +161,18 @@ def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
     Returns:
       The vocabulary, below 1 if none is small enough; None if it is not counted.
     """
-    found = []
-    for each in RANGES:
-        mlp = int(_multiples(each.mlp, *(each.low * x for x in MLP_RATIOS))[0])
+    vocab_sizes = []
+    for bounds in RANGES:
+        mlp = int(_multiples(bounds.mlp, *(bounds.low * x for x in MLP_RATIOS))[0])
         one, two = (
-            count_params(x, describe_design(x, each.low, 1, mlp))
+            count_params(x, describe_design(x, bounds.low, 1, mlp))
             for x in (dataclasses.replace(family, vocab_size=n) for n in (1, 2))
         )
         if one == two:
             return None
-        most = 1 + int((num_params / (1 - _OFF) - one) // (two - one))
-        found.append(min(most, each.max_vocab_size))
-    return max(found)
+        max_vocab = 1 + int((num_params / (1 - _OFF) - one) // (two - one))
+        vocab_sizes.append(min(max_vocab, bounds.max_vocab_size))
+    return max(vocab_sizes)
 
 
 @validation.checks_numbers(flops=AMOUNTS, inference_tokens=AMOUNTS_FROM_0)
@@ -249,12 +249,14 @@ def describe_design(
 def make_grid(family: DesignFamily) -> DesignGrid:
     """Returns the grid of a family with exact counts, read-only."""
     blocks = []
-    for each in RANGES:
-        if family.vocab_size > each.max_vocab_size:
+    for bounds in RANGES:
+        if family.vocab_size > bounds.max_vocab_size:
             continue
-        for width in range(each.low, each.high, each.step):
-            depths = _multiples(each.layers, *(width / x for x in each.aspects[::-1]))
-            mlps = _multiples(each.mlp, *(width * x for x in MLP_RATIOS))
+        for width in range(bounds.low, bounds.high, bounds.step):
+            depths = _multiples(
+                bounds.layers, *(width / x for x in bounds.aspects[::-1])
+            )
+            mlps = _multiples(bounds.mlp, *(width * x for x in MLP_RATIOS))
             depth, mlp = (x.ravel() for x in np.meshgrid(depths, mlps, indexing="ij"))
             shapes = ((1, 1), (2, 1), (1, 2))
             corners = [describe_design(family, width, *shape) for shape in shapes]
@@ -263,12 +265,12 @@ def make_grid(family: DesignFamily) -> DesignGrid:
             flops = [
                 float(training_step_flops(model, **how).model) for model in corners
             ]
-            found = []
+            totals = []
             for one, deeper, wider in (params, flops):
                 layer = deeper - one
                 column = wider - one
-                found.append(one - layer + depth * (layer + column * (mlp - 1)))
-            counts, steps = found
+                totals.append(one - layer + depth * (layer + column * (mlp - 1)))
+            counts, steps = totals
             block = np.full(depth.size, width), depth, mlp, counts
             blocks.append((*block, steps / family.sequence))
     grid = DesignGrid(*map(np.concatenate, zip(*blocks, strict=True)))

@@ -67,18 +67,18 @@ def parse_offer(text: str) -> Offer:
             )
         values.append(value)
     try:
-        known = find_device(name)
+        device = find_device(name)
     except ValueError:
         if len(values) < 2:
             raise
-        known = None
+        device = None
     price = values[0] if values else None
     if len(values) == 2:
         rate = values[1] * 1e12
     else:
-        assert known is not None
-        rate = known.bfloat16
-    return Offer(name, price, rate, known.sheet_bytes if known else None)
+        assert device is not None
+        rate = device.bfloat16
+    return Offer(name, price, rate, device.sheet_bytes if device else None)
 
 
 @validation.checks_numbers(mfu="(0, 1]")

@@ -47,8 +47,8 @@ def loss_interval(
         num_params, num_tokens = case.worth(num_params, num_tokens)
     data = {"num_params": num_params, "num_tokens": num_tokens}
     data["num_unique_tokens"] = case.unique_tokens or num_tokens
-    found = predict(fit, data, kind, level=case.level)
-    ends = float(found.low[0]), float(found.high[0])
+    prediction = predict(fit, data, kind, level=case.level)
+    ends = float(prediction.low[0]), float(prediction.high[0])
     return ends if all(map(math.isfinite, ends)) else None
 
 
@@ -68,29 +68,34 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
         try:
             loss_model = make_loss_model(case.loss_model.name, law, named)
             changed = case._replace(loss_model=loss_model)
-            found = changed.allocate()
+            allocation = changed.allocate()
             if case.target_loss is not None:
                 try:
                     needed.append([math.log(changed.needed())])
                 except ValueError:  # no budget reaches the loss
                     needed.append([_NEVER])
-            optima.append([math.log(found.num_params), math.log(found.num_tokens)])
+            optima.append(
+                [math.log(allocation.num_params), math.log(allocation.num_tokens)]
+            )
         except (ValueError, OverflowError):  # a resample without an optimum
             continue
     if len(optima) < 2:
         return None
 
-    def interval(estimate: list[float], found: list[list[float]]) -> Any:
+    def interval(estimate: list[float], draws: list[list[float]]) -> Any:
         how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
         return percentile_intervals(
-            np.log(estimate), np.array(found), case.level, **how
+            np.log(estimate), np.array(draws), case.level, **how
         )
 
     low, high = np.exp(interval([optimum.num_params, optimum.num_tokens], optima))
     flops = None
     if needed:
-        least, most = (float(end[0]) for end in interval([case.flops], needed))
-        flops = math.exp(least), math.inf if most > _NEVER / 2 else math.exp(most)
+        log_low, log_high = (float(end[0]) for end in interval([case.flops], needed))
+        flops = (
+            math.exp(log_low),
+            math.inf if log_high > _NEVER / 2 else math.exp(log_high),
+        )
     return OptimumSpread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),

@@ -156,7 +156,7 @@ def family_of(raw: Mapping[str, Any]) -> str:
     kind = raw.get("model_type")
     classes = raw.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else classes
-    by_class = {each.architecture.lower(): name for name, each in FAMILIES.items()}
+    by_class = {family.architecture.lower(): name for name, family in FAMILIES.items()}
     built = by_class.get(first.lower()) if isinstance(first, str) else None
     if isinstance(kind, str) and kind in FAMILIES:
         if built not in (None, kind):

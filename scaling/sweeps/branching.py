@@ -150,13 +150,13 @@ def train_branches(
             )
             if not goes_on:
                 raise StopRequested(PausedRuns(i, lanes, end))
-            for j, each in enumerate(runs):
+            for j, run in enumerate(runs):
                 scored = params = None
                 if end.alive[j]:
                     params = end.state.params
                     if is_vmapped:
                         params = jax.tree.map(lambda x, j=j: x[j], params)
-                    scored = score(each, params)
+                    scored = score(run, params)
                     params = jax.tree.map(np.asarray, params)
                 if scored is None or not math.isfinite(scored.loss):
                     status = "diverged"
@@ -165,14 +165,14 @@ def train_branches(
                 else:
                     status = "done"
                 curve = [*end.curves[j]]
-                yield FinishedRun(each, status, scored, curve, end.seconds, params)
+                yield FinishedRun(run, status, scored, curve, end.seconds, params)
                 done += 1
             end = None
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         # Mostly out of memory: smaller models of a sweep may still fit.
         line = str(error).strip().partition("\n")[0] or type(error).__name__
-        for each in [each for runs in horizons for each in runs][done:]:
-            yield FinishedRun(each, "failed", None, [], 0.0, None, line)
+        for run in [run for runs in horizons for run in runs][done:]:
+            yield FinishedRun(run, "failed", None, [], 0.0, None, line)
 
 
 def measure_speed(

@@ -158,7 +158,7 @@ def _run(
         begun = branching.init_runs(horizons[-1], is_vmapped)
         if half := load_paused(paused, begun.state):
             advance(len(group.lanes) * (half.branch or half.trunk).step)
-    found = branching.train_branches(
+    finished_runs = branching.train_branches(
         horizons,
         corpus,
         is_vmapped=is_vmapped,
@@ -166,7 +166,7 @@ def _run(
         advance=advance,
         half=half,
     )
-    for finished in found:
+    for finished in finished_runs:
         yield make_record(config, corpus, finished)
 
 

@@ -36,7 +36,7 @@ def family_shape(width: int, num_layers: int, seq_len: int) -> ModelConfig:
 @validation.checks_numbers(num_params=AMOUNTS)
 def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelConfig:
     """Returns the model of the family whose parameter count is nearest, by ratio."""
-    found = [
+    shapes = [
         family_shape(width, num_layers, seq_len)
         for width in (*range(4, 16, 2), *range(16, 2049, 16))
     ]
@@ -45,7 +45,7 @@ def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelC
         params = grid.count_cost(model, seq_len).params
         return max(params.total / num_params, num_params / params.total)
 
-    return min(found, key=off)
+    return min(shapes, key=off)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,10 @@ def make_sweep(fields: Mapping[str, Any]) -> SweepConfig:
       ValueError: the grid is invalid.
     """
     names = {x.name for x in dataclasses.fields(SweepConfig)}
-    given = {name: value for name, value in fields.items() if name in names}
+    sweep_fields = {name: value for name, value in fields.items() if name in names}
     sizes = fields["num_layers"], fields["seq_len"]
     models = tuple(family_shape(width, *sizes) for width in fields["widths"])
-    return SweepConfig(models=models, base_width=BASE_WIDTH, **given)
+    return SweepConfig(models=models, base_width=BASE_WIDTH, **sweep_fields)
 
 
 ISOFLOP = {
@@ -142,7 +142,7 @@ SWEEPS = {
         num_tokens=(2**17, 2**18, 2**19, 2**20),
         learning_rates=(4e-3, 8e-3, 1.6e-2),
     ),
-    **{f"isoflop_{name}": each.sweep for name, each in ISOFLOP.items()},
+    **{f"isoflop_{name}": preset.sweep for name, preset in ISOFLOP.items()},
 }
 """Sweeps of `jaxkv sweep` by name."""
 

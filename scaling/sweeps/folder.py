@@ -65,12 +65,12 @@ def shared_shape(folder: Path) -> dict[str, int | bool]:
     """
     try:
         config = json.loads((folder / HEADER).read_text("utf-8"))["config"]
-        found = {"sequence": {config["seq_len"]}}
+        choices = {"sequence": {config["seq_len"]}}
         for name in ("vocab_size", "tie_embeddings"):
-            found[name] = {model.get(name) for model in config["models"]}
+            choices[name] = {model.get(name) for model in config["models"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    only = {name: values.pop() for name, values in found.items() if len(values) == 1}
+    only = {name: values.pop() for name, values in choices.items() if len(values) == 1}
     return {name: value for name, value in only.items() if isinstance(value, int)}
 
 
@@ -100,9 +100,9 @@ class SweepFolder:
                     self.known.setdefault(row["run_id"], row)
                 # Removes partial output of a killed sweep.
                 rows = self._read(self._curves)
-                kept = [row for row in rows if row["run_id"] in self.known]
-                if len(kept) < len(rows):
-                    text = "".join(json.dumps(row) + "\n" for row in kept)
+                valid_rows = [row for row in rows if row["run_id"] in self.known]
+                if len(valid_rows) < len(rows):
+                    text = "".join(json.dumps(row) + "\n" for row in valid_rows)
                     files.write_atomically(self._curves, text)
         except BaseException:
             self.close()
@@ -155,11 +155,11 @@ class SweepFolder:
         if not path.exists():
             return []
         data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.truncate(path, len(whole))
+        full_lines = data[: data.rfind(b"\n") + 1]
+        if len(full_lines) < len(data):
+            os.truncate(path, len(full_lines))
         rows = []
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(full_lines.splitlines(), 1):
             try:
                 row = json.loads(line)
                 row["run_id"]

@@ -165,18 +165,18 @@ def count_cost(model: Architecture, seq_len: int) -> ModelCost:
 
 def list_cells(config: SweepConfig) -> list[Cell]:
     """Lists the cells of a grid, model by model, without duplicates, steps rising."""
-    found = []
+    cells = []
     batch_tokens = config.batch_size * config.seq_len
     low, high = config.tokens_per_param
     for model in config.models:
         params = count_cost(model, config.seq_len).params.total
-        found += [
+        cells += [
             Cell(model, n)
             for n in sorted({round(x / batch_tokens) for x in _tokens(config, model)})
             if n >= max(config.min_steps, 1)
             and low <= n * batch_tokens / params <= high
         ]
-    return found
+    return cells
 
 
 def _tokens(config: SweepConfig, model: Architecture) -> list[float]:
@@ -188,12 +188,12 @@ def _tokens(config: SweepConfig, model: Architecture) -> list[float]:
 
 def _why_none(config: SweepConfig) -> str:
     """Explains why no model has a run at any budget."""
-    most = max(x for model in config.models for x in _tokens(config, model))
-    num_steps = round(most / (config.batch_size * config.seq_len))
+    max_tokens = max(x for model in config.models for x in _tokens(config, model))
+    num_steps = round(max_tokens / (config.batch_size * config.seq_len))
     if num_steps < 1:
         return (
             f"a step of {config.batch_size=} windows of {config.seq_len=} tokens is "
-            f"more than the {most:,.0f} tokens that the largest budget allows"
+            f"more than the {max_tokens:,.0f} tokens that the largest budget allows"
         )
     if num_steps < config.min_steps:
         return (

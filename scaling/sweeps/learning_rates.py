@@ -45,18 +45,18 @@ def optimal_rates(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, flo
     for row in rows:
         if row["seed"] == first:
             cells[row["cell"]].append(row)
-    found = []
-    for each in cells.values():
-        each.sort(key=lambda row: row["learning_rate"])
-        losses = [row["loss"] for row in each]
+    optima = []
+    for cell_rows in cells.values():
+        cell_rows.sort(key=lambda row: row["learning_rate"])
+        losses = [row["loss"] for row in cell_rows]
         at = int(np.argmin(losses))
-        if not 0 < at < len(each) - 1:
+        if not 0 < at < len(cell_rows) - 1:
             continue
-        x = np.log([row["learning_rate"] for row in each[at - 1 : at + 2]])
+        x = np.log([row["learning_rate"] for row in cell_rows[at - 1 : at + 2]])
         bend, slope, _ = np.polyfit(x - x[1], losses[at - 1 : at + 2], 2)
         rate = math.exp(x[1] - slope / (2 * bend)) if bend > 0 else math.exp(x[1])
-        found.append((each[0]["hidden_size"], each[0]["num_tokens"], rate))
-    return found
+        optima.append((cell_rows[0]["hidden_size"], cell_rows[0]["num_tokens"], rate))
+    return optima
 
 
 @validation.checks_numbers(num_tokens=(1, 2**63))
@@ -75,9 +75,9 @@ def extrapolate(
       two lengths have an optimum, the rate of the nearest cell by tokens, times the
       ratio of its width to `width`.
     """
-    found = optimal_rates(rows)
-    if len({w for w, _, _ in found}) >= 3 and len({d for _, d, _ in found}) >= 2:
-        _, powers = _least_squares(*np.array(found, float).T)
+    optima = optimal_rates(rows)
+    if len({w for w, _, _ in optima}) >= 3 and len({d for _, d, _ in optima}) >= 2:
+        _, powers = _least_squares(*np.array(optima, float).T)
         value = powers @ [1.0, math.log(width), math.log(num_tokens)]
         return float(f"{math.exp(value):.4g}"), (float(powers[1]), float(powers[2]))
     best = min(rows, key=lambda row: (abs(row["num_tokens"] - num_tokens), row["loss"]))
@@ -110,18 +110,18 @@ def fit_powers(
 
     `level` is the probability of the Student's t intervals, in (0, 1).
     """
-    design, found = _least_squares(width, num_tokens, rate)
+    design, powers = _least_squares(width, num_tokens, rate)
     freedom = len(rate) - 3
     if freedom < 1 or np.linalg.matrix_rank(design) < 3:
         return RatePowers(*[float("nan")] * 5)
-    residuals = np.log(rate) - design @ found
+    residuals = np.log(rate) - design @ powers
     covariance = np.linalg.inv(design.T @ design) * (residuals @ residuals) / freedom
     half = student_t(level, freedom) * np.sqrt(np.diagonal(covariance))
     return RatePowers(
-        coefficient=float(np.exp(found[0])),
-        of_width=float(found[1]),
+        coefficient=float(np.exp(powers[0])),
+        of_width=float(powers[1]),
         of_width_half=float(half[1]),
-        of_tokens=float(found[2]),
+        of_tokens=float(powers[2]),
         of_tokens_half=float(half[2]),
     )
 

@@ -24,14 +24,14 @@ def save_paused(folder: Path, half: PausedRuns) -> None:
     Raises:
       ValueError: the disk is full.
     """
-    rest: dict[str, Any] = {"horizon": half.horizon}
+    metadata: dict[str, Any] = {"horizon": half.horizon}
     with files.replace_folder(folder) as new:
         for name, lanes in half._asdict().items():
             if isinstance(lanes, BatchedRuns):
                 save_checkpoint(new / name, lanes.state)
-                kept = lanes._replace(state=None, alive=lanes.alive.tolist())
-                rest[name] = kept._asdict()
-        (new / _REST).write_text(json.dumps(rest), "utf-8")
+                lane_record = lanes._replace(state=None, alive=lanes.alive.tolist())
+                metadata[name] = lane_record._asdict()
+        (new / _REST).write_text(json.dumps(metadata), "utf-8")
         files.write_checksums(new)
 
 
@@ -47,24 +47,24 @@ def load_paused(folder: Path, like: TrainState) -> PausedRuns | None:
         return None
 
     def lanes(name: str) -> BatchedRuns | None:
-        if name not in rest:
+        if name not in metadata:
             return None
-        curves = tuple(tuple(map(tuple, each)) for each in rest[name]["curves"])
+        curves = tuple(tuple(map(tuple, curve)) for curve in metadata[name]["curves"])
         return BatchedRuns(
             state=restore_checkpoint(folder / name, like),
-            step=int(rest[name]["step"]),
-            alive=np.array(rest[name]["alive"], bool),
+            step=int(metadata[name]["step"]),
+            alive=np.array(metadata[name]["alive"], bool),
             curves=curves,
-            seconds=float(rest[name]["seconds"]),
+            seconds=float(metadata[name]["seconds"]),
         )
 
     try:
         files.verify_checksums(folder)
-        rest = files.read_json(folder / _REST)
+        metadata = files.read_json(folder / _REST)
         trunk = lanes("trunk")
         if trunk is None:
             raise ValueError("no trunk")
-        return PausedRuns(int(rest["horizon"]), trunk, lanes("branch"))
+        return PausedRuns(int(metadata["horizon"]), trunk, lanes("branch"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{folder}: cannot be continued; delete it: {error}"

@@ -14,7 +14,7 @@ Known = Mapping[str, Mapping[str, Any]]
 
 
 def next_groups(
-    config: SweepConfig, known: Known, corpus_digest: str
+    config: SweepConfig, records: Known, corpus_digest: str
 ) -> list[RunGroup]:
     """Returns the next groups to run, given the records; empty if all is done.
 
@@ -23,7 +23,7 @@ def next_groups(
 
     Args:
       config: the sweep.
-      known: records so far, in any order.
+      records: records so far, in any order.
       corpus_digest: digest of the corpus.
 
     Returns:
@@ -34,7 +34,7 @@ def next_groups(
     for model, num_steps in grid.list_cells(config):
         by_model.setdefault(model, []).append(num_steps)
 
-    record = functools.partial(_record, config, known, corpus_digest)
+    record = functools.partial(_record, config, records, corpus_digest)
 
     def missing(groups: list[RunGroup]) -> list[RunGroup]:
         return [
@@ -53,14 +53,14 @@ def next_groups(
         rates = [grid.scaled_rate(config, x, model) for x in config.learning_rates]
         lanes = tuple(Lane(rate, first) for rate in rates)
         base.append(RunGroup(model, lanes, tuple(horizons)))
-    if found := missing(base):
-        return found
+    if missing_groups := missing(base):
+        return missing_groups
 
     def loss_at(cell: Cell, rate: float) -> float:
-        found = record(cell, Lane(rate, first))
-        if found is None or found["status"] != "done":
+        run_record = record(cell, Lane(rate, first))
+        if run_record is None or run_record["status"] != "done":
             return math.inf
-        return found["loss"]
+        return run_record["loss"]
 
     best: dict[Cell, float] = {}
     wanted: dict[tuple[Architecture, float], list[int]] = {}
@@ -95,7 +95,7 @@ def _at_rates(
 
 
 def unfinished(
-    config: SweepConfig, groups: list[RunGroup], known: Known, corpus_digest: str
+    config: SweepConfig, groups: list[RunGroup], records: Known, corpus_digest: str
 ) -> list[RunGroup]:
     """Splits groups into lanes, and drops completed ones.
 
@@ -104,7 +104,7 @@ def unfinished(
     """
     parts = [group._replace(lanes=(x,)) for group in groups for x in group.lanes]
 
-    record = functools.partial(_record, config, known, corpus_digest)
+    record = functools.partial(_record, config, records, corpus_digest)
     return [
         part
         for part in parts
@@ -113,11 +113,11 @@ def unfinished(
 
 
 def _record(
-    config: SweepConfig, known: Known, corpus_digest: str, cell: Cell, lane: Lane
+    config: SweepConfig, records: Known, corpus_digest: str, cell: Cell, lane: Lane
 ) -> Mapping[str, Any] | None:
     """Returns the record of a run, if it exists."""
     run = grid.train_config(config, cell, lane)
-    return known.get(grid.run_id(config, run, corpus_digest))
+    return records.get(grid.run_id(config, run, corpus_digest))
 
 
 def _beyond(config, cell, rates, loss_at, record) -> float | None:

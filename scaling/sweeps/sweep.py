@@ -127,8 +127,10 @@ def run_sweep(
                 groups = planning.unfinished(
                     config, groups, folder.known, corpus.digest
                 )
-            for made in _run_groups(config, groups, corpus, choice, paused, progress):
-                _keep(config, folder, made, commit)
+            for run_record in _run_groups(
+                config, groups, corpus, choice, paused, progress
+            ):
+                _keep(config, folder, run_record, commit)
                 report([*folder.known.values()])
         else:
             shutil.rmtree(paused, ignore_errors=True)
@@ -195,16 +197,16 @@ def _run_groups(
 
 
 def _keep(
-    config: SweepConfig, folder: SweepFolder, made: RunRecord, commit: str
+    config: SweepConfig, folder: SweepFolder, run_record: RunRecord, commit: str
 ) -> None:
-    record = made.record | {"commit": commit}
+    record = run_record.record | {"commit": commit}
     if record["run_id"] in folder.known:
         return
-    model = made.model
+    model = run_record.model
     # Recurrent models, which the engine does not serve, are not written.
     if (
         config.keep_models
-        and made.params is not None
+        and run_record.params is not None
         and isinstance(model, ModelConfig)
     ):
         text = config.corpus
@@ -212,9 +214,9 @@ def _keep(
         save_model(
             run_model_folder(folder.path, record["run_id"]),
             model,
-            made.params,
+            run_record.params,
             tokenizer=ByteTokenizer(model.vocab_size) if is_bytes else None,
             overwrite=True,
         )
     ordered = {name: record[name] for name in RECORD}
-    folder.add(ordered, made.curve)
+    folder.add(ordered, run_record.curve)

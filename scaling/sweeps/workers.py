@@ -97,6 +97,6 @@ class Workers:
                 return None
 
         with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:
-            for found in pool.map(one, jobs):
-                if found is not None:
-                    yield found[0]
+            for outcome in pool.map(one, jobs):
+                if outcome is not None:
+                    yield outcome[0]

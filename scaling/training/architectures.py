@@ -146,18 +146,20 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
             raise ValueError("mixtures of experts are not sized by one dial")
         if base.latent is not None:
             raise ValueError("latent attention is not sized by one dial")
-        found: Any = _wide(base, num_params)
+        nearest_shape: Any = _wide(base, num_params)
     else:
         # A GRU, the smaller of both kinds, has more than 4 h^2 parameters a layer.
-        most = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
-        shapes = (dataclasses.replace(base, hidden_size=h) for h in range(1, most))
-        found = min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
-    if abs(_outside(found) - num_params) > 0.05 * num_params:
+        size_limit = 2 + math.isqrt(max(num_params, 0) // (4 * base.num_layers))
+        shapes = (
+            dataclasses.replace(base, hidden_size=h) for h in range(1, size_limit)
+        )
+        nearest_shape = min(shapes, key=lambda shape: abs(_outside(shape) - num_params))
+    if abs(_outside(nearest_shape) - num_params) > 0.05 * num_params:
         raise ValueError(
             f"{num_params=} is not met within 5 % by any shape with "
-            f"{base.num_layers=}; the nearest has {_outside(found)}"
+            f"{base.num_layers=}; the nearest has {_outside(nearest_shape)}"
         )
-    return found
+    return nearest_shape
 
 
 def _wide(base: ModelConfig, num_params: int):
@@ -165,7 +167,7 @@ def _wide(base: ModelConfig, num_params: int):
     ratio = base.mlp_size / base.hidden_size
     step = base.group_size * base.head_dim
     best = dataclasses.replace(base, mlp_size=1)
-    least = math.inf
+    min_error = math.inf
     for kv_heads in range(1, 1 + math.isqrt(max(num_params, 1)) // step + 1):
         q_heads = kv_heads * base.group_size
         narrow = dataclasses.replace(
@@ -176,14 +178,14 @@ def _wide(base: ModelConfig, num_params: int):
             mlp_size=1,
         )
         wider = dataclasses.replace(narrow, mlp_size=2)
-        each = _outside(wider) - _outside(narrow)
-        size = 1 + round((num_params - _outside(narrow)) / each)
+        unit_params = _outside(wider) - _outside(narrow)
+        size = 1 + round((num_params - _outside(narrow)) / unit_params)
         if size < 1:
             break
         off = abs(math.log(size / narrow.hidden_size / ratio))
-        if off < least:
+        if off < min_error:
             best = dataclasses.replace(narrow, mlp_size=size)
-            least = off
+            min_error = off
     return best
 
 

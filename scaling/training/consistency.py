@@ -92,19 +92,19 @@ class Consistency(objectives.Objective):
             return architectures.forward(params, both, config=model)
 
         first = self.prompt_tokens - 1
-        found = read(guesses)
+        predictions = read(guesses)
         wanted = lax.stop_gradient(read(ends).logits)
-        far = divergence(wanted[:, first:-1], found.logits[:, first:-1]).mean()
+        far = divergence(wanted[:, first:-1], predictions.logits[:, first:-1]).mean()
         text, _ = objectives.mean_loss(params, texts, model=model)
-        return far + self.text_weight * text + found.auxiliary, far
+        return far + self.text_weight * text + predictions.auxiliary, far
 
 
 def divergence(
-    wanted: Float[Array, "*rows vocab"], found: Float[Array, "*rows vocab"]
+    wanted: Float[Array, "*rows vocab"], guess: Float[Array, "*rows vocab"]
 ) -> Float[Array, "*rows"]:
-    """Returns the Kullback-Leibler divergence of `found` from `wanted`, both logits."""
+    """Returns the Kullback-Leibler divergence of `guess` from `wanted`, both logits."""
     law = jax.nn.log_softmax(wanted)
-    return jnp.sum(jnp.exp(law) * (law - jax.nn.log_softmax(found)), axis=-1)
+    return jnp.sum(jnp.exp(law) * (law - jax.nn.log_softmax(guess)), axis=-1)
 
 
 class Trajectory(NamedTuple):
@@ -121,20 +121,20 @@ class Trajectory(NamedTuple):
 
 @validation.checks_numbers(text_tokens=0, seed=validation.SEEDS)
 def make_records(
-    found: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     text: UInt[np.ndarray, " text"],
     *,
-    each: int,
+    num_guesses: int,
     text_tokens: int,
     seed: int,
 ) -> UInt[np.ndarray, " tokens"]:
     """Turns trajectories into a stream of records, shuffled.
 
     Args:
-      found: trajectories with the prompt and block lengths of `Consistency`.
+      trajectories: trajectories with the prompt and block lengths of `Consistency`.
       text: further text, longer than that of a record, cut at random positions.
-      each: number of guesses of a trajectory, drawn without replacement from those
-        before the final block; all if there are fewer.
+      num_guesses: number of guesses of a trajectory, drawn without replacement from
+        those before the final block; all if there are fewer.
       text_tokens: as in `Consistency`.
       seed: seed of the draws and of the order.
 
@@ -142,14 +142,14 @@ def make_records(
       ValueError: every block was found in one iteration.
     """
     rng = np.random.default_rng(seed)
-    made = []
-    for prompt, guesses in found:
+    records = []
+    for prompt, guesses in trajectories:
         on_the_way = np.flatnonzero((guesses != guesses[-1]).any(axis=1))
-        for place in rng.permutation(on_the_way)[:each]:
+        for place in rng.permutation(on_the_way)[:num_guesses]:
             start = rng.integers(len(text) - text_tokens)
             extra = text[start : start + text_tokens]
-            made.append(np.concatenate([prompt, guesses[-1], guesses[place], extra]))
-    if not made:
+            records.append(np.concatenate([prompt, guesses[-1], guesses[place], extra]))
+    if not records:
         raise ValueError("no trajectory has a guess that differs from its block")
-    made = [made[i] for i in rng.permutation(len(made))]
-    return np.concatenate(made).astype("uint16")
+    records = [records[i] for i in rng.permutation(len(records))]
+    return np.concatenate(records).astype("uint16")

@@ -76,9 +76,9 @@ def read_target(
 ) -> TargetOutput:
     """Runs the target model over texts, each from its beginning."""
     model = models.merge(heads.target, target)
-    found = run_sequences(model, tokens, taps=heads.taps)
-    features = jnp.concatenate(found.taps).T.reshape(*tokens.shape, -1)
-    logits = model.logits(found.last).reshape(*tokens.shape, -1)
+    states = run_sequences(model, tokens, taps=heads.taps)
+    features = jnp.concatenate(states.taps).T.reshape(*tokens.shape, -1)
+    logits = model.logits(states.last).reshape(*tokens.shape, -1)
     return TargetOutput(*jax.lax.stop_gradient((features, logits)))
 
 
@@ -86,7 +86,7 @@ def head_guesses(
     params: Params,
     target: Params,
     tokens: Int[Array, "batch seq"],
-    found: TargetOutput,
+    target_output: TargetOutput,
     *,
     heads: HeadsConfig,
     depth: int,
@@ -99,9 +99,9 @@ def head_guesses(
     """
     if isinstance(heads, EagleConfig):
         how = {"config": heads, "num_steps": depth}
-        return unroll_drafts(params, target, tokens, found.features, **how)
+        return unroll_drafts(params, target, tokens, target_output.features, **how)
     batch, seq = tokens.shape
-    rows = found.features.reshape(batch * seq, -1)
+    rows = target_output.features.reshape(batch * seq, -1)
     guessed = head_logits(params, target, rows, config=heads)
     guessed = guessed.reshape(heads.num_heads, batch, seq, -1)[:depth]
     ahead = range(1, guessed.shape[0] + 1)
@@ -119,18 +119,20 @@ def head_loss(
     decay: float,
 ) -> Float[Array, ""]:
     """Returns the weighted cross-entropy of the heads to the target, in nats."""
-    found = read_target(target, tokens, heads)
-    guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
-    law = jax.nn.softmax(found.logits)
+    target_output = read_target(target, tokens, heads)
+    guessed = head_guesses(
+        params, target, tokens, target_output, heads=heads, depth=depth
+    )
+    law = jax.nn.softmax(target_output.logits)
     nats = -jnp.sum(law[None] * jax.nn.log_softmax(guessed), axis=-1)
     # Mask of the defined guesses.
     counts = np.arange(tokens.shape[1])[None] > np.arange(depth)[:, None]
     counts = counts[:, None]
-    each = jnp.sum(jnp.where(counts, nats, 0), (1, 2)) / jnp.sum(
+    depth_losses = jnp.sum(jnp.where(counts, nats, 0), (1, 2)) / jnp.sum(
         jnp.broadcast_to(counts, nats.shape), (1, 2), dtype=nats.dtype
     )
     weights = np.float32(decay) ** np.arange(depth, dtype=np.float32)
-    return jnp.sum(each * (weights / weights.sum()))
+    return jnp.sum(depth_losses * (weights / weights.sum()))
 
 
 def train_heads(
@@ -243,8 +245,10 @@ def acceptance_rates(
 
     @jax.jit
     def is_right(params: Params, target: Params, tokens: Array) -> Array:
-        found = read_target(target, tokens, heads)
-        guessed = head_guesses(params, target, tokens, found, heads=heads, depth=depth)
+        target_output = read_target(target, tokens, heads)
+        guessed = head_guesses(
+            params, target, tokens, target_output, heads=heads, depth=depth
+        )
         best = jax.lax.top_k(guessed[:, :, :-1], num_ranks)[1].astype(jnp.int32)
         return (best == tokens[None, :, 1:, None]).transpose(1, 2, 0, 3)
 
@@ -253,13 +257,13 @@ def acceptance_rates(
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
-        found = is_right(params, target, jnp.asarray(np.pad(batch, fill)))
-        for right in np.asarray(found)[: len(batch)]:
+        is_correct = is_right(params, target, jnp.asarray(np.pad(batch, fill)))
+        for right in np.asarray(is_correct)[: len(batch)]:
             place = start
             while place + depth < windows.shape[1]:
                 # Guess d of the step at a position is stored d positions later.
-                mine = right[place + np.arange(depth), np.arange(depth)]
-                hits = hits + mine
+                step_hits = right[place + np.arange(depth), np.arange(depth)]
+                hits = hits + step_hits
                 num_steps = num_steps + 1
-                place += 1 + int(np.cumprod(mine[:, 0]).sum())
+                place += 1 + int(np.cumprod(step_hits[:, 0]).sum())
     return hits / max(num_steps, 1)

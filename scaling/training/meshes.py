@@ -96,9 +96,9 @@ def make_training_mesh(layout: Layout) -> Mesh:
         TENSOR: layout.tensor,
     }
     axes = {name: size for name, size in axes.items() if size > 1} or {DATA: 1}
-    if layout.num_devices > (there := len(jax.devices())):
+    if layout.num_devices > (num_devices := len(jax.devices())):
         raise ValueError(
-            f"{layout} asks for {layout.num_devices} devices, {there} are there"
+            f"{layout} asks for {layout.num_devices} devices, {num_devices} are there"
         )
     check_all_used(layout.num_devices)
     return jax.make_mesh(
@@ -127,14 +127,14 @@ def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     axes = param_axes(model, stacked=PIPELINE in mesh.shape)
     every = param_specs(axes, mesh, {"layers": PIPELINE})
 
-    def own(path: Any, _: Any) -> PartitionSpec:
-        found = every
+    def find_spec(path: Any, _: Any) -> PartitionSpec:
+        node = every
         for key in path:
-            found = found[key.key]
-        return found
+            node = node[key.key]
+        return node
 
     # Moments may lack parameters: Muon has none for embeddings.
-    return jax.tree_util.tree_map_with_path(own, params)
+    return jax.tree_util.tree_map_with_path(find_spec, params)
 
 
 def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
@@ -145,8 +145,8 @@ def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
     """
 
     def of_params(params: Params) -> Params:
-        found = training_param_specs(model, mesh, params)
-        return jax.tree.map(divide, found, params) if layout.zero else found
+        specs = training_param_specs(model, mesh, params)
+        return jax.tree.map(divide, specs, params) if layout.zero else specs
 
     def divide(spec: PartitionSpec, x: Any) -> PartitionSpec:
         used = {name for name in spec if name}
@@ -194,8 +194,8 @@ def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
     """Gathers a tree that `place_training_tree` divided, on every process."""
     if layout.num_devices == 1:
         return tree
-    whole = NamedSharding(make_training_mesh(layout), PartitionSpec())
-    tree = jax.tree.map(np.asarray, jax.device_put(tree, whole))
+    full_sharding = NamedSharding(make_training_mesh(layout), PartitionSpec())
+    tree = jax.tree.map(np.asarray, jax.device_put(tree, full_sharding))
 
     def undo(params: Params) -> Params:
         if layout.pipeline > 1:

@@ -163,12 +163,12 @@ def divided_nats(
         return target_nats(logits, targets)
     words = jnp.arange(part, dtype=jnp.int32)
     words = words + part * lax.axis_index(TENSOR).astype(jnp.int32)
-    least = jnp.asarray(-jnp.inf, logits.dtype)
-    logits = jnp.where((words < num_words)[None, None, :], logits, least)
+    min_logit = jnp.asarray(-jnp.inf, logits.dtype)
+    logits = jnp.where((words < num_words)[None, None, :], logits, min_logit)
     top = lax.pmax(lax.stop_gradient(logits.max(-1)), TENSOR)
     total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), TENSOR)
-    own, is_here = own_words(part, targets)
-    picked = jnp.take_along_axis(logits, own[..., None], axis=-1)[..., 0]
+    local_targets, is_here = own_words(part, targets)
+    picked = jnp.take_along_axis(logits, local_targets[..., None], axis=-1)[..., 0]
     picked = lax.psum(jnp.where(is_here, picked, jnp.zeros_like(picked)), TENSOR)
     return jnp.log(total) + top - picked
 
@@ -263,8 +263,8 @@ class MultiTokenPrediction(Objective):
         for depth, output in enumerate(outputs):
             nats = divided_nats(output.logits, targets, num_words=model.vocab_size)
             # Earlier rows of a module have no state to start from.
-            there = jnp.arange(tokens.shape[1]) >= depth
-            losses.append(jnp.where(there, nats, jnp.zeros_like(nats)).mean())
+            has_state = jnp.arange(tokens.shape[1]) >= depth
+            losses.append(jnp.where(has_state, nats, jnp.zeros_like(nats)).mean())
         main, *ahead = losses
         auxiliary = functools.reduce(jnp.add, [output.auxiliary for output in outputs])
         return main + self.weight * jnp.stack(ahead).mean() + auxiliary, main
@@ -348,15 +348,15 @@ def stream_windows(
     Raises:
       ValueError: the stream is shorter than one window, or a size is below 1.
     """
-    there = (len(held_out) - 1) // seq_len
-    if there < 1:
+    max_windows = (len(held_out) - 1) // seq_len
+    if max_windows < 1:
         raise ValueError(
             f"{len(held_out)} held-out tokens are fewer than one window of {seq_len=} "
             "tokens and the one after it"
         )
-    chosen = np.arange(there)
-    if num_windows < there:
-        chosen = np.arange(num_windows) * there // num_windows
+    chosen = np.arange(max_windows)
+    if num_windows < max_windows:
+        chosen = np.arange(num_windows) * max_windows // num_windows
     place = chosen[:, None] * seq_len + np.arange(seq_len + 1)
     return held_out[place].astype(np.int32)
 
@@ -411,8 +411,8 @@ def _losses(
     for start in range(0, len(windows), batch_size):
         batch = windows[start : start + batch_size]
         fill = ((0, batch_size - len(batch)), (0, 0))
-        found = call(params, jnp.asarray(np.pad(batch, fill)))
-        yield np.asarray(found, np.float64)[: len(batch)]
+        losses = call(params, jnp.asarray(np.pad(batch, fill)))
+        yield np.asarray(losses, np.float64)[: len(batch)]
 
 
 @functools.cache

@@ -42,14 +42,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     parts = [direction]
     if math.isfinite(config.max_grad_norm):
         parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
-    whole = optax.chain(*parts)
+    optimizer = optax.chain(*parts)
 
     def update(updates, state, params=None):
         # optax mixes integers and floats, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
-            return whole.update(updates, state, params)
+            return optimizer.update(updates, state, params)
 
-    return optax.GradientTransformation(whole.init, update)
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 _MIN_FACTORED = 16

@@ -63,7 +63,7 @@ def divided_gradient(
     def divided(params: Params, windows: Array) -> tuple[Array, Params]:
         order = zigzag_order(windows.shape[1] - 1, ring=layout.ring)
         specs = meshes.tree_specs(model, undivided, mesh, params)
-        made = meshes.tree_specs(model, layout, mesh, params)
+        grad_specs = meshes.tree_specs(model, layout, mesh, params)
 
         def of_device(params: Params, tokens: Array, targets: Array) -> Any:
             # Parameters are cast to varying: otherwise gradients would be summed leaf
@@ -75,7 +75,11 @@ def divided_gradient(
             )
             nats, grads = mean(model, how, params, tokens, targets)
             grads = jax.tree.map(
-                _summed, grads, _replication_axes(grads, specs, copies), specs, made
+                _summed,
+                grads,
+                _replication_axes(grads, specs, copies),
+                specs,
+                grad_specs,
             )
             num = math.prod(mesh.shape[name] for name in copies)
             return (
@@ -87,7 +91,7 @@ def divided_gradient(
             of_device,
             mesh=mesh,
             in_specs=(specs, rows, rows),
-            out_specs=(PartitionSpec(), made),
+            out_specs=(PartitionSpec(), grad_specs),
         )
         return run(params, windows[:, :-1][:, order], windows[:, 1:][:, order])
 
@@ -108,13 +112,16 @@ def _replication_axes(params: Params, specs: Params, copies: tuple[str, ...]) ->
 
 
 def _summed(
-    x: Float[Array, "..."], axes: _Axes, given: PartitionSpec, made: PartitionSpec
+    x: Float[Array, "..."],
+    axes: _Axes,
+    param_spec: PartitionSpec,
+    grad_spec: PartitionSpec,
 ) -> Float[Array, "..."]:
     """Sums a gradient over the devices that replicate the parameter."""
     if not axes:
         return x
-    for place, names in enumerate(made):
-        if names != (given[place] if place < len(given) else None):
+    for place, names in enumerate(grad_spec):
+        if names != (param_spec[place] if place < len(param_spec) else None):
             return lax.psum_scatter(x, axes, scatter_dimension=place, tiled=True)
     return lax.psum(x, axes)
 

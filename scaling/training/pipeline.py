@@ -70,14 +70,14 @@ def make_pipeline_schedule(
     if kind not in ("gpipe", "1f1b"):
         raise ValueError(f"{kind=} must be 'gpipe' or '1f1b'")
     last = num_stages - 1
-    each = num_micro + num_stages - 1
-    ticks = 2 * each if kind == "gpipe" else num_micro + 2 * last
+    half_ticks = num_micro + num_stages - 1
+    ticks = 2 * half_ticks if kind == "gpipe" else num_micro + 2 * last
     tick = np.arange(ticks)[:, None]
     stage = np.arange(num_stages)[None, :]
     forward = tick - stage
     if kind == "gpipe":
-        backward = num_micro - 1 - (tick - each - (last - stage))
-        backward = np.where(tick < each, -1, backward)
+        backward = num_micro - 1 - (tick - half_ticks - (last - stage))
+        backward = np.where(tick < half_ticks, -1, backward)
     else:
         backward = tick - (2 * last - stage)
 
@@ -86,8 +86,8 @@ def make_pipeline_schedule(
 
     forward = real(forward)
     backward = real(backward)
-    kept = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
-    return PipelineSchedule(forward, backward, kept)
+    num_buffers = num_micro if kind == "gpipe" else min(num_micro, 2 * last + 1)
+    return PipelineSchedule(forward, backward, num_buffers)
 
 
 class _Carry(NamedTuple):
@@ -126,10 +126,10 @@ def pipeline_gradient(
         for x in (tokens, targets)
     )
     run = _Run(model, how, table, params, tokens, targets)
-    found = lax.fori_loop(0, len(table.forward), run.tick, run.start())
-    grads = {name: x for name, x in found.grads.items() if name != "layers"}
-    grads = lax.psum(grads, PIPELINE) | {"layers": found.grads["layers"]}
-    return lax.psum(found.nats, PIPELINE), grads
+    final_carry = lax.fori_loop(0, len(table.forward), run.tick, run.start())
+    grads = {name: x for name, x in final_carry.grads.items() if name != "layers"}
+    grads = lax.psum(grads, PIPELINE) | {"layers": final_carry.grads["layers"]}
+    return lax.psum(final_carry.nats, PIPELINE), grads
 
 
 class _Run(NamedTuple):
@@ -150,18 +150,19 @@ class _Run(NamedTuple):
         )
         axes = tuple(sorted(shape.manual_axis_type.varying))
         blank = lax.pcast(jnp.zeros(shape.shape, shape.dtype), axes, to="varying")
-        kept = jnp.repeat(blank[None], self.table.kept, axis=0)
+        inputs = jnp.repeat(blank[None], self.table.kept, axis=0)
         grads = jax.tree.map(lambda x: x * 0, self.params)
-        return _Carry(blank, blank, kept, grads, meshes.zero_like(self.targets))
+        return _Carry(blank, blank, inputs, grads, meshes.zero_like(self.targets))
 
     def tick(self, number: Array, carry: _Carry) -> _Carry:
         """Runs the forward and backward passes of a tick, and sends the results."""
         stage = lax.axis_index(PIPELINE)
         forward, backward = (
-            jnp.asarray(each, jnp.int32)[number, stage] for each in self.table[:2]
+            jnp.asarray(micro_batches, jnp.int32)[number, stage]
+            for micro_batches in self.table[:2]
         )
         place = jnp.maximum(forward, 0) % self.table.kept
-        kept = jnp.where(
+        inputs = jnp.where(
             forward >= 0,
             lax.dynamic_update_index_in_dim(carry.kept, carry.coming, place, 0),
             carry.kept,
@@ -173,14 +174,14 @@ class _Run(NamedTuple):
             carry.coming,
         )
         place = jnp.maximum(backward, 0) % self.table.kept
-        came = lax.dynamic_index_in_dim(kept, place, 0, keepdims=False)
+        came = lax.dynamic_index_in_dim(inputs, place, 0, keepdims=False)
 
         def back(came: Array, towards: Array, grads: Params, nats: Array) -> Any:
             """Runs the micro-batch again, and its backward pass."""
             stage = functools.partial(self._stage, micro=jnp.maximum(backward, 0))
             (_, loss), pull, more = jax.vjp(stage, self.params, came, has_aux=True)
-            own, towards = pull((towards, jnp.ones_like(loss)))
-            return towards, jax.tree.map(jnp.add, grads, own), nats + more
+            stage_grads, towards = pull((towards, jnp.ones_like(loss)))
+            return towards, jax.tree.map(jnp.add, grads, stage_grads), nats + more
 
         towards, grads, nats = lax.cond(
             backward >= 0,
@@ -196,7 +197,7 @@ class _Run(NamedTuple):
         return _Carry(
             coming=self._pass(going, on),
             towards=self._pass(towards, [(b, a) for a, b in on]),
-            kept=kept,
+            kept=inputs,
             grads=grads,
             nats=nats,
         )
@@ -210,8 +211,10 @@ class _Run(NamedTuple):
         if num == 1 or self.how.layout.sequence or x.size % num:
             return lax.ppermute(x, PIPELINE, on)
         parts = x.reshape(num, -1)
-        own = lax.dynamic_index_in_dim(parts, lax.axis_index(TENSOR), keepdims=False)
-        moved = lax.ppermute(own, PIPELINE, on)
+        local_part = lax.dynamic_index_in_dim(
+            parts, lax.axis_index(TENSOR), keepdims=False
+        )
+        moved = lax.ppermute(local_part, PIPELINE, on)
         moved = lax.all_gather(moved, TENSOR, to="invarying")
         return moved.reshape(x.shape)
 
@@ -225,8 +228,8 @@ class _Run(NamedTuple):
         (stacked,) = params["layers"].values()
         every = range(config.num_layers // layout.pipeline)
         layers = {index: index_leaves(stacked, index) for index in every}
-        own = dataclasses.replace(config, num_layers=len(every))
-        model = models.merge(own, params | {"layers": layers})
+        stage_config = dataclasses.replace(config, num_layers=len(every))
+        model = models.merge(stage_config, params | {"layers": layers})
         rows = RowOrientation(config=config, shape=shape, layout=layout)
         return model, rows, model.embedded(tokens.reshape(-1), rows.positions(), rows)
 
@@ -243,17 +246,17 @@ class _Run(NamedTuple):
         stage = lax.axis_index(PIPELINE)
         model, rows, first = self._begin(params, tokens)
         x = jnp.where(stage == 0, first, x)
-        found = model.run(x, rows.positions(), rows.attend, (), rows)
-        x = found.last
+        states = model.run(x, rows.positions(), rows.attend, (), rows)
+        x = states.last
 
         def of_last(x: Array) -> Array:
             logits = model.logits(model.final_norm(x, rows.axis), rows)
-            found = objectives.divided_nats(
+            token_nats = objectives.divided_nats(
                 logits.reshape(*tokens.shape, -1), targets, num_words=config.vocab_size
             )
-            return found.mean() / np.float32(self.how.accumulation)
+            return token_nats.mean() / np.float32(self.how.accumulation)
 
         is_last = stage == layout.pipeline - 1
         nats = lax.cond(is_last, of_last, lambda _: meshes.zero_like(targets), x)
-        more = rows.auxiliary(found.routings, nats.dtype)
+        more = rows.auxiliary(states.routings, nats.dtype)
         return (x, nats + more / np.float32(self.how.accumulation)), nats

@@ -125,13 +125,13 @@ def recurrent_logits(
         weights = layer["inputs"]
         state = layer["state"]
         bias = weights["bias"].reshape(-1)[None, None]
-        made = jnp.einsum("sbh,gh->sbg", inputs, _flat(weights["weight"])) + bias
+        projections = jnp.einsum("sbh,gh->sbg", inputs, _flat(weights["weight"])) + bias
         start = jnp.zeros(inputs.shape[1:], inputs.dtype)
         if config.kind == "lstm":
-            y, _ = _scan(_lstm, _flat(state["weight"]), (), made, (start, start))
+            y, _ = _scan(_lstm, _flat(state["weight"]), (), projections, (start, start))
         else:
             of_state = (state["bias"],)
-            (y,) = _scan(_gru, _flat(state["weight"]), of_state, made, (start,))
+            (y,) = _scan(_gru, _flat(state["weight"]), of_state, projections, (start,))
         x = x + y if config.residual else y
     if config.norm == "layer":
         x = norm(x, **params["final_norm"])
@@ -145,17 +145,17 @@ def _flat(weight: Float[Array, "gates hidden inputs"]) -> Float[Array, "rows inp
     return weight.reshape(-1, weight.shape[-1])
 
 
-def _lstm(bias, made, product, state):
+def _lstm(bias, projection, product, state):
     """Computes the gates of both products; the state is the output and the cell."""
     del bias
-    i, f, g, o = jnp.split(made + product, 4, axis=-1)
+    i, f, g, o = jnp.split(projection + product, 4, axis=-1)
     cell = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 
 
-def _gru(bias, made, product, state):
+def _gru(bias, projection, product, state):
     """Moves the state towards the candidate by the update gate."""
-    r, z, n = jnp.split(made, 3, axis=-1)
+    r, z, n = jnp.split(projection, 3, axis=-1)
     r_, z_, n_ = jnp.split(product, 3, axis=-1)
     candidate = jnp.tanh(n + jax.nn.sigmoid(r + r_) * (n_ + bias[0][None]))
     update = jax.nn.sigmoid(z + z_)
@@ -163,42 +163,42 @@ def _gru(bias, made, product, state):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(cell, weight, bias, made, start):
+def _scan(cell, weight, bias, projections, start):
     """Scans `cell(bias, made[t], weight @ state[0], state)`; returns all states.
 
     Args:
       cell: elementwise function of rows of a batch.
       weight: weight of the state's product, `[rows, hidden]`.
       bias: further parameters of the cell.
-      made: products of the inputs for the gates, `[seq, batch, rows]`.
+      projections: products of the inputs for the gates, `[seq, batch, rows]`.
       start: state before the first token, each part `[batch, hidden]`.
 
     Returns:
       Each part of the state, `[seq, batch, hidden]`.
     """
-    return _scan_forward(cell, weight, bias, made, start)[0]
+    return _scan_forward(cell, weight, bias, projections, start)[0]
 
 
-def _scan_forward(cell, weight, bias, made, start):
-    def step(state, made):
+def _scan_forward(cell, weight, bias, projections, start):
+    def step(state, projection):
         product = jnp.einsum("bh,gh->bg", state[0], weight)
-        state = cell(bias, made, product, state)
+        state = cell(bias, projection, product, state)
         return state, (state, product)
 
-    _, (states, products) = jax.lax.scan(step, start, made)
-    return states, (weight, bias, made, start, states, products)
+    _, (states, products) = jax.lax.scan(step, start, projections)
+    return states, (weight, bias, projections, start, states, products)
 
 
-def _scan_backward(cell, kept, grads):
-    weight, bias, made, start, states, products = kept
+def _scan_backward(cell, residuals, grads):
+    weight, bias, projections, start, states, products = residuals
     before = jax.tree.map(
         lambda first, all_: jnp.concatenate([first[None], all_[:-1]]), start, states
     )
 
     def step(carry, token):
         later, bias_grad = carry
-        made, product, state, grad = token
-        pull = jax.vjp(cell, bias, made, product, state)[1]
+        projection, product, state, grad = token
+        pull = jax.vjp(cell, bias, projection, product, state)[1]
         more, made_grad, product_grad, state_grad = pull(
             jax.tree.map(jnp.add, later, grad)
         )
@@ -209,7 +209,7 @@ def _scan_backward(cell, kept, grads):
 
     nothing = jax.tree.map(jnp.zeros_like, (start, bias))
     (start_grad, bias_grad), (made_grad, product_grad) = jax.lax.scan(
-        step, nothing, (made, products, before, grads), reverse=True
+        step, nothing, (projections, products, before, grads), reverse=True
     )
     weight_grad = jnp.einsum("sbg,sbh->gh", product_grad, before[0])
     return weight_grad, bias_grad, made_grad, start_grad

@@ -98,14 +98,14 @@ class RunFolder:
             return path
         if not damage:
             return None
-        way = "no checkpoint is whole; train in another folder"
+        advice = "no checkpoint is whole; train in another folder"
         if resume == "last":
             last = self.checkpoint(self._steps()[0])
-            way = (
+            advice = (
                 f"--resume previous (or deleting {last}) goes on from the newest "
                 "whole checkpoint"
             )
-        raise ValueError(f"{damage[0]}; {way}")
+        raise ValueError(f"{damage[0]}; {advice}")
 
     def go_on(
         self, last: Path | None, step: int, num_processes: int, layout: dict[str, Any]
@@ -192,7 +192,7 @@ class RunFolder:
 
     def _divide(self, now: dict[str, Any], step: int) -> None:
         """Records the layout of steps from now on, and warns of a change."""
-        taken = [each for each in self._divided if each["first_step"] < step]
+        taken = [entry for entry in self._divided if entry["first_step"] < step]
         before = taken[-1] if taken else None
         if before is not None and all(before[name] == now[name] for name in now):
             return
@@ -250,8 +250,8 @@ def _differences(before: Any, now: Any, name: str = "") -> list[str]:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [name]
     keys = sorted(before.keys() | now.keys())
-    found = (
+    parts = (
         _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
         for key in keys
     )
-    return [difference for part in found for difference in part]
+    return [difference for part in parts for difference in part]

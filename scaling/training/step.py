@@ -173,23 +173,23 @@ def _without_loads(grads: Params) -> Params:
 
 def _expert_loads(grads: Params) -> Float[Array, "mixtures experts"] | None:
     """Returns the gradients of the layers' selection biases."""
-    found = [
+    loads = [
         x.reshape(-1, x.shape[-1])
         for path, x in jax.tree_util.tree_leaves_with_path(grads.get("layers", {}))
         if is_selection_bias(path)
     ]
-    return jnp.concatenate(found) if found else None
+    return jnp.concatenate(loads) if loads else None
 
 
 def divide_train_state(
     state: TrainState, model: architectures.Architecture, layout: Layout
 ) -> TrainState:
     """Divides a state over the devices of a layout, for `compiled_steps`."""
-    whole = dataclasses.replace(layout, zero=0)
+    param_layout = dataclasses.replace(layout, zero=0)
     return TrainState(
-        params=meshes.place_training_tree(model, whole, state.params),
+        params=meshes.place_training_tree(model, param_layout, state.params),
         moments=meshes.place_training_tree(model, layout, state.moments),
-        step=meshes.place_training_tree(model, whole, state.step),
+        step=meshes.place_training_tree(model, param_layout, state.step),
     )
 
 

@@ -123,10 +123,10 @@ def run_with_ahead(
     only = None
     x = model.embedded(token, positions, rows)
     for index in range(1 + num_ahead):
-        found = model.run(x, positions, rows.attend, (), rows, only=only)
-        states = model.final_norm(found.last, rows.axis)
+        layer_states = model.run(x, positions, rows.attend, (), rows, only=only)
+        states = model.final_norm(layer_states.last, rows.axis)
         logits = model.logits(states, rows)
-        auxiliary = rows.auxiliary(found.routings, logits.dtype)
+        auxiliary = rows.auxiliary(layer_states.routings, logits.dtype)
         output = ForwardOutput(logits.reshape(*tokens.shape, -1), auxiliary)
         outputs.append(output)
         if index == num_ahead:
@@ -164,20 +164,20 @@ class RowOrientation(Orientation):
         """Looks up tokens; with sequence parallelism, the rows of this device."""
         if not self.layout.sequence:
             return super().embed(table, tokens, num_words)
-        found = embed_own_tokens(table, tokens)
-        return lax.psum_scatter(found, TENSOR, tiled=True)
+        rows = embed_own_tokens(table, tokens)
+        return lax.psum_scatter(rows, TENSOR, tiled=True)
 
     def look_up_positions(self, table: Array, places: Array) -> Activations:
         """Looks up the positions of one sequence, and repeats them for all."""
         if self.layout.sequence:
             # Otherwise gradients would be summed for each sequence, not each row.
             table = lax.pcast(table, TENSOR, to="varying")
-        found = jnp.tile(table[places], (self.shape[0], 1))
+        rows = jnp.tile(table[places], (self.shape[0], 1))
         if not self.layout.sequence:
-            return found
-        part = found.shape[0] // self.layout.tensor
+            return rows
+        part = rows.shape[0] // self.layout.tensor
         start = lax.axis_index(TENSOR).astype(jnp.int32) * part
-        return lax.dynamic_slice_in_dim(found, start, part)
+        return lax.dynamic_slice_in_dim(rows, start, part)
 
     def product(self, linear: Linear, x: Activations) -> Activations:
         """Multiplies rows by a matrix."""
@@ -281,7 +281,9 @@ class RowOrientation(Orientation):
             if every.gate_bias:
                 carried.append(load_as_gradient(routing, loads))
         num_mixtures = self.config.num_layers - every.num_dense_layers
-        terms = [functools.reduce(jnp.add, each) for each in (balance, carried) if each]
+        terms = [
+            functools.reduce(jnp.add, parts) for parts in (balance, carried) if parts
+        ]
         if self.layout.sequence:  # equal on every device
             terms = [lax.pmean(term, TENSOR) for term in terms]
         terms[0] = terms[0] * (every.balance_weight / num_mixtures)

@@ -112,7 +112,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "arrival_s": np.arange(4.0),
             "prompt": np.full(4, 20),
             "answer": np.full(4, 5),
-            "known": np.zeros(4, int),
+            "prefix_tokens": np.zeros(4, int),
             "block_size": 16,
             "warm_up_s": 0.0,
             "window_s": 5.0,
@@ -167,7 +167,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "costs.max_kv_pages": {"model": MODEL, "device": "h100", "num_devices": 1},
         "costs.find_compute_bound_size": {
             "is_compute_bound": lambda size: size > 100,
-            "most": 1000,
+            "max_size": 1000,
         },
         "costs.forward_terms": {"model": MODEL, "batch": 1, "sequence": 8, "past": 4},
         "costs.kv_bytes_per_token": {"model": MODEL, "kv_bytes": 2},
@@ -213,7 +213,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         },
         "costs.stored_tensors": {"model": MODEL, "sequence": 64, "number_bytes": 2},
         "costs.total_residual_bytes": {
-            "found": costs.list_residuals(SMALL),
+            "residuals": costs.list_residuals(SMALL),
             "tokens": 64,
         },
         "costs.training_memory": {
@@ -368,11 +368,11 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         },
         "training.make_pipeline_schedule": {"num_stages": 2, "num_micro": 4},
         "training.make_records": {
-            "found": [
+            "trajectories": [
                 (np.zeros(4, np.uint16), np.arange(8, dtype=np.uint16).reshape(2, 4))
             ],
             "text": TOKENS,
-            "each": 1,
+            "num_guesses": 1,
             "text_tokens": 4,
             "seed": 0,
         },

@@ -37,9 +37,10 @@ def attend_arrays(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     tiling: KernelTilings | None = None,
+    function: Callable[..., AttentionState] = paged_attention,
     **pages: Any,
 ) -> AttentionState:
-    """Calls `paged_attention` with the arrays of a `Case`, in their order."""
+    """Calls `paged_attention`, or `function`, with the arrays of a `Case`."""
     kv = PagedKV(k_pages, v_pages, **pages)
     rows = RowView(page_ids, positions, slots, context, ancestors, window)
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -54,7 +55,7 @@ def attend_arrays(
             implementation=implementation,
             tiling=tiling,
         )
-    return paged_attention(
+    return function(
         q,
         kv,
         rows,

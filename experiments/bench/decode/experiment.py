@@ -113,10 +113,10 @@ class Config:
                 f"steps_per_call={self.steps_per_call!r}: "
                 "tokens of the first call are not counted"
             )
-        most = self.steps_per_call * (1 + self.drafts)
-        if self.speculate is not None and self.output_tokens <= most:
+        limit = self.steps_per_call * (1 + self.drafts)
+        if self.speculate is not None and self.output_tokens <= limit:
             raise ValueError(
-                f"output_tokens={self.output_tokens!r} must be more than {most}: with "
+                f"output_tokens={self.output_tokens!r} must be more than {limit}: with "
                 f"drafts={self.drafts!r} "
                 "that many may come in the first call, whose tokens are not counted"
             )
@@ -174,8 +174,8 @@ class PeerEngine(peer_process.PeerProcess):
         Raises:
           ValueError: the peer failed, with its last error line.
         """
-        asked = {"prompts": prompts, "output_tokens": num_tokens}
-        return TurnTiming(**self.ask(asked | {"turn_s": turn_s, "reads": reads}))
+        question = {"prompts": prompts, "output_tokens": num_tokens}
+        return TurnTiming(**self.ask(question | {"turn_s": turn_s, "reads": reads}))
 
 
 def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
@@ -364,13 +364,15 @@ def _rows(
 def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
     """Returns the median and range of the ratio to the best peer of each round."""
     peers = [
-        found for other, found in rates.items() if other != JaxkvEngine.name and found
+        series
+        for other, series in rates.items()
+        if other != JaxkvEngine.name and series
     ]
     if not peers or not rates[name]:
         return {key: None, f"{key}_range": None}
-    best = [max(each) for each in zip(*peers, strict=True)]
-    found = [x / y for x, y in zip(rates[name], best, strict=True)]
+    best = [max(turn_rates) for turn_rates in zip(*peers, strict=True)]
+    series = [x / y for x, y in zip(rates[name], best, strict=True)]
     return {
-        key: statistics.median(found),
-        f"{key}_range": [min(found), max(found)],
+        key: statistics.median(series),
+        f"{key}_range": [min(series), max(series)],
     }

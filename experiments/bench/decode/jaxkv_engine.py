@@ -189,8 +189,8 @@ class JaxkvEngine:
     @property
     def host_share(self) -> float | None:
         """Median host share over all turns except the first; None if unknown."""
-        known = [x for x in self._host_shares[1:] if x is not None]
-        return statistics.median(known) if known else None
+        shares = [x for x in self._host_shares[1:] if x is not None]
+        return statistics.median(shares) if shares else None
 
     def measure(
         self, prompts: list[list[int]], num_tokens: int, turn_s: float, reads: int
@@ -233,8 +233,8 @@ class JaxkvEngine:
         if reads == 1:
             return first_s - start_s, [tokens[x] for x in sorted(tokens)]
         ask = dataclasses.replace(once, max_tokens=reads)
-        found = served.generate(prompts, ask)
-        return first_s - start_s, [[*each.tokens] for each in found]
+        completions = served.generate(prompts, ask)
+        return first_s - start_s, [[*completion.tokens] for completion in completions]
 
     def decode(
         self,
@@ -257,8 +257,8 @@ class JaxkvEngine:
         served = self._engine
         bounds = self._bounds
         first = 1 + bounds.steps_per_call * bounds.emit_width
-        most = bounds.max_length - len(prompts[0])
-        num_tokens = min(most, first + num_tokens)
+        max_tokens = bounds.max_length - len(prompts[0])
+        num_tokens = min(max_tokens, first + num_tokens)
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
         num_read = len(prompts) * len(prompts[0])

@@ -20,10 +20,10 @@ from pathlib import Path
 MIN_STEPS = 4  # smallest number of timed steps
 
 
-def measure_peer(peer, asked):
+def measure_peer(peer, question):
     """Answers a question by timing a peer."""
-    prompts = asked["prompts"]
-    reads = asked["reads"]
+    prompts = question["prompts"]
+    reads = question["reads"]
     prefill_s = None
     tokens = [[] for _ in prompts]
     if reads:
@@ -32,10 +32,10 @@ def measure_peer(peer, asked):
     step()  # warm-up: the first step copies and plans
     start = time.perf_counter()
     num = 0
-    while num < asked["output_tokens"]:
+    while num < question["output_tokens"]:
         step()
         num += 1
-        if num >= MIN_STEPS and time.perf_counter() - start > asked["turn_s"]:
+        if num >= MIN_STEPS and time.perf_counter() - start > question["turn_s"]:
             break
     return {
         "prefill_s": prefill_s,
@@ -66,9 +66,9 @@ class Transformers:
         # Answers have no end-of-sequence token.
         self._model.generation_config.eos_token_id = None
 
-    def answer(self, asked):
+    def answer(self, question):
         """Answers a question."""
-        return measure_peer(self, asked)
+        return measure_peer(self, question)
 
     def read(self, prompts, num_tokens):
         """Runs `generate`; returns the time until the first tokens, and the tokens."""
@@ -104,9 +104,9 @@ class Transformers:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         cache = transformers.DynamicCache()
-        drawn = torch.randn(len(prompts), heads, len(prompts[0]), head_dim)
+        random_kv = torch.randn(len(prompts), heads, len(prompts[0]), head_dim)
         for layer in range(config.num_hidden_layers):
-            cache.update(drawn.clone(), drawn.clone(), layer)
+            cache.update(random_kv.clone(), random_kv.clone(), layer)
         tokens = torch.tensor([[prompt[-1]] for prompt in prompts])
 
         def step():
@@ -147,16 +147,16 @@ class LlamaCpp:
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
         self._context = self._batch = self._size = None
 
-    def answer(self, asked):
+    def answer(self, question):
         """Answers a question; the context is reused if the sizes are unchanged."""
-        prompts = asked["prompts"]
-        room = asked["output_tokens"] + asked["reads"] + 2
+        prompts = question["prompts"]
+        room = question["output_tokens"] + question["reads"] + 2
         size = len(prompts), len(prompts[0]) + room
         if self._size != size:
             self._make_context(*size)
             self._size = size
             self._kept = 0
-        return measure_peer(self, asked)
+        return measure_peer(self, question)
 
     def _make_context(self, num, length):
         lib = self._lib
@@ -224,7 +224,7 @@ class LlamaCpp:
 
     def _decode(self, tokens, place):
         """Feeds the last token of each sequence at a position, and appends the next."""
-        rows = [(i, each[-1], place, True) for i, each in enumerate(tokens)]
+        rows = [(i, sequence[-1], place, True) for i, sequence in enumerate(tokens)]
         for i, token in enumerate(self._feed(self._context, self._batch, rows)):
             tokens[i].append(token)
 

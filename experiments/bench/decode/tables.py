@@ -85,10 +85,12 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     for ax, kind in ((decode, "decode"), (prefill, "prefill")):
         _draw_rates(ax, kind, result, names)
-        known = [x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None]
-        if known:
-            low = min(known)
-            high = max(known)
+        engine_ratios = [
+            x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None
+        ]
+        if engine_ratios:
+            low = min(engine_ratios)
+            high = max(engine_ratios)
             title = (
                 f"{kind}: jaxkv has {low:.2f} to {high:.2f} times the best peer's rate"
             )
@@ -132,10 +134,10 @@ def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     faster = []
     looks = zip(RATIOS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
-        known = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
-        values = [x[key] for _, x in known]
-        ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in known]
-        place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in known]
+        indexed_rows = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
+        values = [x[key] for _, x in indexed_rows]
+        ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in indexed_rows]
+        place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in indexed_rows]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
         draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
@@ -172,13 +174,13 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
-    found = DecodeRates.of(fill_missing(result))
+    rate_table = DecodeRates.of(fill_missing(result))
     note = "Host share: share of time in which the device waits between two calls."
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     parts: list[ReportPart] = [
-        found.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
+        rate_table.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
     ]
-    if known := [x for x in jaxkv_rows if "products_s" in x]:
+    if part_rows := [x for x in jaxkv_rows if "products_s" in x]:
         lines = [
             [
                 f"{x['batch']:,}",
@@ -186,11 +188,11 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
                 f"{1e3 * x['step_s']:.1f}",
                 *(format_percent(x[key] / x["step_s"]) for key in PARTS),
             ]
-            for x in known
+            for x in part_rows
         ]
         heads = ["sequences", "context", "step, ms", *(x for x, _ in PARTS.values())]
         parts.append(Sheet("parts of a decode step", heads, lines))
-    names = found.distinct("implementation")
+    names = rate_table.distinct("implementation")
     if not names[1:]:
         return parts
     heads = ["sequences", "context", *names, "jaxkv / best peer", "range"]
@@ -213,4 +215,4 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     absent = result[0]["absent"]
     shown = (*NAMES, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
-    return [*parts, found.sheet("engines", *shown, note=note)]
+    return [*parts, rate_table.sheet("engines", *shown, note=note)]

@@ -107,14 +107,14 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     end_s = now_s() + total_s
     size = config.size
     names_of = pieces_by_part(config.size)
-    asked = [part for part in names_of if part in (config.only or PARTS)]
+    parts = [part for part in names_of if part in (config.only or PARTS)]
     tried: set[tuple[str, str]] = set()
     with files.folder_or_temporary(config.folder) as folder:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         lines = files.read_text(path).splitlines() if path.exists() else []
-        kept = [files.parse_object(line, path) for line in lines]
-        rows = {(x["part"], x["name"]): x for x in kept}
+        records = [files.parse_object(line, path) for line in lines]
+        rows = {(x["part"], x["name"]): x for x in records}
 
         def lacking(part: str) -> list[str]:
             """Pieces to try in this call: new ones, then those that failed before."""
@@ -124,8 +124,8 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             again = [x for x in old if x["found"] is None and x["tries"] < MAX_TRIES]
             return new + [x["name"] for x in again]
 
-        update = progress.bar("pieces", sum(len(names_of[x]) for x in asked), "pieces")
-        while not progress.stopped and (open_ := [x for x in asked if lacking(x)]):
+        update = progress.bar("pieces", sum(len(names_of[x]) for x in parts), "pieces")
+        while not progress.stopped and (open_ := [x for x in parts if lacking(x)]):
             has_begun = False
             for place, part in enumerate(open_):
                 share, least_s, at_once = PARTS[part]
@@ -157,7 +157,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                         tried.add(key)
                     if goes_on:
                         break
-                update(sum(len(names_of[x]) - len(lacking(x)) for x in asked))
+                update(sum(len(names_of[x]) - len(lacking(x)) for x in parts))
             if not has_begun:
                 # Wait for the time limit, so that the exit status is "resumable".
                 while is_limited and not progress.stopped:
@@ -190,8 +190,8 @@ def answer_pieces(
                 kill_s = kill_end_s - now_s()
                 if soft_s < 0:
                     return
-                asked = {"names": group, "limits_s": (soft_s, kill_s)}
-                pieces = process.ask(asked, kill_s)["pieces"]
+                question = {"names": group, "limits_s": (soft_s, kill_s)}
+                pieces = process.ask(question, kill_s)["pieces"]
                 seconds = (now_s() - start_s) / max(1, len(pieces))
                 yield from ({"seconds": seconds, **x} for x in pieces)
                 start_s = now_s()
@@ -205,11 +205,11 @@ def answer_pieces(
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the pieces for JSON, incorrect kernels, and failed pieces."""
     wrong = [
-        f"{row['name']}: {each['implementation']}, error={each['error']:.2g}"
+        f"{row['name']}: {check['implementation']}, error={check['error']:.2g}"
         for row in result
         if row["part"] == "correctness" and row["found"]
-        for each in row["found"]["implementations"]
-        if not each.get("right", True)
+        for check in row["found"]["implementations"]
+        if not check.get("right", True)
     ]
     failed = [x for x in result if x["found"] is None]
     lines = [f"{x['part']} {x['name']}: {x['note']}" for x in failed]
@@ -223,11 +223,11 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         selected = [x for x in result if x["part"] == name]
         done = sum(x["found"] is not None for x in selected)
         lines.append([name, str(done), f"{sum(x['seconds'] for x in selected):.0f}"])
-    found = metrics(result)
+    numbers = metrics(result)
     sheets: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
     for title in ("wrong", "failed"):
-        if found[title]:
-            sheets.append(Sheet(title, ["piece"], [[x] for x in found[title]]))
+        if numbers[title]:
+            sheets.append(Sheet(title, ["piece"], [[x] for x in numbers[title]]))
     return sheets
 
 

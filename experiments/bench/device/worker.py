@@ -28,7 +28,7 @@ class PieceWorker:
         self.size = size
         self.folder = folder
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Measures pieces by name.
 
         Shapes of kernels share a run, which measures the ceilings once. A run of
@@ -36,12 +36,12 @@ class PieceWorker:
         """
         part = self.part
         folder = self.folder
-        names = tuple(asked["names"])
+        names = tuple(question["names"])
         if measure := MEASURES.get(part):
             pieces = [{"name": x, "found": measure(self.size, x)} for x in names]
             return {"pieces": pieces}
         is_real = self.size == "gpu"
-        max_s = asked["limits_s"][0]
+        max_s = question["limits_s"][0]
         changes = dict[str, Any]()
         if part == "kernels":
             shapes = "real" if is_real else "tiny"
@@ -50,7 +50,7 @@ class PieceWorker:
             changes = {"folder": f"{folder}/isoflop", "keep_models": False}
         else:
             field, _, number = names[0].partition("-")
-            max_s = asked["limits_s"][1]
+            max_s = question["limits_s"][1]
             changes[field] = (int(number),)
             # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
@@ -62,20 +62,20 @@ class PieceWorker:
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
         done = run_study(experiment, config, out, max_s)
         is_cut = done.status != 0
-        found = to_plain(done.document["metrics"])
+        numbers = to_plain(done.document["metrics"])
         if part == "isoflop":
-            found = None if is_cut else found
-            return {"pieces": [{"name": names[0], "found": found, "goes_on": is_cut}]}
+            numbers = None if is_cut else numbers
+            return {"pieces": [{"name": names[0], "found": numbers, "goes_on": is_cut}]}
         if part != "kernels":
-            piece = {"found": found} if found["rows"] else {"note": KILLED}
+            piece = {"found": numbers} if numbers["rows"] else {"note": KILLED}
             return {"pieces": [{"name": names[0], **piece}]}
-        head = {x: found[x] for x in ("device", "ceilings", "peers")}
+        head = {x: numbers[x] for x in ("device", "ceilings", "peers")}
         pieces = []
         for name in names:
-            rows = [x for x in found["rows"] if x["spec"] == name]
-            rest = [x for x in found["absent"] if x["spec"] == name]
-            skipped = any(x["note"].startswith("skipped: the") for x in rest)
+            rows = [x for x in numbers["rows"] if x["spec"] == name]
+            absent = [x for x in numbers["absent"] if x["spec"] == name]
+            skipped = any(x["note"].startswith("skipped: the") for x in absent)
             if rows and not (skipped and is_cut):
-                shape = head | {"rows": rows, "absent": rest}
+                shape = head | {"rows": rows, "absent": absent}
                 pieces.append({"name": name, "found": shape})
         return {"pieces": pieces}

@@ -163,13 +163,13 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     runs = LossRuns(*(np.log(data[x]) for x in ("num_params", "num_tokens", "loss")))
     start = _logged(np.array([[*full.coefficients.values()]]))[0]
     shape = (config.num_resamples, config.num_points)
-    drawn = np.random.default_rng(config.seed).integers(0, config.num_points, shape)
+    draws = np.random.default_rng(config.seed).integers(0, config.num_points, shape)
 
     def fit_with_jaxkv(rows: np.ndarray) -> np.ndarray:
         counts = [np.bincount(row, minlength=config.num_points) for row in rows]
         starts = np.tile(full.coordinates, (len(rows), 1))
         ends = solve_weightings(problem, np.array(counts, float), starts)
-        centre = problem.seen.centre
+        centre = problem.runs.centre
         return _logged(laws.coefficients(law, ends.coordinates, centre))
 
     def bfgs(call: Any, jac: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -193,10 +193,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     )
     cached.cache_clear()
     with without_compilation_cache():
-        first_s, _ = time_call(fit_with_jaxkv, drawn)
+        first_s, _ = time_call(fit_with_jaxkv, draws)
     ends = {name: np.zeros((0, len(start))) for name in methods}
     seconds = dict.fromkeys(methods, 0.0)
-    pieces = np.array_split(drawn, config.num_pieces)
+    pieces = np.array_split(draws, config.num_pieces)
     for piece in progress.track(pieces, "resamples", "pieces"):
         for name, method in methods.items():
             progress.show(name)
@@ -204,24 +204,24 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             times = [time_call(method, piece) for _ in range(repeats)]
             seconds[name] += statistics.median(taken for taken, _ in times)
             ends[name] = np.concatenate([ends[name], times[0][1]])
-    return _rows(runs, drawn, ends, seconds, first_s) if len(ends[JAXKV]) else []
+    return _rows(runs, draws, ends, seconds, first_s) if len(ends[JAXKV]) else []
 
 
 def _rows(
     runs: LossRuns,
-    drawn: np.ndarray,
+    draws: np.ndarray,
     ends: dict[str, np.ndarray],
     seconds: dict[str, float],
     first_s: float,
 ) -> list[dict[str, Any]]:
     num = len(ends[JAXKV])
-    samples = [runs.drawn(row) for row in drawn[:num]]
+    samples = [runs.drawn(row) for row in draws[:num]]
     objectives = {
         name: np.array([*map(objective, xs, samples)]) for name, xs in ends.items()
     }
     lowest = np.min([*objectives.values()], axis=0)
     done = {name: (name, seconds[name], num) for name in ends}
-    done = {JAXKV: done.pop(JAXKV), FIRST: (JAXKV, first_s, len(drawn))} | done
+    done = {JAXKV: done.pop(JAXKV), FIRST: (JAXKV, first_s, len(draws))} | done
     rows = []
     for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest

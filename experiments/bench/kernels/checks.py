@@ -59,7 +59,7 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
     """
     feature, _, kind = name.partition("-")
     if name in FORMULAS:
-        known, error, most = FORMULAS[name](size)
+        implementations, error, max_error = FORMULAS[name](size)
     else:
         if feature in FEATURES:
             sizes: dict[str, Any] = {"heads": TINY, "page_size": 8}
@@ -70,15 +70,19 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
         else:
             problem = make_problem(shapes_to_check(size)[name], num_turns=1)
         spec = problem.spec
-        known = {x.name: x.prepare for x in implementations_of(spec) if not x.is_peer}
-        error = lambda name: float(known[name](problem).error())  # noqa: E731
-        most = MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
+        implementations = {
+            x.name: x.prepare for x in implementations_of(spec) if not x.is_peer
+        }
+        error = lambda name: float(implementations[name](problem).error())  # noqa: E731
+        max_error = (
+            MAX_8_BIT_ERROR if feature in ("int8", "fp8") else MAX_ERROR[spec.dtype]
+        )
     rows = []
-    for name in known:
+    for name in implementations:
         row: dict[str, Any] = {"implementation": name}
         try:
-            found = error(name)
-            row |= {"error": found, "right": bool(found <= most)}
+            deviation = error(name)
+            row |= {"error": deviation, "right": bool(deviation <= max_error)}
         except Exception as failed:  # of any kind: the next implementations run
             message = str(failed).strip().split("\n")[0][:200]
             row["note"] = f"{type(failed).__name__}: {message}"
@@ -116,10 +120,10 @@ def _rotary_write(size: str) -> Check:
     angles = rng.uniform(0, 7, (num_rows, head_dim // 2)).astype(np.float32)
     shape = NUM_LAYERS * num_pages, kv_heads, page_size, head_dim
     pages = [normal(*shape) for _ in "kv"]
-    each = query_rows(num_rows, kv_heads * group)
+    row_ids = query_rows(num_rows, kv_heads * group)
     by_query = num_rows, kv_heads, group, -1
     cos, sin = (
-        jnp.asarray(f(angles))[each].reshape(by_query) for f in (np.cos, np.sin)
+        jnp.asarray(f(angles))[row_ids].reshape(by_query) for f in (np.cos, np.sin)
     )
 
     # Pairs as complex numbers, rotated by a factor of modulus 1.
@@ -129,11 +133,11 @@ def _rotary_write(size: str) -> Check:
     turned = np.concatenate([turned.real, turned.imag], -1)
     queries = turned[:, :, :group]
     packed = np.where((page >= 0)[:, None, None, None], queries, 0)
-    kept = np.flatnonzero((page >= 0) & (page < num_pages))
-    there = LAYER * num_pages + page[kept], slice(None), offset[kept]
-    right = [queries, packed, turned[kept, :, group], x[kept, :, -1]]
+    valid_rows = np.flatnonzero((page >= 0) & (page < num_pages))
+    kv_index = LAYER * num_pages + page[valid_rows], slice(None), offset[valid_rows]
+    right = [queries, packed, turned[valid_rows, :, group], x[valid_rows, :, -1]]
     untouched = np.ones(shape[:3], bool)
-    untouched[there] = False
+    untouched[kv_index] = False
 
     def error(implementation: Any) -> float:
         call = functools.partial(
@@ -144,13 +148,13 @@ def _rotary_write(size: str) -> Check:
         where = (jnp.asarray(x, jnp.int32) for x in (page, offset))
         options: Any = {"packing": packing, "layer": jnp.int32(LAYER)}
         turns = RotaryCosSin(cos, sin)
-        q, in_blocks, *found = jax.jit(call)(qkv, turns, *pages, *where, **options)
+        q, in_blocks, *new_pages = jax.jit(call)(qkv, turns, *pages, *where, **options)
         assert in_blocks is not None  # a packing was given
-        for before, after in zip(map(np.asarray, pages), found, strict=True):
+        for before, after in zip(map(np.asarray, pages), new_pages, strict=True):
             if not (before == np.asarray(after))[untouched].all():
                 return float("inf")
         back = row_packing.unpack_rows(in_blocks, packing, group=group, fill=0.0)
-        written = (np.asarray(each)[there] for each in found)
+        written = (np.asarray(array)[kv_index] for array in new_pages)
         return _worst([q, back.reshape(queries.shape), *written], right)
 
     return ("reference", "mosaic_gpu"), error, MAX_ERROR[dtype]
@@ -183,17 +187,17 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
     right = in_float64(call(bench.attention), *arrays)
 
     def error(implementation: Any) -> float:
-        found = call(flash_attention, implementation=implementation)(*arrays)
-        return _worst(found, right)
+        outputs = call(flash_attention, implementation=implementation)(*arrays)
+        return _worst(outputs, right)
 
-    most = MAX_ERROR[dtype] * (GRADIENT_ROOM if gradient else 1)
-    return ("reference", "cudnn"), error, most
+    max_error = MAX_ERROR[dtype] * (GRADIENT_ROOM if gradient else 1)
+    return ("reference", "cudnn"), error, max_error
 
 
-def _worst(found: Iterable[Any], wanted: Iterable[Any]) -> float:
+def _worst(arrays: Iterable[Any], wanted: Iterable[Any]) -> float:
     """Returns the largest relative error of several arrays; NaN if an array has one."""
     errors = []
-    for x, y in zip(found, map(np.asarray, wanted), strict=True):
+    for x, y in zip(arrays, map(np.asarray, wanted), strict=True):
         errors.append(np.linalg.norm(np.asarray(x, float) - y) / np.linalg.norm(y))
     return float(np.max(errors))
 

@@ -163,10 +163,10 @@ def _choose(config: Config, platform: str) -> list[Spec | GroupedSpec]:
         name = "small" if platform != "gpu" else "quick" if config.quick else "real"
     chosen = [spec for spec in SETS[name] if config.only in spec.name]
     if config.these:
-        known = {spec.name: spec for spec in chosen}
-        if unknown := [x for x in config.these if x not in known]:
+        spec_by_name = {spec.name: spec for spec in chosen}
+        if unknown := [x for x in config.these if x not in spec_by_name]:
             raise ValueError(f"{config.these=}: {unknown} are not in the set {name!r}")
-        return [known[x] for x in config.these]
+        return [spec_by_name[x] for x in config.these]
     if not chosen:
         raise ValueError(f"{config.only=} is in no name of the set {name!r}")
     return sorted(chosen, key=lambda spec: spec not in SETS["quick"])

@@ -77,7 +77,7 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
             raise ValueError("it is not called over latent rows")
         trees = (spec.batch, spec.rows, spec.rows)
         # The peer draws its own numbers.
-        asked = {
+        question = {
             "contexts": spec.contexts().tolist(),
             "rows": spec.rows,
             "shared": spec.shared,
@@ -89,7 +89,7 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
             "num_calls": num_calls,
             "max_error": MAX_ERROR[spec.dtype],
         }
-        reply = peer.ask(asked, budget.left_s())
+        reply = peer.ask(question, budget.left_s())
         if "refused" in reply:
             raise ValueError(reply["refused"])
         timing = dict.fromkeys(Timing._fields) | reply["timing"]

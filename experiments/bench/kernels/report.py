@@ -90,16 +90,16 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """
     head, *rows = result
     ceilings = Ceilings(**head["ceilings"])
-    found = timed_rows(rows)
+    timings = timed_rows(rows)
     title = f"ceilings of {head['device']}"
     reached = [*_reached(ceilings).items()]
     parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
     # Columns without values are omitted: no plans or merges on a CPU.
     names = [
-        x for x in REPORTED if any(v is not None for v in getattr(found, x).tolist())
+        x for x in REPORTED if any(v is not None for v in getattr(timings, x).tolist())
     ]
-    for name in found.distinct("spec"):
-        selected = found.where(spec=name)
+    for name in timings.distinct("spec"):
+        selected = timings.where(spec=name)
         size = format_bytes(selected.bytes[0])
         work = format_flops(selected.flops[0])
         parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
@@ -128,12 +128,12 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
       axes: two axes.
       result: result of the benchmark; empty axes without times.
     """
-    found = timed_rows(result[1:])
-    names = list(found.distinct("spec"))
+    timings = timed_rows(result[1:])
+    names = list(timings.distinct("spec"))
     if not names:
         return
     best = [
-        [found.where(spec=name).fastest(is_peer=is_peer) for name in names]
+        [timings.where(spec=name).fastest(is_peer=is_peer) for name in names]
         for is_peer in (False, True)
     ]
     _draw_speeds(axes[0], *best)
@@ -150,11 +150,11 @@ type Fastest = list[dict[str, Any] | None]
 """Fastest row of every shape, of this project or of peers."""
 
 
-def _draw_speeds(ax: Any, own: Fastest, peers: Fastest) -> None:
+def _draw_speeds(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
     """Draws the time of the best peer over that of jaxkv, for shapes that have both."""
     both = [
         (i, peer["seconds"] / selected["seconds"])
-        for i, (selected, peer) in enumerate(zip(own, peers, strict=True))
+        for i, (selected, peer) in enumerate(zip(jaxkv_best, peers, strict=True))
         if selected and peer
     ]
     for i, ratio in both:
@@ -172,16 +172,16 @@ def _draw_speeds(ax: Any, own: Fastest, peers: Fastest) -> None:
     ax.legend()
 
 
-def _draw_floors(ax: Any, own: Fastest, peers: Fastest) -> None:
+def _draw_floors(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
     """Draws the least possible time as a share of the time, by side."""
     medians = []
     for rows, name, label in (
         (peers, "published", "best peer"),
-        (own, "jaxkv", "jaxkv"),
+        (jaxkv_best, "jaxkv", "jaxkv"),
     ):
-        known = [(i, 100 * x["fraction"]) for i, x in enumerate(rows) if x]
-        if known:
-            places, shares = zip(*known, strict=True)
+        points = [(i, 100 * x["fraction"]) for i, x in enumerate(rows) if x]
+        if points:
+            places, shares = zip(*points, strict=True)
             look = {"linestyle": "", "markersize": 7}
             draw_curve(ax, shares, places, name, label, **look)
             medians.append(f"{label} {np.median(shares):.0f} %")
@@ -231,21 +231,21 @@ def kernel_table(folder: Path) -> str:
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     """Returns the line of a shape."""
-    found = timed_rows(rows)
-    own, peer = (found.fastest(is_peer=is_peer) for is_peer in (False, True))
-    theirs = f"{format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
+    timings = timed_rows(rows)
+    jaxkv_best, peer = (timings.fastest(is_peer=is_peer) for is_peer in (False, True))
+    peer_time = f"{format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
     size = format_bytes(rows[0]["bytes"])
-    if own is None:
+    if jaxkv_best is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
-        return name, size, f"not timed: {'; '.join(notes)}", theirs, "-", "-", "-"
-    selected = format_seconds(own["seconds"])
-    if peer and peer["seconds"] < own["seconds"]:
-        theirs = f"**{theirs}**"
+        return name, size, f"not timed: {'; '.join(notes)}", peer_time, "-", "-", "-"
+    selected = format_seconds(jaxkv_best["seconds"])
+    if peer and peer["seconds"] < jaxkv_best["seconds"]:
+        peer_time = f"**{peer_time}**"
     else:
         selected = f"**{selected}**"
-    if own["implementation"] != "mosaic_gpu":
-        selected += f" ({own['implementation']})"
-    ratio = f"{peer['seconds'] / own['seconds']:.2f}" if peer else "-"
-    share = format_percent(own["fraction"])
-    target = format_seconds(own["target_s"])
-    return name, size, selected, theirs, ratio, share, target
+    if jaxkv_best["implementation"] != "mosaic_gpu":
+        selected += f" ({jaxkv_best['implementation']})"
+    ratio = f"{peer['seconds'] / jaxkv_best['seconds']:.2f}" if peer else "-"
+    share = format_percent(jaxkv_best["fraction"])
+    target = format_seconds(jaxkv_best["target_s"])
+    return name, size, selected, peer_time, ratio, share, target

@@ -201,13 +201,13 @@ class Launches(ResultRecord):
 
         The forward pass excludes its layers, and the step excludes its forward pass.
         """
-        found = dict.fromkeys(self.counts.distinct("path"), 0)
+        totals = dict.fromkeys(self.counts.distinct("path"), 0)
         for row in self.counts.rows():
             if which == (
                 row["part"] if row["part"] in ("layer", "forward") else "step"
             ):
-                found[row["path"]] += row["launches"]
-        return found
+                totals[row["path"]] += row["launches"]
+        return totals
 
 
 def prepare() -> None:
@@ -223,7 +223,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
     counts = LaunchCounts.of([])
     waits = DataDependentLoops.of([])
     compiled = []
-    found = (0, 0, 0)
+    memory_sizes = (0, 0, 0)
     cached = config.prefix_cache
     for depth in progress.track(config.num_layers, "compiling", "depths"):
         with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +243,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
                 continue
             plan = read_plan(Path(folder))
         copies = weight_copies(compiler_report.text, arguments[0])
-        found = copies, pool, compiler_report.alias_bytes
+        memory_sizes = copies, pool, compiler_report.alias_bytes
         routes = (*ROUTES, FILLING) if cached else ROUTES
         counts = count_launches(plan, 1 if config.scanned else depth, routes)
         loops = [
@@ -255,7 +255,7 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
             (scope_of(x), x.kind, any(y.kind == "CommandBuffer" for y in inside))
             for x, inside in loops
         )
-    return Launches(counts, waits, CompileTimes.of(compiled), cached, *found)
+    return Launches(counts, waits, CompileTimes.of(compiled), cached, *memory_sizes)
 
 
 def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
@@ -283,12 +283,14 @@ def count_launches(
     rows = []
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
     for route in routes:
-        found: dict[str, int] = dict.fromkeys(("layer", "forward", *PARTS, "other"), 0)
+        part_counts: dict[str, int] = dict.fromkeys(
+            ("layer", "forward", *PARTS, "other"), 0
+        )
         chosen = _Quiet(route.name, route.choices)
         for thunk, times, inside in executed_launches([steps], chosen):
-            found[_part(thunk, inside)] += times
-        found["layer"] = -(-found["layer"] // num_layers)
-        rows += [(route.name, part, num) for part, num in found.items()]
+            part_counts[_part(thunk, inside)] += times
+        part_counts["layer"] = -(-part_counts["layer"] // num_layers)
+        rows += [(route.name, part, num) for part, num in part_counts.items()]
     return LaunchCounts.of(rows)
 
 
@@ -338,8 +340,8 @@ def metrics(result: Launches) -> dict[str, Any]:
     for row in result.counts.rows():
         parts.setdefault(row["path"], {})[row["part"]] = row["launches"]
     other_parts = {
-        path: {x: found[x] for x in found if x not in ("layer", "forward")}
-        for path, found in parts.items()
+        path: {x: counts[x] for x in counts if x not in ("layer", "forward")}
+        for path, counts in parts.items()
     }
     for path, num in result.per("step").items():
         parts[path]["step"] = num
@@ -381,11 +383,11 @@ def plot(ax: Any, result: Launches) -> None:
         bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
         # Counts equal to those of the first path are not repeated.
         first = first or lengths
-        seen = [
+        labels = [
             "" if nth and x == y else str(x)
             for x, y in zip(lengths, first, strict=True)
         ]
-        ax.bar_label(bars, seen, padding=3)
+        ax.bar_label(bars, labels, padding=3)
     names = {"layer": "each layer", "forward": "around the layers"}
     ax.set_yticks(where, [names.get(x, x.replace("_", " ")) for x in shown])
     ax.tick_params(axis="y", length=0)

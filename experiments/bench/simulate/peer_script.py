@@ -100,14 +100,18 @@ class Blis:
                 last = (ran.stderr.strip() or ran.stdout.strip()).split("\n")[-1]
                 raise ValueError(f"blis: {last}")
             results = json.loads((folder / "results.json").read_text("utf-8"))
-        found = {int(x["request_id"]): x for x in results}
-        kept = [i for i, x in enumerate(question["requests"]) if x[4]]
-        if missing := [i for i in kept if i not in found]:
+        result_by_id = {int(x["request_id"]): x for x in results}
+        indices = [i for i, x in enumerate(question["requests"]) if x[4]]
+        if missing := [i for i in indices if i not in result_by_id]:
             raise ValueError(f"blis: {len(missing)} requests without an answer")
         return {
             **taken,
-            "end_to_end_s": statistics.fmean(found[i]["e2e_us"] for i in kept) / 1e6,
-            "first_token_s": statistics.median(found[i]["ttft_us"] for i in kept) / 1e6,
+            "end_to_end_s": statistics.fmean(result_by_id[i]["e2e_us"] for i in indices)
+            / 1e6,
+            "first_token_s": statistics.median(
+                result_by_id[i]["ttft_us"] for i in indices
+            )
+            / 1e6,
         }
 
 
@@ -132,9 +136,9 @@ class AIConfigurator:
 
     def answer(self, question):
         """Estimates batches up to the fixed point of Little's law."""
-        kept = [x for x in question["requests"] if x[4]]
+        requests = [x for x in question["requests"] if x[4]]
         prompt, cached, output = (
-            round(statistics.fmean(x[i] for x in kept)) for i in (1, 2, 3)
+            round(statistics.fmean(x[i] for x in requests)) for i in (1, 2, 3)
         )
         degree = question["tensor_parallel"]
         how = {}
@@ -144,7 +148,7 @@ class AIConfigurator:
             write_config(Path(name), question)
 
             def estimate(batch):
-                found = self._estimate(
+                latencies = self._estimate(
                     name,
                     question["device"] + "_sxm",
                     backend_name="vllm",
@@ -156,7 +160,7 @@ class AIConfigurator:
                     tp_size=degree,
                     **how,
                 )
-                return found.request_latency / 1e3, found.ttft / 1e3
+                return latencies.request_latency / 1e3, latencies.ttft / 1e3
 
             with timed() as taken:
                 whole_s, first_s = settle(
@@ -176,7 +180,7 @@ def timed():
     taken["cpu_s"] = sum(os.times()[:4]) - cpu
 
 
-def settle(estimate, rate_per_s, most):
+def settle(estimate, rate_per_s, max_batch):
     """Returns the estimate at the batch b with b = rate times latency at b.
 
     The iteration starts at 1; as latency grows with the batch, it approaches the
@@ -185,16 +189,16 @@ def settle(estimate, rate_per_s, most):
     Args:
       estimate: function from a batch to the latency in s, and further numbers.
       rate_per_s: requests per second.
-      most: largest batch.
+      max_batch: largest batch.
     """
     batch = 1
     for _ in range(_MAX_TURNS):
-        found = estimate(batch)
-        after = min(max(round(rate_per_s * found[0]), 1), most)
+        latencies = estimate(batch)
+        after = min(max(round(rate_per_s * latencies[0]), 1), max_batch)
         if after == batch:
             break
         batch = after
-    return found
+    return latencies
 
 
 def write_config(folder, question):

@@ -55,7 +55,7 @@ class _Sequence:
     index: int
     prompt: int
     limit: int
-    known: int
+    num_tokens: int
     length: int = 0
     pages: int = 0
 
@@ -106,20 +106,20 @@ def run_scheduler(
             waiting.append(_Sequence(num_arrived, prompt, prompt + output, prompt))
             num_arrived += 1
         # Running sequences grow in order; from the first failure on, all are preempted.
-        gone = len(running)
+        num_running = len(running)
         for place, sequence in enumerate(running):
-            more = -(-sequence.known // size) - sequence.pages
+            more = -(-sequence.num_tokens // size) - sequence.pages
             if more > 0:
-                while more > free and gone > place:
-                    gone -= 1
-                    free += running[gone].pages
-                if gone <= place:
+                while more > free and num_running > place:
+                    num_running -= 1
+                    free += running[num_running].pages
+                if num_running <= place:
                     break
                 free -= more
                 sequence.pages += more
-        lost = running[gone:]
+        lost = running[num_running:]
         if lost:
-            del running[gone:]
+            del running[num_running:]
             preempted += len(lost)
             for sequence in reversed(lost):
                 sequence.length = sequence.pages = 0
@@ -129,10 +129,10 @@ def run_scheduler(
         scheduled: list[tuple[_Sequence, int]] = []
         left = budget
         for sequence in running:
-            if sequence.known - sequence.length == 1:
+            if sequence.num_tokens - sequence.length == 1:
                 left -= 1
         for sequence in running:
-            rows = sequence.known - sequence.length
+            rows = sequence.num_tokens - sequence.length
             if rows == 1:
                 scheduled.append((sequence, 1))
             elif left > 0:
@@ -142,13 +142,13 @@ def run_scheduler(
         if not lost:
             while waiting and left > 0 and len(running) < max_slots:
                 sequence = waiting[0]
-                pages = -(-sequence.known // size)
+                pages = -(-sequence.num_tokens // size)
                 if pages > free:
                     break
                 waiting.popleft()
                 free -= pages
                 sequence.pages = pages
-                rows = min(sequence.known, left)
+                rows = min(sequence.num_tokens, left)
                 left -= rows
                 running.append(sequence)
                 scheduled.append((sequence, rows))
@@ -161,12 +161,12 @@ def run_scheduler(
         for sequence, rows in scheduled:
             length = sequence.length + rows
             sequence.length = length
-            if rows == 1 and length == sequence.known and length > sequence.prompt:
+            if rows == 1 and length == sequence.num_tokens and length > sequence.prompt:
                 decode_context += length
             else:
                 rows_read += rows
                 prompt_context += length
-            if length == sequence.known:
+            if length == sequence.num_tokens:
                 ended.append(sequence)
         num_decodes = sum(rows for _, rows in scheduled) - rows_read
         took = price(num_decodes, rows_read, decode_context, prompt_context)
@@ -197,13 +197,13 @@ def run_scheduler(
             )
         done = False
         for sequence in ended:
-            sequence.known += 1
-            if sequence.known == sequence.prompt + 1:
+            sequence.num_tokens += 1
+            if sequence.num_tokens == sequence.prompt + 1:
                 first[sequence.index] = clock
-            if sequence.known == sequence.limit:
+            if sequence.num_tokens == sequence.limit:
                 finish[sequence.index] = clock
                 free += sequence.pages
                 done = True
         if done:
-            running = [x for x in running if x.known < x.limit]
+            running = [x for x in running if x.num_tokens < x.limit]
     return ScheduleResult(first, finish, preempted, num_steps)

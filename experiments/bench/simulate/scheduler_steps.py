@@ -147,10 +147,10 @@ def make_members(config: Config) -> list[SimulationMember]:
 def make_load(rate: float, num: int, seed: int) -> Workload:
     """Returns Poisson arrivals with lengths like those of ShareGPT."""
     rng = np.random.default_rng(seed)
-    drawn = draw_lengths(SHAREGPT, num, MAX_LENGTH, rng)
+    lengths = draw_lengths(SHAREGPT, num, MAX_LENGTH, rng)
     mixed = rng.permutation(num)
     arrival_s = np.cumsum(rng.exponential(1 / rate, num))
-    return make_workload(arrival_s, drawn.prompt[mixed], drawn.output[mixed])
+    return make_workload(arrival_s, lengths.prompt[mixed], lengths.output[mixed])
 
 
 def _runner(group: list[SimulationMember], config: Config) -> Runner:
@@ -182,7 +182,7 @@ def _plain(
     all_members: list[SimulationMember], config: Config
 ) -> Callable[[bool], int]:
     """Returns a function that runs the Python scheduler, and returns its steps."""
-    asked = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
+    cases = [(to_requests(x.workload), to_price(x.cost)) for x in all_members]
     bounds = plain_scheduler.SchedulerLimits(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,
@@ -193,7 +193,7 @@ def _plain(
 
     def serve(accounts: bool) -> int:
         num = 0
-        for workload, cost in asked:
+        for workload, cost in cases:
             note = [].append if accounts else None
             served = plain_scheduler.run_scheduler(
                 workload, bounds, cost, note, config.num_steps
@@ -221,14 +221,14 @@ def to_price(cost: Cost) -> plain_scheduler.Price:
         [float(x) for x in values]
         for values in (cost.prefill, cost.decode, cost.decode_large)
     )
-    least = float(cost.large)
+    threshold = float(cost.large)
 
     def seconds(decodes: int, rows: int, decode_context: int, context: int) -> float:
         if not decodes:
             return prefill[0] + prefill[1] * rows
-        base, key, each = small if decodes < least else large
+        base, key, per_decode = small if decodes < threshold else large
         attended = decode_context + context
-        return base + key * attended + each * decodes + prefill[1] * rows
+        return base + key * attended + per_decode * decodes + prefill[1] * rows
 
     return seconds
 
@@ -247,17 +247,17 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates the rates."""
     if not result:
         return []
-    found = metrics(result)
+    numbers = metrics(result)
     lines = []
     for name, label in SYSTEMS.items():
         cells = [label]
         for key in ("steps_per_s", "steps_per_cpu_s"):
-            rate = found[f"{key}{name}"]
-            cells += [f"{rate:,.0f}", f"{rate / found[f'{key}_python']:.2f}x"]
+            rate = numbers[f"{key}{name}"]
+            cells += [f"{rate:,.0f}", f"{rate / numbers[f'{key}_python']:.2f}x"]
         lines.append(cells)
     note = (
-        f"Medians of {found['rounds']} rounds, without compilation and first calls "
-        f"({format_seconds(found['first_calls_s'])})."
+        f"Medians of {numbers['rounds']} rounds, without compilation and first calls "
+        f"({format_seconds(numbers['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
@@ -265,8 +265,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the rates of one run, of mapped runs, and of plain Python."""
-    found = metrics(result)
-    values = [(found[name] or 0.0) / 1000 for name in KEYS]
+    numbers = metrics(result)
+    values = [(numbers[name] or 0.0) / 1000 for name in KEYS]
     names = ("one run", "all mapped", "plain Python")
     draw_bars(ax, names, values, [f"{x:,.0f}" for x in values])
     title = "Steps of the simulator"

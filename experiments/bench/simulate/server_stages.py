@@ -187,19 +187,19 @@ def find_stages(config: Config) -> list[MeasuredStage]:
         stages.
     """
     path = find_measured_runs(config.runs)
-    known = read_measured_stages(path)
+    all_stages = read_measured_stages(path)
     if not config.stages:
-        return [stage for stage in known if not stage.is_overloaded]
-    found = []
+        return [stage for stage in all_stages if not stage.is_overloaded]
+    stages = []
     for name in config.stages:
-        matches = [stage for stage in known if stage.name.endswith(name)]
+        matches = [stage for stage in all_stages if stage.name.endswith(name)]
         if len(matches) != 1:
-            names = ", ".join(stage.name for stage in matches or known)
+            names = ", ".join(stage.name for stage in matches or all_stages)
             raise ValueError(
                 f"{path}: stages={name!r} must be the end of one of {names}"
             )
-        found += matches
-    return found
+        stages += matches
+    return stages
 
 
 def _own_systems(posterior: ServerPosterior) -> dict[str, System]:
@@ -209,9 +209,9 @@ def _own_systems(posterior: ServerPosterior) -> dict[str, System]:
         def answer(stage: MeasuredStage) -> StageAnswer:
             start = time.perf_counter()
             cpu = time.process_time()
-            found = predict(stage)
+            latencies = predict(stage)
             taken = time.perf_counter() - start, time.process_time() - cpu
-            middle = (np.median(x) for x in (found[0].mean, found[1].median))
+            middle = (np.median(x) for x in (latencies[0].mean, latencies[1].median))
             return StageAnswer(*taken, *map(float, middle))
 
         return answer
@@ -233,18 +233,18 @@ def _start_peers(config: Config, stack: contextlib.ExitStack) -> dict[str, Syste
         )
     }
     python = Path(sys.executable) if config.blis else None
-    found: list[PeerProcess] = []
+    processes: list[PeerProcess] = []
     for interpreter, peers in ((python, replays), (config.peer_python, tables)):
-        found += start_peers(stack, PeerProcess, interpreter, peers, needed=True)[0]
+        processes += start_peers(stack, PeerProcess, interpreter, peers, needed=True)[0]
 
-    def asked(peer: PeerProcess) -> System:
+    def make_system(peer: PeerProcess) -> System:
         def answer(stage: MeasuredStage) -> StageAnswer:
             reply = peer.ask(make_question(stage))
             return StageAnswer(*(reply[name] for name in StageAnswer._fields))
 
         return answer
 
-    return {f"{peer.name} ({peer.version})": asked(peer) for peer in found}
+    return {f"{peer.name} ({peer.version})": make_system(peer) for peer in processes}
 
 
 def make_question(stage: MeasuredStage) -> dict[str, Any]:
@@ -286,33 +286,35 @@ def _compare(
             if name in absent:
                 continue
             progress.show(f"{stage.name}, {name}")
-            own = without_compilation_cache() if not index else contextlib.nullcontext()
+            cache_scope = (
+                without_compilation_cache() if not index else contextlib.nullcontext()
+            )
             try:
-                with own:
+                with cache_scope:
                     answers[name].append(system(stage))
             except ValueError as error:
                 if name.startswith("jaxkv"):
                     raise
                 absent[name] = str(error)
-    whole = stage.end_to_end_s
+    end_to_end = stage.end_to_end_s
     first = stage.first_token_s
     measured = [
-        np.nan if whole is None else whole.mean,
+        np.nan if end_to_end is None else end_to_end.mean,
         np.nan if first is None else first.median,
     ]
     base = [x.seconds for x in next(iter(answers.values()))[1:]]
-    seen = "all" if stage.name in posterior.stages else "without this one"
+    fit_note = "all" if stage.name in posterior.stages else "without this one"
     rows = []
-    for name, found in answers.items():
+    for name, system_answers in answers.items():
         if name in absent:
             numbers = [np.nan] * 6
         else:
-            later = found[1:]
+            later = system_answers[1:]
             ratios = [x.seconds / y for x, y in zip(later, base, strict=True)]
-            numbers = [found[0].seconds]
+            numbers = [system_answers[0].seconds]
             numbers += [statistics.median(x[i] for x in later) for i in (0, 1)]
             numbers += [statistics.median(ratios), *later[0][2:]]
-        fitted = f"{len(posterior.stages)} stages, {seen}"
+        fitted = f"{len(posterior.stages)} stages, {fit_note}"
         rows.append(
             [
                 *(stage.name, name, *numbers, *measured),
@@ -325,29 +327,29 @@ def _compare(
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns the answers, and the published errors of simulators."""
-    found = result.answers
+    answers = result.answers
     parts = list[ReportPart]()
-    if len(found):
+    if len(answers):
         shown = ("stage", "system", "first_s", "seconds", "cpu_s", "ratio")
         shown += ("end_to_end_s", "error", "first_token_s", "first_error", "fitted")
-        if any(found.absent):
+        if any(answers.absent):
             shown += ("absent",)
-        parts.append(found.sheet("one load stage of a vLLM server", *shown))
+        parts.append(answers.sheet("one load stage of a vLLM server", *shown))
     heads = ("simulator", "end-to-end error", "source")
     return [*parts, Sheet("published errors", heads, PUBLISHED_ERRORS, NOT_RUN)]
 
 
 def plot(ax: Any, result: Result) -> None:
     """Draws the time of every system for the first stage."""
-    found = result.answers
-    if len(found):
-        found = found.where(stage=found.stage[0])
-        found = found.at(np.flatnonzero(np.isfinite(found.seconds)))
+    answers = result.answers
+    if len(answers):
+        answers = answers.where(stage=answers.stage[0])
+        answers = answers.at(np.flatnonzero(np.isfinite(answers.seconds)))
     labels = [
         f"{format_seconds(s)}, {100 * error:+.1f} %"
-        for s, error in zip(found.seconds, found.error, strict=True)
+        for s, error in zip(answers.seconds, answers.error, strict=True)
     ]
-    draw_bars(ax, found.system.tolist(), found.seconds.tolist(), labels)
+    draw_bars(ax, answers.system.tolist(), answers.seconds.tolist(), labels)
     ax.margins(x=0.3)
     title = "Time of an answer, and its end-to-end error"
     set_labels(ax, title, "time of an answer [s]", "")

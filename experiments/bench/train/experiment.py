@@ -204,9 +204,9 @@ def _rows(
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second against the width."""
-    found = TrainingRates.of(result)
-    for name in found.distinct("implementation"):
-        selected = found.where(implementation=name)
+    rates = TrainingRates.of(result)
+    for name in rates.distinct("implementation"):
+        selected = rates.where(implementation=name)
         draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
     use_powers_of_two(ax)
     title = "Rate of training by width"

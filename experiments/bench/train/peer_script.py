@@ -92,18 +92,18 @@ class EagerTrainer:
     def __init__(self, num_threads):
         torch.set_num_threads(int(num_threads))
 
-    def answer(self, asked):
+    def answer(self, question):
         """Starts with a model, or continues the training."""
-        if "file" in asked:
-            return self._begin(asked)
-        return {"tokens_per_s": self.rate(asked["seconds"])}
+        if "file" in question:
+            return self._begin(question)
+        return {"tokens_per_s": self.rate(question["seconds"])}
 
-    def _begin(self, asked):
-        with np.load(asked["file"]) as file:
+    def _begin(self, question):
+        with np.load(question["file"]) as file:
             arrays = dict(file)
         self._windows = torch.tensor(arrays.pop("windows").astype("int64"))
-        self._asked = asked
-        self._plain = TorchModel(arrays, asked["num_heads"], asked["eps"])
+        self._asked = question
+        self._plain = TorchModel(arrays, question["num_heads"], question["eps"])
         self._first = {k: v.clone() for k, v in self._plain.state_dict().items()}
         torch._dynamo.reset()
         self._model = torch.compile(self._plain) if self.is_compiled else self._plain
@@ -113,13 +113,13 @@ class EagerTrainer:
             self._build(name)
             for _ in range(3):
                 self._step(self._windows[0])
-            rates[name] = self.rate(asked["trial_s"])
+            rates[name] = self.rate(question["trial_s"])
         taken_s = time.perf_counter() - start
         fastest = max(rates, key=lambda name: rates[name])
         self._build(fastest)
         return {
             "losses": [float(self._step(batch)) for batch in self._windows],
-            "compile_s": max(0.0, taken_s - len(rates) * asked["trial_s"]),
+            "compile_s": max(0.0, taken_s - len(rates) * question["trial_s"]),
             "optimizer": fastest,
         }
 

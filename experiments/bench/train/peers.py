@@ -58,8 +58,8 @@ class JaxkvTrainer:
         self._dtype = dtype
         self._shape = {"batch_size": batch_size, "seq_len": seq_len}
         self._tokens = batch_size * seq_len
-        whole = training_flops(model, batch=batch_size, sequence=seq_len)
-        self.flops_per_token = whole / self._tokens
+        step_flops = training_flops(model, batch=batch_size, sequence=seq_len)
+        self.flops_per_token = step_flops / self._tokens
         self._seed = jnp.int32(0)
         num = max(100_000, 2 * seq_len + 2)
         text = np.random.default_rng(0).integers(0, model.vocab_size, num, np.uint16)
@@ -85,11 +85,11 @@ class JaxkvTrainer:
         taken_s = 0.0
         num = 0
         while taken_s < seconds:
-            some = max(1, round(seconds / 10 / self._step_s))
-            some_s, _ = time_call(self._train, some)
-            self._step_s = some_s / some
+            num_steps = max(1, round(seconds / 10 / self._step_s))
+            some_s, _ = time_call(self._train, num_steps)
+            self._step_s = some_s / num_steps
             taken_s += some_s
-            num += some
+            num += num_steps
         return num * self._tokens / taken_s
 
     def utilisation(self, rate: float) -> float | None:

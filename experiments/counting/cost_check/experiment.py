@@ -122,7 +122,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
     listed = list_residuals(model, number_bytes=4)
     forward, gradient = (_compiled(model, config, kind) for kind in ("forward", "grad"))
     held = jax.tree.leaves(param_shapes(model))
-    more, less = (_kept(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
+    more, less = (_count_vjp_bytes(model, _KEPT_SEQUENCE, b) for b in (config.batch, 1))
     return {
         "family": family,
         "params": count_parameters(shape).total,
@@ -151,7 +151,7 @@ def _compiled(model: ModelConfig, config: Config, kind: str) -> Any:
     return jax.jit(step).lower(param_shapes(model), tokens).compile()
 
 
-def _kept(model: ModelConfig, sequence: int, batch: int) -> int:
+def _count_vjp_bytes(model: ModelConfig, sequence: int, batch: int) -> int:
     """Returns the bytes that the vjp of the forward pass holds, weights included."""
 
     def pull(params: Any, tokens: Any) -> Any:

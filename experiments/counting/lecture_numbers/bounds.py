@@ -199,11 +199,11 @@ def _requests(device: Device, config: Config) -> RequestRates:
     model = describe("llama-13b")
     alone = _generation_s(model, device, config.answer_tokens, config.prompt_tokens)
     # The mean context of a request is its prompt plus half of its answer.
-    kept = round(config.prompt_tokens + config.answer_tokens / 2)
-    batch = max_batch(model, device, context=kept)
+    mean_context = round(config.prompt_tokens + config.answer_tokens / 2)
+    batch = max_batch(model, device, context=mean_context)
     if not batch:
         return RequestRates(1 / alone, 0.0, 0)
-    step = decode_work(model, batch=batch, context=kept)
+    step = decode_work(model, batch=batch, context=mean_context)
     step_s = costs.roofline(step, device).time_s
     prompt = prefill_work(
         model, batch=1, prompt=round(config.prompt_tokens), attention="causal"
@@ -215,7 +215,7 @@ def _requests(device: Device, config: Config) -> RequestRates:
 
 def _growth(llama: ModelShape) -> AttentionGrowth:
     one = forward_terms(llama, sequence=1)
-    each = sum(x.flops for x in one if x.growth == "s")
+    token_flops = sum(x.flops for x in one if x.growth == "s")
     pair = sum(x.flops for x in one if x.growth == "s^2") / 2
     # Twice the pairs of 1 to t tokens, recomputed for every token.
     without = np.array([t * (t + 1) * (2 * t + 1) // 3 * pair for t in LENGTHS])
@@ -226,6 +226,6 @@ def _growth(llama: ModelShape) -> AttentionGrowth:
         length=np.array(LENGTHS),
         scores_without=without,
         scores_with=np.array(scores, np.float64),
-        all_without=without + each * fed,
+        all_without=without + token_flops * fed,
         all_with=np.array([total_flops(x) for x in with_cache], np.float64),
     )

@@ -28,22 +28,24 @@ def plot(axes: Any, result: Result) -> None:
     _intensity(intensity, result)
 
 
-def _latencies(ax: Any, found: LatencyBounds) -> None:
+def _latencies(ax: Any, latencies: LatencyBounds) -> None:
     """Draws the quoted latency and the bound of every model, with their ratio."""
-    places = range(len(found.model))
+    places = range(len(latencies.model))
     shares = []
-    draw_curve(ax, places, found.lecture_s, "published", "lecture", linestyle="")
-    draw_curve(ax, places, found.bound_s, 5, "bandwidth bound", linestyle="")
-    for x, low, high in zip(places, found.bound_s, found.lecture_s, strict=True):
+    draw_curve(ax, places, latencies.lecture_s, "published", "lecture", linestyle="")
+    draw_curve(ax, places, latencies.bound_s, 5, "bandwidth bound", linestyle="")
+    for x, low, high in zip(
+        places, latencies.bound_s, latencies.lecture_s, strict=True
+    ):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
         at = x, math.sqrt(low * high)
         plotting.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
-    names = [str(name).removeprefix("gpt3-") for name in found.model]
+    names = [str(name).removeprefix("gpt3-") for name in latencies.model]
     ax.set_xticks(places, [name.upper() for name in names])
     title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
     title += "of the bandwidth"
-    y = f"time of {found.tokens} tokens [s]"
+    y = f"time of {latencies.tokens} tokens [s]"
     set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()

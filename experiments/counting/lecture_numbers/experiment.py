@@ -37,7 +37,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares every quoted number with its bound."""
     latencies = result.latencies
     requests = result.requests
-    kept = result.kept
+    cache_sizes = result.kept
     need = latencies.num_devices.tolist()
     weights = latencies.weight_bytes.tolist()
     largest = format_bytes(weights[0])
@@ -64,38 +64,38 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     share = f"{100 / together:.0f} %" if together else "no share"
     words = {"batch": requests.batch, "share": share, "single": requests.alone}
     yield measured("several_at_a_time", together, **words)
-    yield measured("llama_70b", kept.devices_70b, tokens=kept.tokens_70b)
-    yield measured("token_of_7b", kept.small / 1e6)
-    yield measured("token_of_13b", kept.large / 1e6)
-    yield measured("request", kept.request / 2**30, gb=kept.request / 1e9)
+    yield measured("llama_70b", cache_sizes.devices_70b, tokens=cache_sizes.tokens_70b)
+    yield measured("token_of_7b", cache_sizes.small / 1e6)
+    yield measured("token_of_13b", cache_sizes.large / 1e6)
+    yield measured("request", cache_sizes.request / 2**30, gb=cache_sizes.request / 1e9)
     growth = result.growth
     before, last = growth.length[-2:].tolist()
     for statement, values, exponent in (
         ("without a cache attention's work grows as t^3", growth.scores_without, 3),
         ("with one as t^2", growth.scores_with, 2),
     ):
-        found = math.log2(values[-1] / values[-2])
+        slope = math.log2(values[-1] / values[-2])
         growth_words: dict[str, Any] = {
             "statement": statement,
             "before": before,
             "last": last,
         }
-        yield measured("growth", found, published=exponent, **growth_words)
+        yield measured("growth", slope, published=exponent, **growth_words)
 
 
 def latency_rows(result: Result) -> list[dict[str, Any]]:
     """Returns the table of latencies, one row per model."""
-    found = result.latencies
+    latencies = result.latencies
     return to_rows(
         {
-            "model": found.model,
-            "weight_bytes": found.weight_bytes,
-            "cards_for_weights": found.num_devices,
-            "cards_used": found.used,
-            "bound_s": found.bound_s,
-            "in_turn_s": found.turns_s,
-            "lecture_s": found.lecture_s,
-            "implied_share": found.implied_share,
+            "model": latencies.model,
+            "weight_bytes": latencies.weight_bytes,
+            "cards_for_weights": latencies.num_devices,
+            "cards_used": latencies.used,
+            "bound_s": latencies.bound_s,
+            "in_turn_s": latencies.turns_s,
+            "lecture_s": latencies.lecture_s,
+            "implied_share": latencies.implied_share,
         }
     )
 
@@ -143,7 +143,7 @@ def spoken_answers(result: Result) -> dict[str, str]:
     ridge = result.ridge
     begun, short, long = (row[6] for row in result.intensity)
     alone = result.intensity[0, 0]
-    most = result.intensity[2, -1]
+    intensity = result.intensity[2, -1]
     saved = growth.all_without[-1] / growth.all_with[-1]
     return {
         "Do we cache Q?": (
@@ -164,7 +164,7 @@ def spoken_answers(result: Result) -> dict[str, str]:
             f"with the batch: {begun:.0f} for 64 sequences of LLaMA-7B without "
             "context. Keys and values are not shared and grow with each sequence: "
             f"with 128 cached tokens per sequence the intensity is {short:.0f}, with "
-            f"2,048 tokens {long:.1f}, and at most {most:.1f} at a batch of 512."
+            f"2,048 tokens {long:.1f}, and at most {intensity:.1f} at a batch of 512."
         ),
         "How much does the KV cache save?": (
             f"At {growth.length[-1]:,} tokens it saves a factor of {saved:,.0f} in "

@@ -120,13 +120,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     rows = []
     for words, size in progress.track(jobs, "programs", "compiling"):
         layout = parse_layout(words)
-        found = count_compiled(config.shape, layout, batch=1, sequence=size)
+        counts = count_compiled(config.shape, layout, batch=1, sequence=size)
         sent = predicted_traffic(config.shape, layout, batch=1, sequence=size)
         both = [(x.scheme, x.forward + x.backward) for x in sent]
-        own = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
+        attention_bytes = sum(x for scheme, x in both if scheme in ("ring", "ulysses"))
         total = sum(x for _, x in both)
         name = words or ONE_DEVICE
-        rows.append((name, size, found.kept_bytes, own, total, found.sent_bytes))
+        rows.append(
+            (name, size, counts.kept_bytes, attention_bytes, total, counts.sent_bytes)
+        )
     return Result(SequenceLayouts.of(rows))
 
 
@@ -142,27 +144,29 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the memory of a device, and the bytes it sends for attention, by tokens."""
-    (kept, sent), ways = axes, result.ways
+    (memory_ax, sent), ways = axes, result.ways
     for name in ways.distinct("layout"):
         selected = ways.where(layout=name)
         # Name of the layout's colour.
         system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
-        draw_curve(kept, selected.sequence, selected.kept_bytes / 1e9, system, name)
+        draw_curve(
+            memory_ax, selected.sequence, selected.kept_bytes / 1e9, system, name
+        )
         if selected.attention_bytes.any():
             size = selected.attention_bytes / 1e9
             draw_curve(sent, selected.sequence, size, system, name)
     log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
-    whole = longest.where(layout=ONE_DEVICE).kept_bytes
+    single_bytes = longest.where(layout=ONE_DEVICE).kept_bytes
     divided = longest.at(longest.layout != ONE_DEVICE)
     titles = ["Activation memory of a device", "Bytes sent by a device for attention"]
     if len(divided):
-        if len(whole):
-            most = whole[0] / divided.kept_bytes.min()
+        if len(single_bytes):
+            ratio = single_bytes[0] / divided.kept_bytes.min()
             titles[0] = (
                 f"Dividing {longest.sequence[0]:,} tokens cuts a device's memory "
             )
-            titles[0] += f"{most:.0f}-fold"
+            titles[0] += f"{ratio:.0f}-fold"
         size = divided.attention_bytes
         names = [divided.layout[size.argmin()], divided.layout[size.argmax()]]
         titles[1] = f"{names[0]} sends 1/{size.max() / size.min():.0f} of the bytes "

@@ -158,19 +158,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         one, two = (
             count_compiled(config.shape(num), layout, **sizes)[:3] for num in (1, 2)
         )
-        whole = [a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)]
+        full_counts = [
+            a + (b - a) * (num_layers - 1) for a, b in zip(one, two, strict=True)
+        ]
         model = config.shape(num_layers)
         shape = describe_config(model)
         sent = predicted_traffic(model, layout, **sizes)
         formulas = (
             float(sum(max_device_params(shape, layout))),
-            sum(each.forward + each.backward for each in sent),
+            sum(traffic.forward + traffic.backward for traffic in sent),
             training_step_flops(shape, **sizes).model / layout.num_devices,
         )
-        pairs = [x for pair in zip(formulas, whole, strict=True) for x in pair]
+        pairs = [x for pair in zip(formulas, full_counts, strict=True) for x in pair]
         rows.append((words, layout.num_devices, *pairs))
-        for scheme in dict.fromkeys(each.scheme for each in sent):
-            selected = [each for each in sent if each.scheme == scheme]
+        for scheme in dict.fromkeys(traffic.scheme for traffic in sent):
+            selected = [traffic for traffic in sent if traffic.scheme == scheme]
             both = (
                 sum(getattr(x, phase) for x in selected)
                 for phase in ("forward", "backward")
@@ -224,17 +226,17 @@ def plot(ax: Any, result: Result) -> None:
     place = {name: number for number, name in enumerate(ways.layout)}
     left = np.zeros(len(place))
     for scheme in dict.fromkeys(parts.scheme.tolist()):
-        here = parts.where(scheme=scheme)
-        rows = [place[name] for name in here.layout]
-        size = (here.forward_bytes + here.backward_bytes) / 1e9
+        scheme_parts = parts.where(scheme=scheme)
+        rows = [place[name] for name in scheme_parts.layout]
+        size = (scheme_parts.forward_bytes + scheme_parts.backward_bytes) / 1e9
         look: Any = {"left": left[rows], "label": scheme} | system_style(scheme).bar
         ax.barh(rows, size, 0.62, **look)
         left[rows] += size
-    found = ways.found_bytes / 1e9
+    sent_gb = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
     label = "counted in the compiled program"
-    draw_curve(ax, found, [*place.values()], 0, label, **look)
-    for i, value in enumerate(found):
+    draw_curve(ax, sent_gb, [*place.values()], 0, label, **look)
+    for i, value in enumerate(sent_gb):
         plotting.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
     ax.set_yticks([*place.values()], [*place])
     ax.tick_params(axis="y", length=0)
@@ -242,11 +244,11 @@ def plot(ax: Any, result: Result) -> None:
     ax.set_xlim(left=0)
     ax.invert_yaxis()
     title = "Bytes sent by a device in a step"
-    if len(found):
+    if len(sent_gb):
         names = ways.layout.tolist()
-        least = names[int(found.argmin())]
-        most = names[int(found.argmax())]
-        title = f"{least} sends least, {found.min():.1f} GB a step; "
-        title += f"{most} sends {found.max() / found.min():.0f} times as much"
+        min_name = names[int(sent_gb.argmin())]
+        max_name = names[int(sent_gb.argmax())]
+        title = f"{min_name} sends least, {sent_gb.min():.1f} GB a step; "
+        title += f"{max_name} sends {sent_gb.max() / sent_gb.min():.0f} times as much"
     set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()

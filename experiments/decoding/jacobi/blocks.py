@@ -74,18 +74,18 @@ def find_jacobi_blocks(
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     params = jax.tree.map(jnp.asarray, sampling_params(asks))
-    found = [np.zeros((len(texts), num_tokens), np.int32)]
+    iterates = [np.zeros((len(texts), num_tokens), np.int32)]
     if first is not None:
-        found[0] += first.astype(np.int32)[:, None]
+        iterates[0] += first.astype(np.int32)[:, None]
     # One iteration more than there are tokens confirms the fixed point.
     for _ in range(num_tokens + 1):
-        guesses = jnp.asarray(found[-1])
+        guesses = jnp.asarray(iterates[-1])
         places = jnp.asarray(tokens), jnp.asarray(lengths)
         iterated = _iterate(model.params, *places, guesses, params, config=model.config)
-        found.append(np.asarray(iterated))
-        if (found[-1] == found[-2]).all():
+        iterates.append(np.asarray(iterated))
+        if (iterates[-1] == iterates[-2]).all():
             break
-    return [_block(np.stack(found)[:, row]) for row in range(len(texts))]
+    return [_block(np.stack(iterates)[:, row]) for row in range(len(texts))]
 
 
 def _block(guesses: Int[np.ndarray, "iterations tokens"]) -> JacobiBlock:
@@ -109,8 +109,10 @@ def _iterate(
     row = jnp.arange(num, dtype=jnp.int32)[:, None]
     at = lengths[:, None] + place[None, :]
     logits = models.logits(params, tokens.at[row, at].set(guesses), config=config)
-    each = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
+    row_params = jax.tree.map(lambda x: jnp.repeat(x, size, axis=0), asks)
     unscored: Bool[Array, " rows"] = jnp.zeros((num * size,), bool)
     block_logits = logits[row, at - 1].reshape(num * size, -1)
-    drawn = sampling.sample(block_logits, each, at.reshape(-1), keep_logprobs=unscored)
-    return drawn.token.reshape(num, size)
+    samples = sampling.sample(
+        block_logits, row_params, at.reshape(-1), keep_logprobs=unscored
+    )
+    return samples.token.reshape(num, size)

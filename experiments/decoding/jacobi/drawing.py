@@ -53,19 +53,19 @@ def _block(ax: Any, picture: Any) -> None:
 
 def _steps(ax: Any, blocks: Any) -> None:
     """Draws mean iterations by block length, and the theorem's bound."""
-    most = 0.0
+    max_rate = 0.0
     for temperature in blocks.distinct("temperature"):
         selected = blocks.where(temperature=temperature)
         name = _kind(temperature)
         draw_curve(ax, selected.length, selected.steps, name, name)
-        most = max(most, float(np.max(selected.length / selected.steps)))
+        max_rate = max(max_rate, float(np.max(selected.length / selected.steps)))
     title = "Iterations until the fixed point"
     if len(blocks):
         lengths = blocks.distinct("length")
         look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
         ax.plot(lengths, lengths, label="at most", **look)
         ax.legend()
-        title = f"Iterating finds {most:.2f} tokens a step at best"
+        title = f"Iterating finds {max_rate:.2f} tokens a step at best"
     x = "length of a block [tokens]"
     y = "iterations [mean]"
     set_labels(ax, title, x, y, ylim=(0, None))
@@ -75,10 +75,10 @@ def _kind(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
+def draw_speeds(ax: Any, runs_by_name: Mapping[str, Any]) -> None:
     """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
-    for nth, (name, runs) in enumerate(found.items()):
+    for nth, (name, runs) in enumerate(runs_by_name.items()):
         system = name if name in SYSTEMS else (5, 6)[nth % 2]
         look = {"linestyle": ":", "marker": "^"}
         label = f"{name}, tokens a step"
@@ -88,7 +88,7 @@ def draw_speeds(ax: Any, found: Mapping[str, Any]) -> None:
             best = max(best, float(np.nanmax(runs.speed)))
     draw_reference_line(ax, 1, "plain decoding")
     title = "Speed of the engine by drafts"
-    if any(map(len, found.values())):
+    if any(map(len, runs_by_name.values())):
         ax.legend()
         title = f"The engine has at best {best:.2f} times the speed of plain decoding"
     x = "drafts a step [tokens]"

@@ -172,13 +172,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         both = {}
     elif config.export:
         _export(config, both[AFTER])
-    models = [(name, *_asked(config, each, corpus)) for name, each in both.items()]
+    models = [
+        (name, *_measure_blocks(config, stage_model, corpus))
+        for name, stage_model in both.items()
+    ]
     ways = [(from_text.WAY, num) for num in config.num_drafts]
     runs = [
         (name, *row[1:])
-        for name, each in both.items()
+        for name, stage_model in both.items()
         for row in held_out.decode_in_turns(
-            config, each, [(1, 0.0)], lambda _: ways, progress
+            config, stage_model, [(1, 0.0)], lambda _: ways, progress
         )
     ]
     return Result(
@@ -192,7 +195,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _found(
+def _find_blocks(
     model: LoadedModel, prompts: np.ndarray, num: int
 ) -> list[blocks.JacobiBlock]:
     """Finds the block after each prompt greedily.
@@ -210,26 +213,26 @@ def _records(
 ) -> np.ndarray:
     """Returns training records from trajectories after pieces of the training text."""
     sizes = config.objective
-    found = []
+    trajectories = []
     prompts = stream_windows(
         corpus.stream, seq_len=sizes.prompt_tokens - 1, num_windows=config.num_texts
     )
     starts = range(0, len(prompts), TOGETHER)
     for first in progress.track(starts, "trajectories", "batches"):
-        some = prompts[first : first + TOGETHER]
-        output = _found(model, some, sizes.block_tokens)
-        pairs = zip(some.tolist(), output, strict=True)
-        found += [Trajectory(text, block.guesses) for text, block in pairs]
+        batch = prompts[first : first + TOGETHER]
+        output = _find_blocks(model, batch, sizes.block_tokens)
+        pairs = zip(batch.tolist(), output, strict=True)
+        trajectories += [Trajectory(text, block.guesses) for text, block in pairs]
     return make_records(
-        found,
+        trajectories,
         corpus.stream,
-        each=config.guesses,
+        num_guesses=config.guesses,
         text_tokens=sizes.text_tokens,
         seed=config.seed,
     )
 
 
-def _asked(
+def _measure_blocks(
     config: Config, model: LoadedModel, corpus: Corpus
 ) -> tuple[float, int, int, float]:
     """Returns a row of `ModelTable` without the name."""
@@ -240,10 +243,10 @@ def _asked(
         num_windows=config.num_held_out,
     )
     starts = range(0, len(prompts), TOGETHER)
-    found = [
+    jacobi_blocks = [
         block
         for first in starts
-        for block in _found(
+        for block in _find_blocks(
             model, prompts[first : first + TOGETHER], sizes.block_tokens
         )
     ]
@@ -256,8 +259,8 @@ def _asked(
         batch_size=16,
     )
     bits = scored.loss / np.log(2) / corpus.bytes_per_token
-    steps = float(np.mean([block.steps for block in found]))
-    return bits, len(found), sizes.block_tokens, steps
+    steps = float(np.mean([block.steps for block in jacobi_blocks]))
+    return bits, len(jacobi_blocks), sizes.block_tokens, steps
 
 
 def _export(config: Config, model: LoadedModel) -> None:
@@ -319,7 +322,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     if len(runs):
         num = int(runs.num_tokens.sum())
         yield measured("lossless", runs.num_other.sum(), num=num)
-        best = [np.nanmax(runs.where(way=way).speed) for way in (AFTER, BEFORE)]
+        best = [np.nanmax(runs.where(way=method).speed) for method in (AFTER, BEFORE)]
         yield measured("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
 
 
@@ -343,5 +346,5 @@ def plot(axes: Any, result: Result) -> None:
     length = models.length[0] if len(models) else 0
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
     set_labels(blocks, title, "", "found [tokens/step]")
-    found = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
-    drawing.draw_speeds(engine, found)
+    runs_by_name = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
+    drawing.draw_speeds(engine, runs_by_name)

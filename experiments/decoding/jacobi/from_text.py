@@ -127,7 +127,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = load_text_model(config.model, max_length=config.max_length)
     cases = [(t, m) for t in config.temperatures for m in config.lengths]
     answers: dict[float, list[list[int]]] = {}
-    found = []
+    rows = []
     for temperature, length in progress.track(cases, "blocks of", "lengths"):
         texts, asks = config.requests(model.tokenizer, (1, temperature))
         if temperature not in answers:
@@ -136,7 +136,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             )
             server = serving.make_server(model, serving.PLAIN, bounds)
             answers[temperature], _ = serving.decode_batches(server, texts, asks)
-        found.append(_found(model, texts, asks, answers[temperature], length))
+        rows.append(_count_blocks(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]
     ways = [(WAY, num) for num in config.num_drafts]
     runs = held_out.decode_in_turns(config, model, settings, lambda _: ways, progress)
@@ -148,10 +148,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         model, texts[:1], asks[:1], config.picture_tokens
     )
     picture = BlockTrace.of(zip(block.guesses, block.fixed, strict=True))
-    return Result(BlockTable.of(found), picture, runs, config.output_tokens, kind)
+    return Result(BlockTable.of(rows), picture, runs, config.output_tokens, kind)
 
 
-def _found(
+def _count_blocks(
     model: LoadedModel,
     texts: list[list[int]],
     asks: list[Sampling],
@@ -159,23 +159,23 @@ def _found(
     length: int,
 ) -> tuple[Any, ...]:
     """Returns a row of `BlockTable` from the whole blocks of all answers."""
-    known = []
+    contexts = []
     wanted = []
-    each = []
+    samplings = []
     for text, ask, answer in zip(texts, asks, answers, strict=True):
         for start in range(0, len(answer) - length + 1, length):
-            known.append(text + answer[:start])
+            contexts.append(text + answer[:start])
             wanted.append(answer[start : start + length])
-            each.append(ask)
-    found = blocks.find_jacobi_blocks(model, known, each, length)
-    steps = np.array([block.steps for block in found])
-    stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in found)
+            samplings.append(ask)
+    jacobi_blocks = blocks.find_jacobi_blocks(model, contexts, samplings, length)
+    steps = np.array([block.steps for block in jacobi_blocks])
+    stuck = sum(int((np.diff(block.fixed[:-1]) < 1).sum()) for block in jacobi_blocks)
     other = sum(
         int((block.tokens != np.array(tokens)).sum())
-        for block, tokens in zip(found, wanted, strict=True)
+        for block, tokens in zip(jacobi_blocks, wanted, strict=True)
     )
     late = int((steps > length).sum())
-    counts = len(found), steps.mean(), steps.max(), late, stuck, other
+    counts = len(jacobi_blocks), steps.mean(), steps.max(), late, stuck, other
     return (length, asks[0].temperature, *counts)
 
 
@@ -210,14 +210,16 @@ def drafter_sheet(
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares iterations with the theorem, and speeds with published ones."""
-    found = result.blocks
+    block_table = result.blocks
     runs = result.runs
-    if len(found):
-        num = int(found.num_blocks.sum())
-        yield measured("steps", found.num_late.sum(), num=num)
-        yield measured("progress", found.num_stuck.sum(), num=num)
-    other = sum(int(x.num_other.sum()) for x in (found, runs))
-    tokens = int((found.num_blocks * found.length).sum() + runs.num_tokens.sum())
+    if len(block_table):
+        num = int(block_table.num_blocks.sum())
+        yield measured("steps", block_table.num_late.sum(), num=num)
+        yield measured("progress", block_table.num_stuck.sum(), num=num)
+    other = sum(int(x.num_other.sum()) for x in (block_table, runs))
+    tokens = int(
+        (block_table.num_blocks * block_table.length).sum() + runs.num_tokens.sum()
+    )
     if tokens:
         yield measured("lossless", other, num=tokens)
     greedy = runs.where(temperature=0.0)

@@ -33,8 +33,10 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     bars(axes[0, 1], ways, names, names, "speed", label)
     if len(ways):
         best = names[int(np.nanargmax(ways.speed))]
-        most = np.nanmax(ways.speed)
-        axes[0, 1].set_title(f"{num_drafts} drafts: {best} is {most:.2f} times as fast")
+        speed = np.nanmax(ways.speed)
+        axes[0, 1].set_title(
+            f"{num_drafts} drafts: {best} is {speed:.2f} times as fast"
+        )
     _batches(axes[1, 0], greedy.where(way="n-gram", num_drafts=num_drafts))
     _synthetic(axes[1, 1], coins)
 
@@ -42,16 +44,16 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
 def _lengths(ax: Any, runs: Any) -> None:
     """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
-    for way in runs.distinct("way"):
-        selected = runs.where(way=way)
+    for method in runs.distinct("way"):
+        selected = runs.where(way=method)
         selected = selected.at(np.argsort(selected.num_drafts))
         if len(selected) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        draw_curve(ax, selected.num_drafts, selected.expected, way, **look)
-        draw_curve(ax, selected.num_drafts, selected.tokens_per_step, way, way)
-        most = float(selected.tokens_per_step.max())
-        best = (way, most) if most > best[1] else best
+        draw_curve(ax, selected.num_drafts, selected.expected, method, **look)
+        draw_curve(ax, selected.num_drafts, selected.tokens_per_step, method, method)
+        max_tokens = float(selected.tokens_per_step.max())
+        best = (method, max_tokens) if max_tokens > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
     title = "Tokens a step by drafts"
     if best[0]:
@@ -83,8 +85,8 @@ def bars(
             place = order.index(names[i]) + height * (nth - 0.5)
             look = {"color": system_style(kinds[i]).color, "edgecolor": "white"}
             look |= {"hatch": "////"} if nth else {}
-            drawn = ax.barh(place, values[i], 0.92 * height, **look)
-            ax.bar_label(drawn, [f"{values[i]:.2f}"], padding=3)
+            container = ax.barh(place, values[i], 0.92 * height, **look)
+            ax.bar_label(container, [f"{values[i]:.2f}"], padding=3)
     for name, hatch in (("greedy", ""), ("temperature 1", "////")):
         look = {"facecolor": "0.45", "edgecolor": "white", "hatch": hatch}
         ax.fill_between(
@@ -130,10 +132,10 @@ def _synthetic(ax: Any, coins: Any) -> None:
         line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKS[nth % 4]}
-        found = selected.tokens_per_step
-        draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
+        tokens = selected.tokens_per_step
+        draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
         exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
-        off += np.abs(found / exact - 1).tolist()
+        off += np.abs(tokens / exact - 1).tolist()
     title = "Tokens a step by acceptance"
     if len(coins):
         ax.legend(title="drafts a step (line: formula)")
@@ -160,12 +162,12 @@ def draw_priced(axes: Any, priced: Any) -> None:
             selected = priced.where(num_drafts=num)
             color = DRAFT_COLORS[nth % 4]
             line = getattr(selected, reference)
-            found = getattr(selected, field)
+            points = getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
             draw_curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
-            draw_curve(ax, selected.acceptance, found, color, f"{num}", **look)
-            off += np.abs(found / line - 1).tolist()
+            draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
+            off += np.abs(points / line - 1).tolist()
         draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
         x = "acceptance of a draft [share]"

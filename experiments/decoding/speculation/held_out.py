@@ -55,7 +55,7 @@ class TextConfig:
         """Tokens of a prompt and its answer."""
         return self.prompt_tokens + self.output_tokens
 
-    def check_answer_length(self, most_drafts: int, least: int = 0) -> None:
+    def check_answer_length(self, most_drafts: int, min_tokens: int = 0) -> None:
         """Checks that answers are long enough to time.
 
         A call prefills the prompt, and another one must not end the answer.
@@ -63,15 +63,15 @@ class TextConfig:
         Raises:
           ValueError: `output_tokens` is too small.
         """
-        least = max(least, 2 * self.steps_per_call * (1 + most_drafts))
-        if self.output_tokens <= least:
+        min_tokens = max(min_tokens, 2 * self.steps_per_call * (1 + most_drafts))
+        if self.output_tokens <= min_tokens:
             raise ValueError(
-                f"output_tokens={self.output_tokens!r} must be more than {least}"
+                f"output_tokens={self.output_tokens!r} must be more than {min_tokens}"
             )
 
-    def bounds(self, way: str, batch: int, num_drafts: int) -> EngineConfig:
+    def bounds(self, method: str, batch: int, num_drafts: int) -> EngineConfig:
         """Returns the engine config of a method."""
-        num_draft_buckets = NUM_DRAFT_BUCKETS if METHODS[way].adaptive else 1
+        num_draft_buckets = NUM_DRAFT_BUCKETS if METHODS[method].adaptive else 1
         return serving.drafting_engine_config(
             batch, num_drafts, self.max_length, self.steps_per_call, num_draft_buckets
         )
@@ -90,8 +90,8 @@ class TextConfig:
         asks = [dataclasses.replace(ask, seed=self.seed + i) for i in range(num)]
         rng = np.random.default_rng(self.seed)
         sizes = [self.prompt_tokens] * num
-        found = cut_held_out_prompts(tokenizer, sizes, asks, rng)
-        return [request.tokens for request in found], asks
+        requests = cut_held_out_prompts(tokenizer, sizes, asks, rng)
+        return [request.tokens for request in requests], asks
 
 
 def decode_in_turns(
@@ -130,14 +130,14 @@ def decode_in_turns(
             jax.clear_caches()
         batches.append(setting[0])
         texts, asks = requests(setting)
-        found = []
-        for way, num_drafts in ((PLAIN, 0), *ways(setting)):
-            server = make(way, config.bounds(way, setting[0], num_drafts))
+        servers = []
+        for method, num_drafts in ((PLAIN, 0), *ways(setting)):
+            server = make(method, config.bounds(method, setting[0], num_drafts))
             # An adaptive draft length is measured after it has adapted.
-            num = len(texts) if METHODS[way].adaptive else setting[0]
+            num = len(texts) if METHODS[method].adaptive else setting[0]
             serving.decode_batches(server, texts[:num], asks[:num])  # compiles
-            found.append(server)
-        return found
+            servers.append(server)
+        return servers
 
     def measure(setting: Setting, server: Server) -> Any:
         return serving.decode_batches(server, *requests(setting))
@@ -151,12 +151,12 @@ def decode_in_turns(
         "bar_label": "decoding",
         "case_name": "batch and temperature",
     }
-    for setting, servers, found in measure_in_turns(
+    for setting, servers, runs_by_server in measure_in_turns(
         settings, rounds or config.rounds, begin, measure, progress=progress, **words
     ):
-        plain = found[servers[0].name]
-        for server, way in zip(servers[1:], ways(setting), strict=True):
-            subset = found[server.name]
+        plain = runs_by_server[servers[0].name]
+        for server, case in zip(servers[1:], ways(setting), strict=True):
+            subset = runs_by_server[server.name]
             # Counts differ between rounds only for methods that adapt.
             counts = [*zip(*(counts for _, counts in subset), strict=True)][:4]
             answers = subset[0][0]
@@ -165,8 +165,8 @@ def decode_in_turns(
                 zip(a, b, strict=True) for a, b in zip(answers, reference, strict=True)
             ]
             yield (
-                *(*way, *setting),
-                *(round(np.mean(each)) for each in counts),
+                *(*case, *setting),
+                *(round(np.mean(count)) for count in counts),
                 *(step_s(subset), step_s(plain)),
                 sum(map(len, answers)),
                 sum(a != b for pair in pairs for a, b in pair),

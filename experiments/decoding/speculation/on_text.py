@@ -96,10 +96,12 @@ class Config(held_out.TextConfig):
         batch, temperature = setting
         if batch > 1:
             return [(LOOKUP, self.num_drafts)]
-        found = [(way, self.num_drafts) for way in self.ways]
+        pairs = [(method, self.num_drafts) for method in self.ways]
         if temperature == 0:
-            found += [(way, num) for way in self.lengthened for num in self.lengths]
-        return [*dict.fromkeys(found)]
+            pairs += [
+                (method, num) for method in self.lengthened for num in self.lengths
+            ]
+        return [*dict.fromkeys(pairs)]
 
 
 PANELS = (2, 2)
@@ -244,7 +246,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         counts = np.zeros((len(drafts), 2), int)
         for start in range(0, total, num):
             server.serve(texts[start : start + num], asks[start : start + num])
-            counts += [serving.steps_with_drafts(server, each) for each in drafts]
+            counts += [serving.steps_with_drafts(server, length) for length in drafts]
         coins += [(chance, *x) for x in zip(drafts, *counts.T.tolist(), strict=True)]
     return Result(
         runs,
@@ -319,16 +321,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         words = {"way": best.way[0], "drafts": best.num_drafts[0]}
         yield measured("speed", best.speed[0], differs=few, **words)
     single = single.where(num_drafts=result.num_drafts)
-    lookup, jacobi = (single.where(way=way) for way in (LOOKUP, JACOBI))
+    lookup, jacobi = (single.where(way=method) for method in (LOOKUP, JACOBI))
     if len(lookup):
         yield measured("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):
         yield measured("jacobi", jacobi.speed[0], device=result.device)
-    many = runs.at(runs.batch > 1)
-    if len(lookup) and len(many):
-        most = many.at([int(np.argmax(many.batch))])
-        gain = most.speed[0] / lookup.speed[0]
-        yield measured("batch", gain, device=result.device, most=int(most.batch[0]))
+    batch_runs = runs.at(runs.batch > 1)
+    if len(lookup) and len(batch_runs):
+        largest_batch = batch_runs.at([int(np.argmax(batch_runs.batch))])
+        gain = largest_batch.speed[0] / lookup.speed[0]
+        yield measured(
+            "batch", gain, device=result.device, most=int(largest_batch.batch[0])
+        )
 
 
 def plot(axes: Any, result: Result) -> None:

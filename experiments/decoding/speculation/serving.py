@@ -101,14 +101,14 @@ def count_decoding(
     decodes = (emitted > 0) & (np.cumsum(emitted, axis=0) > emitted)
     by_call = decodes.reshape(len(times), -1, num_slots)
     ready_s = np.array([call.ready_s for call in times])
-    whole = by_call.all(axis=(1, 2))[1:]
+    is_full = by_call.all(axis=(1, 2))[1:]
     return DecodeCounts(
         steps=int(decodes.sum()),
         emitted=int(emitted[decodes].sum()),
         drafted=int(drafts[decodes].sum()),
         first=int((emitted[decodes] > 1).sum()),
-        call_s=float(np.diff(ready_s)[whole].sum()),
-        call_steps=int(whole.sum()) * by_call.shape[1],
+        call_s=float(np.diff(ready_s)[is_full].sum()),
+        call_steps=int(is_full.sum()) * by_call.shape[1],
     )
 
 
@@ -133,7 +133,7 @@ def drafting_engine_config(
 
 def make_server(
     model: LoadedModel,
-    way: str,
+    method_name: str,
     config: EngineConfig,
     speculation: Speculation | None = None,
     heads: LoadedHeads | None = None,
@@ -143,13 +143,13 @@ def make_server(
 
     Args:
       model: target model.
-      way: key of `METHODS`.
+      method_name: key of `METHODS`.
       config: engine config.
       speculation: replaces the method's own drafter and verifier.
       heads: trained heads, for methods that use them.
       draft: draft model, for the method "draft model".
     """
-    method = METHODS[way]
+    method = METHODS[method_name]
     if method.is_chain and heads is not None:
         first = tuple(depth[:1] for depth in heads.acceptance)
         heads = heads._replace(acceptance=first)
@@ -180,7 +180,7 @@ def make_server(
     )
     if method.adaptive:
         engine.tune()
-    return Server(engine, f"{way} {config.max_drafts}")
+    return Server(engine, f"{method_name} {config.max_drafts}")
 
 
 def decode_batches(

@@ -61,9 +61,9 @@ class Config:
         validation.ascending(self, "drafts", low=1)
         validation.within(self, "chances", low=0, high=1)
         # A call that prefills, and another one that does not end the answer.
-        if self.output_tokens <= (least := self.warmup_tokens):
+        if self.output_tokens <= (min_tokens := self.warmup_tokens):
             raise ValueError(
-                f"output_tokens={self.output_tokens!r} must be more than {least}"
+                f"output_tokens={self.output_tokens!r} must be more than {min_tokens}"
             )
 
     @property
@@ -155,8 +155,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             bounds = serving.drafting_engine_config(
                 1, drafts, longest, config.steps_per_call
             )
-            way = "Jacobi" if drafts else PLAIN
-            server = serving.make_server(model, way, bounds, judged)
+            method = "Jacobi" if drafts else PLAIN
+            server = serving.make_server(model, method, bounds, judged)
             server.name = f"chance {chance:g}, {drafts} drafts"
             serving.decode_batches(
                 server, *config.request(0, size, config.warmup_tokens)
@@ -176,12 +176,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
     rows: list[tuple[Any, ...]] = []
     words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
-    for num, servers, found in measure_in_turns(
+    for num, servers, runs_by_server in measure_in_turns(
         config.drafts, config.rounds, begin, measure, progress=progress, **words
     ):
-        plain_s = np.array([step_s for *_, step_s in found[servers[0].name]])
+        plain_s = np.array([step_s for *_, step_s in runs_by_server[servers[0].name]])
         for chance, server in zip(config.chances, servers[1:], strict=True):
-            steps, emitted, step_s = zip(*found[server.name], strict=True)
+            steps, emitted, step_s = zip(*runs_by_server[server.name], strict=True)
             counts = sum(steps), sum(emitted)
             rows.append((chance, num, *counts, np.array(step_s), plain_s))
     return Result(TimedDrafts.of(rows), config.shape, jax.devices()[0].device_kind)

@@ -51,11 +51,11 @@ def token_deviation(
     k draft tokens are accepted with probability a^k, so that the second moment is
     1 + 3 a + 5 a^2 + ...
     """
-    found = []
+    deviations = []
     for a, num in zip(acceptance.tolist(), num_drafts.tolist(), strict=True):
         square = sum((2 * k + 1) * a**k for k in range(num + 1))
-        found.append(max(0.0, square - tokens_per_step(a, num) ** 2) ** 0.5)
-    return np.array(found)
+        deviations.append(max(0.0, square - tokens_per_step(a, num) ** 2) ** 0.5)
+    return np.array(deviations)
 
 
 class IndependentDrafts(ResultTable):

@@ -36,28 +36,32 @@ def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
     """Draws a metric of every method and draft length."""
     ways = runs.way.tolist()
     values = getattr(runs, field)
-    names = [f"{way}, {num}" for way, num in zip(ways, runs.num_drafts, strict=True)]
-    bars(ax, runs, names, [KINDS[_kind(way)] for way in ways], field, label)
+    names = [
+        f"{method}, {num}" for method, num in zip(ways, runs.num_drafts, strict=True)
+    ]
+    bars(ax, runs, names, [KINDS[_kind(method)] for method in ways], field, label)
     if not len(runs):
         return
     best = names[int(np.nanargmax(values))]
-    most = float(np.nanmax(values))
+    peak = float(np.nanmax(values))
     if field == "speed":
         num = int(np.sum(values > 1))
-        title = f"{best} is {most:.2f} times as fast; {num} of {len(runs)} runs gain"
+        title = f"{best} is {peak:.2f} times as fast; {num} of {len(runs)} runs gain"
     else:
-        title = f"One sequence: {best} finds {most:.2f} tokens a step"
+        title = f"One sequence: {best} finds {peak:.2f} tokens a step"
     ax.set_title(title)
 
 
-def _kind(way: str) -> str:
-    return next(kind for kind in KINDS if way.startswith(kind))
+def _kind(method: str) -> str:
+    return next(kind for kind in KINDS if method.startswith(kind))
 
 
 def _costs(ax: Any, runs: Any) -> None:
     """Draws cost of a step by tokens per step; a point above the line loses speed."""
     for kind, name in KINDS.items():
-        selected = runs.at(np.array([way.startswith(kind) for way in runs.way], bool))
+        selected = runs.at(
+            np.array([method.startswith(kind) for method in runs.way], bool)
+        )
         if len(selected):
             look = {"linestyle": "", "markersize": 7}
             draw_curve(ax, selected.tokens_per_step, selected.cost, name, name, **look)
@@ -74,11 +78,11 @@ def _costs(ax: Any, runs: Any) -> None:
 
 def _batches(ax: Any, runs: Any) -> None:
     """Draws the speed of adaptive draft lengths by batch size."""
-    for way in runs.distinct("way"):
+    for method in runs.distinct("way"):
         for temperature in runs.distinct("temperature"):
-            selected = runs.where(way=way, temperature=temperature)
+            selected = runs.where(way=method, temperature=temperature)
             selected = selected.at(np.argsort(selected.batch))
-            name = KINDS[_kind(way)]
+            name = KINDS[_kind(method)]
             line = "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"

@@ -80,15 +80,19 @@ class Config(held_out.TextConfig):
         validation.at_least(self, "adaptive_rounds")
         validation.ascending(self, "batches", low=1)
         validation.within(self, "temperatures", low=0, high=2)
-        adapt = {way for way, method in serving.METHODS.items() if method.adaptive}
-        for name, known in (
+        adapt = {
+            method_name
+            for method_name, method in serving.METHODS.items()
+            if method.adaptive
+        }
+        for name, method_names in (
             ("ways", {*serving.METHODS} - adapt - {serving.PLAIN}),
             ("adaptive", adapt),
         ):
-            for way, num in getattr(self, name):
-                validation.choice(f"self.{name}", way, sorted(known))
-                validation.integer(f"drafts of {way}", num, low=1)
-        drafting = any(way == "draft model" for way, _ in self.ways)
+            for method_name, num in getattr(self, name):
+                validation.choice(f"self.{name}", method_name, sorted(method_names))
+                validation.integer(f"drafts of {method_name}", num, low=1)
+        drafting = any(method_name == "draft model" for method_name, _ in self.ways)
         if drafting != bool(self.draft):
             raise ValueError(f"draft={self.draft!r} goes with the way 'draft model'")
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
@@ -157,14 +161,16 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         for kind in KINDS
         if any(
-            serving.METHODS[way].method == kind
-            for way, _ in (*config.ways, *config.adaptive)
+            serving.METHODS[method_name].method == kind
+            for method_name, _ in (*config.ways, *config.adaptive)
         )
     }
 
-    def serve(way: str, bounds: EngineConfig) -> Server:
-        trained_heads = heads.get(serving.METHODS[way].method or "")
-        return serving.make_server(model, way, bounds, heads=trained_heads, draft=draft)
+    def serve(method_name: str, bounds: EngineConfig) -> Server:
+        trained_heads = heads.get(serving.METHODS[method_name].method or "")
+        return serving.make_server(
+            model, method_name, bounds, heads=trained_heads, draft=draft
+        )
 
     decode = functools.partial(
         held_out.decode_in_turns, config, model, progress=progress, serve=serve
@@ -194,11 +200,11 @@ def summary(result: Result) -> list[ReportPart]:
     same = ("num_tokens", "num_other")
     title = f"one sequence on {result.device}"
     names = ("way", "num_drafts", *columns, *same)
-    greedy, drawn = (result.ways.where(temperature=x) for x in (0.0, 1.0))
+    greedy, random_runs = (result.ways.where(temperature=x) for x in (0.0, 1.0))
     settings = ("way", "batch", "temperature", columns[0], *columns[2:], *same)
     sheets: list[Sheet] = [
         greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
-        drawn.sheet(f"{title}, temperature 1", *names),
+        random_runs.sheet(f"{title}, temperature 1", *names),
         result.adaptive.sheet("adaptive draft lengths", *settings, note=NOTES[1]),
     ]
     return [sheet for sheet in sheets if sheet.rows]
@@ -224,7 +230,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         words["temperature"] = worst.temperature[0]
         yield measured("worst", worst.speed[0], differs=few, **words)
     drafters = ("EAGLE", "draft model")
-    trained = ways.at(np.array([way.startswith(drafters) for way in ways.way], bool))
+    trained = ways.at(
+        np.array([method_name.startswith(drafters) for method_name in ways.way], bool)
+    )
     sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
     if len(sure):
         best = sure.at([int(np.argmax(sure.speed))])
@@ -232,11 +240,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
         yield measured("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
-    for method, way in PUBLISHED.items():
-        selected = greedy.where(way=way)
+    for method, method_name in PUBLISHED.items():
+        selected = greedy.where(way=method_name)
         if len(selected):
-            most = float(selected.tokens_per_step.max())
-            yield measured("tokens", most, method=method, device=result.device)
+            tokens = float(selected.tokens_per_step.max())
+            yield measured("tokens", tokens, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):
         gain = tree.tokens_per_step.max() / chain.tokens_per_step.max()

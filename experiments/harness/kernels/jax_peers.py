@@ -29,15 +29,15 @@ def gather_and_sum(problem: AttentionProblem) -> KernelRun:
     _limit_scores(spec, length)
     shape = (spec.batch, length, spec.heads.kv_heads, -1)
 
-    def attend(q, page_ids, seen, *pages):
-        found = [x[page_ids].swapaxes(2, 3).reshape(shape) for x in pages]
-        v = found[-1][..., : spec.heads.value_width]
-        return _sum(spec, "bshd", q, found[0], v, seen)
+    def attend(q, page_ids, mask, *pages):
+        arrays = [x[page_ids].swapaxes(2, 3).reshape(shape) for x in pages]
+        v = arrays[-1][..., : spec.heads.value_width]
+        return _sum(spec, "bshd", q, arrays[0], v, mask)
 
-    seen = jnp.asarray(_seen(problem, length))
+    mask = jnp.asarray(_make_mask(problem, length))
     pages = [problem.k_pages, problem.v_pages]
     pages = [jnp.nan_to_num(x) for x in pages if x is not None]
-    turns = [(problem.q, ids, seen, *pages) for ids in _within(problem)]
+    turns = [(problem.q, ids, mask, *pages) for ids in _within(problem)]
     return calls.make_run(problem, attend, turns)
 
 
@@ -59,7 +59,7 @@ def contiguous(implementation: Any, problem: AttentionProblem) -> KernelRun:
     elif spec.rows == 1:
         options["key_value_seq_lengths"] = jnp.asarray(problem.lengths(), jnp.int32)
     else:
-        mask = [jnp.asarray(_seen(problem, length))[:, None]]
+        mask = [jnp.asarray(_make_mask(problem, length))[:, None]]
 
     def attend(q, k, v, *mask):
         q = q.reshape(spec.batch, spec.rows, heads.q_heads, heads.head_dim)
@@ -76,9 +76,9 @@ def head_major(problem: AttentionProblem) -> KernelRun:
     spec = problem.spec
     length = int(problem.lengths().max())
     _limit_scores(spec, length)
-    seen = _seen(problem, length)
+    visible = _make_mask(problem, length)
     # No mask if every row sees all positions.
-    mask = [] if seen.all() else [jnp.asarray(seen)]
+    mask = [] if visible.all() else [jnp.asarray(visible)]
     attend = functools.partial(_sum, spec, "bhsd")
     return calls.make_run(problem, attend, _without_pages(problem, length, 1, mask))
 
@@ -181,8 +181,8 @@ def _sum(
     q = q.reshape(spec.batch, spec.rows, heads.kv_heads, -1, heads.head_dim)
     scores = jnp.einsum(f"bthgd,{order}->bhgts", q, k).astype(jnp.float32)
     scores = scores * heads.head_dim**-0.5
-    for seen in masks:
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    for mask in masks:
+        scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum(f"bhgts,{order}->bthgd", weights, v)
     return out.reshape(-1, heads.q_heads, v.shape[-1])
@@ -199,9 +199,9 @@ def _without_pages(
     @jax.jit
     def lay_out(pages, page_ids):
         # Heads are axis 2, between pages and positions within a page.
-        found = jnp.nan_to_num(pages)[page_ids].swapaxes(head_axis, head_axis + 1)
-        found = found.reshape(spec.batch, *middle, spec.heads.head_dim)
-        return jax.lax.slice_in_dim(found, 0, length, axis=3 - head_axis)
+        kv = jnp.nan_to_num(pages)[page_ids].swapaxes(head_axis, head_axis + 1)
+        kv = kv.reshape(spec.batch, *middle, spec.heads.head_dim)
+        return jax.lax.slice_in_dim(kv, 0, length, axis=3 - head_axis)
 
     pools = (problem.k_pages, _values(problem))
     return [
@@ -210,7 +210,7 @@ def _without_pages(
     ]
 
 
-def _seen(problem: AttentionProblem, length: int) -> np.ndarray:
+def _make_mask(problem: AttentionProblem, length: int) -> np.ndarray:
     """Returns the mask of visible positions per row: `[batch, rows, length]`."""
     spec = problem.spec
     every = range(spec.batch)

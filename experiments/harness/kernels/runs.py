@@ -32,6 +32,7 @@ from pallas_kernels.paged_attention import (
     AttentionImplementation,
     DecodePlan,
     KernelTilings,
+    PagedKV,
     PartialStates,
     RowView,
     StepPlan,
@@ -72,12 +73,12 @@ def attention_implementations() -> list[Implementation]:
 
 def _implementations(
     names: typing.TypeAliasType,
-    own: Callable[[Any, Any], KernelRun],
+    prepare: Callable[[Any, Any], KernelRun],
     peers: dict[str, Callable[[Any], KernelRun]],
 ) -> list[Implementation]:
     """Returns the implementations of a literal type, then the peers."""
     own_implementations = {
-        x: functools.partial(own, x) for x in typing.get_args(names.__value__)
+        x: functools.partial(prepare, x) for x in typing.get_args(names.__value__)
     }
     implementations = own_implementations | peers
     return [Implementation(x, x in peers, call) for x, call in implementations.items()]
@@ -97,7 +98,7 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
         return attention_plan(q, k_pages, view, value_width=width, implementation=name)
 
     def attend(plan, q, k_pages, v_pages, *rows):
-        kv = problem.kv._replace(k=k_pages, v=v_pages)
+        kv = PagedKV(k_pages, v_pages, *problem.kv[2:])
         view = RowView(*rows, window=window)
         return paged_attention(
             q, kv, view, problem.scoring, plan=plan, implementation=name

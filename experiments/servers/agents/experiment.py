@@ -136,10 +136,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     inner = scheduling.vllm_scheduler(max_num_seqs=config.max_num_seqs)
     # No request waits for 1,000 s, so a priority always precedes the arrival.
     policy = scheduling.ageing_priority(level_ms=1_000_000, inner=inner)
-    asked = [orders(load) for load in loads]
+    orders_by_seed = [orders(load) for load in loads]
     members = [
         SimulationMember(workload, capacity, policy, cost)
-        for workloads in asked
+        for workloads in orders_by_seed
         for workload in workloads.values()
     ]
     served = simulation.simulate(
@@ -149,12 +149,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         progress=progress,
     )
     rows = []
-    num_orders = len(asked[0])
+    num_orders = len(orders_by_seed[0])
     for seed, load in enumerate(loads):
-        own = slice(seed * num_orders, (seed + 1) * num_orders)
+        seed_slice = slice(seed * num_orders, (seed + 1) * num_orders)
         num = load.job.size
         arrival_s, first_s, finish_s = (
-            x[own, :num] for x in (served.arrival_s, served.first_s, served.finish_s)
+            x[seed_slice, :num]
+            for x in (served.arrival_s, served.first_s, served.finish_s)
         )
         if np.isnan(finish_s).any():  # stopped before every request was answered
             continue
@@ -171,12 +172,12 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             "job_p99_s": np.percentile(jobs.latency_s, 99, axis=1),
             "jobs_per_hour": jobs.jobs_per_hour(),
         }
-        for k, name in enumerate(asked[seed]):
+        for k, name in enumerate(orders_by_seed[seed]):
             numbers = {metric: x[k] for metric, x in metrics.items()}
             rows.append({"order": name, "seed": seed} | numbers)
     num_requests = sum(load.job.size for load in loads)
-    each = num_requests / (config.num_seeds * config.traffic.num_jobs)
-    return Result(OrderTable.of(rows), each)
+    requests_per_job = num_requests / (config.num_seeds * config.traffic.num_jobs)
+    return Result(OrderTable.of(rows), requests_per_job)
 
 
 def relative(table: OrderTable, name: str, order: str) -> np.ndarray:

@@ -99,8 +99,8 @@ class _JobDraw:
 
     def tokens(self, mean: float) -> int:
         law = self.law
-        drawn = self.rng.lognormal(np.log(mean) - law.sigma**2 / 2, law.sigma)
-        return int(np.clip(drawn, 1, law.max_tokens))
+        length = self.rng.lognormal(np.log(mean) - law.sigma**2 / 2, law.sigma)
+        return int(np.clip(length, 1, law.max_tokens))
 
     def turn(self, after: list[int], context: int, *, is_first: bool) -> int:
         """Adds a turn, and returns the tokens of its chain with this one."""
@@ -126,9 +126,9 @@ class _JobDraw:
                 inputs = []
                 for _ in range(int(rng.integers(2, law.max_sub_agents + 1))):
                     before = [last]
-                    own = 0
+                    turn = 0
                     for k in range(int(rng.geometric(1 / law.sub_agent_turns))):
-                        own = self.turn(before, own, is_first=k == 0)
+                        turn = self.turn(before, turn, is_first=k == 0)
                         before = [len(self.after) - 1]
                     inputs += before
             context = self.turn(inputs, context, is_first=False)
@@ -142,29 +142,29 @@ def draw_agents(law: AgentTraffic, seed: int) -> AgentLoad:
     after: list[list[int]] = []
     rows: list[tuple[float, ...]] = []
     for job in range(law.num_jobs):
-        drawn = _JobDraw(law, rng)
-        drawn.draw()
-        tokens = np.array([x[0] + x[1] for x in drawn.numbers])
-        num = len(drawn.after)
+        job_draw = _JobDraw(law, rng)
+        job_draw.draw()
+        tokens = np.array([x[0] + x[1] for x in job_draw.numbers])
+        num = len(job_draw.after)
         total = tokens.sum()
         is_before = np.zeros((num, num), bool)
-        for i, inputs in enumerate(drawn.after):
+        for i, inputs in enumerate(job_draw.after):
             for k in inputs:
                 is_before[i] |= is_before[k]
                 is_before[i, k] = True
             attained = tokens[is_before[i]].sum()
             rows.append(
-                (*drawn.numbers[i], starts_s[job], job, attained, total - attained)
+                (*job_draw.numbers[i], starts_s[job], job, attained, total - attained)
             )
         first = len(after)
-        after += [[first + k for k in inputs] for inputs in drawn.after]
+        after += [[first + k for k in inputs] for inputs in job_draw.after]
     width = max(map(len, after))
     padded = [inputs + [-1] * (width - len(inputs)) for inputs in after]
     prompt, answer, context, delay_s, start_s, job, attained, remaining = np.array(
         rows
     ).T
-    whole = (x.astype(np.int64) for x in (prompt, answer, context, job))
-    prompt, answer, context, job = whole
+    int_columns = (x.astype(np.int64) for x in (prompt, answer, context, job))
+    prompt, answer, context, job = int_columns
     workload = make_workload(
         start_s,
         prompt,

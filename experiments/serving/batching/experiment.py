@@ -121,11 +121,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges the pictures and those sweeps that were run."""
-    for name, times, drawn in (
+    for name, times, picture in (
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
-        yield measured("cells", lectures.count_equal_cells(times, drawn), name=name)
+        yield measured("cells", lectures.count_equal_cells(times, picture), name=name)
     batches = lectures.batch_names(result.continuous_requests)[: len(lectures.BATCHES)]
     equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
     yield measured("iterations", equal, batches=", then ".join(batches))
@@ -148,18 +148,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("continuous", gain[-1], longest=longest)
         yield measured("paged", paged[-1] / static[-1], longest=longest)
         yield measured("doubled", more.min(), pages=pages)
-    found = result.clients
+    client_sweep = result.clients
     uneven = result.deviations
-    if len(found):
-        most = found.clients[-1]
-        rates = found.tokens_per_s
-        took_s = found.s_per_token
-        fastest = found.clients[took_s.argmin()]
-        yield measured("alone", fastest, most=most, times=took_s[-1] / took_s[0])
-        known = np.isfinite(rates).any()
-        best = found.clients[np.nanargmax(rates)] if known else np.nan
+    if len(client_sweep):
+        max_clients = client_sweep.clients[-1]
+        rates = client_sweep.tokens_per_s
+        took_s = client_sweep.s_per_token
+        fastest = client_sweep.clients[took_s.argmin()]
+        yield measured("alone", fastest, most=max_clients, times=took_s[-1] / took_s[0])
+        has_rates = np.isfinite(rates).any()
+        best = client_sweep.clients[np.nanargmax(rates)] if has_rates else np.nan
         yield measured(
-            "largest", best, published=float(most), times=rates[-1] / rates[0]
+            "largest", best, published=float(max_clients), times=rates[-1] / rates[0]
         )
     if uneven.value[0] == 0:
         fewer = (uneven.steps[0, 0] / uneven.steps[1, 0]).mean()
@@ -182,18 +182,20 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of the pictures and the sweeps."""
-    found = metrics(result)
+    numbers = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
-    both = (found["requests_static"], found["requests_continuous"])
+    both = (numbers["requests_static"], numbers["requests_continuous"])
     turns = enumerate(itertools.zip_longest(*both, fillvalue=""), 1)
     heads = ("iteration", "request by request", "iteration by iteration")
     tables = {
-        "exponential outputs up to a limit": found["limits"],
-        "outputs of equal means": found["deviations"],
+        "exponential outputs up to a limit": numbers["limits"],
+        "outputs of equal means": numbers["deviations"],
     }
     return [
         *(
-            Sheet(f"{x} batching", names, [y.split() for y in found[f"sequences_{x}"]])
+            Sheet(
+                f"{x} batching", names, [y.split() for y in numbers[f"sequences_{x}"]]
+            )
             for x in ("static", "continuous")
         ),
         Sheet("R1 to R5, three at a time", heads, [(str(i), *row) for i, row in turns]),
@@ -208,19 +210,19 @@ NAMES = ("static", "continuous", "continuous, paged")
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the pictures and the sweeps on 4 rows of 2 axes."""
-    for ax, found, name in (
+    for ax, spans, name in (
         (axes[0, 0], result.static_sequences, "static"),
         (axes[0, 1], result.continuous_sequences, "continuous"),
     ):
         title = f"{name.capitalize()} batching: tokens in each slot"
-        lectures.draw_grid(ax, found, title)
-    for ax, found, name in (
+        lectures.draw_grid(ax, spans, title)
+    for ax, spans, name in (
         (axes[1, 0], result.static_requests, "request"),
         (axes[1, 1], result.continuous_requests, "iteration"),
     ):
-        steps = int(found.last.max())
+        steps = int(spans.last.max())
         title = f"Scheduling {name} by {name} takes {steps} iterations"
-        lectures.draw_iterations(ax, found, title, is_static=name == "request")
+        lectures.draw_iterations(ax, spans, title, is_static=name == "request")
     (rate, gain), limits = axes[2:, 0], result.limits
     if limits.value.size:
         _draw_speeds(rate, limits)
@@ -240,7 +242,7 @@ def plot(axes: Any, result: Result) -> None:
         title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
         rate.set_title(f"{title}falls to {limits.means[0][-1]:.0f} tokens/s")
         best = zip(NAMES[1:], gains[1:].max(axis=1), strict=True)
-        title = ", ".join(f"{most:.1f} times: {name}" for name, most in best)
+        title = ", ".join(f"{max_gain:.1f} times: {name}" for name, max_gain in best)
         gain.set_title(f"Up to {title}")
     for ax in (rate, gain):
         if limits.value.size:
@@ -259,28 +261,28 @@ def plot(axes: Any, result: Result) -> None:
     _draw_clients(axes[3, 1], result.clients)
 
 
-def _draw_speeds(ax: Any, found: ThroughputSweep) -> None:
-    rows = zip(NAMES, found.means, found.tokens_per_s, strict=False)
+def _draw_speeds(ax: Any, sweep: ThroughputSweep) -> None:
+    rows = zip(NAMES, sweep.means, sweep.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
-        draw_curve(ax, found.value, mean, name, name)
+        draw_curve(ax, sweep.value, mean, name, name)
         if seeds.shape[1] > 1:
             low = seeds.min(axis=1)
             high = seeds.max(axis=1)
-            shade_band(ax, found.value, low, high, system_style(name).color, 0.2)
+            shade_band(ax, sweep.value, low, high, system_style(name).color, 0.2)
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
 
 
-def _draw_clients(ax: Any, found: ClientLatencies) -> None:
-    token_ms = 1e3 * found.s_per_token
-    draw_curve(ax, token_ms, found.tokens_per_s, "continuous, paged")
-    rows = [*zip(found.clients, token_ms, found.tokens_per_s, strict=True)]
+def _draw_clients(ax: Any, latencies: ClientLatencies) -> None:
+    token_ms = 1e3 * latencies.s_per_token
+    draw_curve(ax, token_ms, latencies.tokens_per_s, "continuous, paged")
+    rows = [*zip(latencies.clients, token_ms, latencies.tokens_per_s, strict=True)]
     for clients, *at in rows:
         plotting.annotate(ax, str(clients), at, (6, -4), va="top")
     title = "Requests served together"
     if rows:
-        (few, slow, less), (many, fast, more) = rows[0], rows[-1]
-        title = f"{many} requests together: {more / less:.0f} times the throughput of "
+        (few, slow, less), (batch, fast, more) = rows[0], rows[-1]
+        title = f"{batch} requests together: {more / less:.0f} times the throughput of "
         title += f"{few}, {fast / slow:.2f} times the latency"
     x = "time of a token, points: requests [ms]"
     y = "throughput [tokens/s]"

@@ -70,7 +70,7 @@ def lecture_requests() -> Workload:
     return make_workload(*map(np.array, zip(*_TURNS, strict=True)))
 
 
-def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
+def slot_grid(spans: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
     """Arranges the tokens of S1 to S7 by slot.
 
     The next request takes the free slot of the lowest number. A slot is idle in
@@ -82,52 +82,52 @@ def slot_grid(found: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
     """
     owner = np.full(NUM_SLOTS, -1)
     cells: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_SLOTS)]
-    for step in range(1, int(found.last.max()) + 1):
-        owner[(owner >= 0) & (found.last[owner] < step)] = -1
-        for request in np.flatnonzero(found.first == step):
+    for step in range(1, int(spans.last.max()) + 1):
+        owner[(owner >= 0) & (spans.last[owner] < step)] = -1
+        for request in np.flatnonzero(spans.first == step):
             slot = int(np.flatnonzero(owner < 0)[0])
             owner[slot] = request
             cells[slot] += [(int(request), PROMPT, step)] * _PROMPTS[request]
         for slot, request in enumerate(owner.tolist()):
-            kind = END if found.last[request] == step else TOKEN
+            kind = END if spans.last[request] == step else TOKEN
             cells[slot].append((request, kind if request >= 0 else IDLE, step))
     return np.array([row[:PLACES] for row in cells])
 
 
-def grid_rows(found: IterationSpans) -> list[str]:
+def grid_rows(spans: IterationSpans) -> list[str]:
     """Formats the grid in the notation of `STATIC` and `CONTINUOUS`."""
     names = {IDLE: "--", END: "END"}
     return [
         " ".join(names.get(kind, f"S{request + 1}") for request, kind, _ in row)
-        for row in slot_grid(found).tolist()
+        for row in slot_grid(spans).tolist()
     ]
 
 
-def count_equal_cells(found: IterationSpans, drawn: tuple[str, ...]) -> int:
+def count_equal_cells(spans: IterationSpans, picture: tuple[str, ...]) -> int:
     """Counts the cells that equal those of the drawn picture."""
-    ours, reference = (" ".join(rows).split() for rows in (grid_rows(found), drawn))
+    ours, reference = (" ".join(rows).split() for rows in (grid_rows(spans), picture))
     return sum(x == y for x, y in zip(ours, reference, strict=True))
 
 
-def batch_names(found: IterationSpans) -> list[str]:
+def batch_names(spans: IterationSpans) -> list[str]:
     """Returns the names of the requests in each iteration's batch."""
     return [
-        " ".join(f"R{r + 1}" for r in np.flatnonzero(found.runs(step)))
-        for step in range(1, int(found.last.max()) + 1)
+        " ".join(f"R{r + 1}" for r in np.flatnonzero(spans.runs(step)))
+        for step in range(1, int(spans.last.max()) + 1)
     ]
 
 
-def count_joined(found: IterationSpans) -> int:
+def count_joined(spans: IterationSpans) -> int:
     """Counts requests that were admitted while the first batch still ran."""
-    first = found.first == found.first.min()
-    return int((~first & (found.first <= found.last[first].max())).sum())
+    first = spans.first == spans.first.min()
+    return int((~first & (spans.first <= spans.last[first].max())).sum())
 
 
-def draw_grid(ax: Any, found: IterationSpans, title: str) -> None:
+def draw_grid(ax: Any, spans: IterationSpans, title: str) -> None:
     """Draws S1 to S7; the number below a sequence is the iteration."""
     names = [f"slot {i + 1}" for i in range(NUM_SLOTS)]
     _frame(ax, PLACES, names, title, "place in the slot [tokens]")
-    for slot, row in enumerate(slot_grid(found).tolist()):
+    for slot, row in enumerate(slot_grid(spans).tolist()):
         for place, (request, kind, step) in enumerate(row):
             if kind != IDLE:
                 text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT else "")
@@ -136,16 +136,16 @@ def draw_grid(ax: Any, found: IterationSpans, title: str) -> None:
 
 
 def draw_iterations(
-    ax: Any, found: IterationSpans, title: str, *, is_static: bool
+    ax: Any, spans: IterationSpans, title: str, *, is_static: bool
 ) -> None:
     """Draws R1 to R5 by iteration."""
-    num_steps = int(found.last.max())
-    names = [f"R{i + 1}" for i in range(len(found))]
+    num_steps = int(spans.last.max())
+    names = [f"R{i + 1}" for i in range(len(spans))]
     _frame(ax, num_steps, names, title, "time [iterations]")
-    for row, step in np.ndindex(len(found), num_steps + 1):
-        first = found.first[row]
-        last = found.last[row]
-        batch_end = found.last[found.first == first].max()
+    for row, step in np.ndindex(len(spans), num_steps + 1):
+        first = spans.first[row]
+        last = spans.last[row]
+        batch_end = spans.last[spans.first == first].max()
         if first <= step <= last:
             kind = END if step == last else PROMPT if step == first else TOKEN
             _cell(ax, step - 1, row, kind, "")

@@ -39,18 +39,18 @@ def serve_uneven(
     for engine, name in zip(engines, SYSTEMS, strict=False):
         progress.show(f"{name}: compiling")
         _serve(engine, model, loads[0], 0)
-    drawn = [np.asarray(load.output) for load in loads]
-    runs = [[LoadResult(x) for x in drawn] for _ in engines]
+    outputs = [np.asarray(load.output) for load in loads]
+    runs = [[LoadResult(x) for x in outputs] for _ in engines]
     for i in progress.track(range(len(loads)), "uneven outputs", "loads"):
         # The policies alternate, so that both see the same load of the machine.
-        found = np.array(
+        timings = np.array(
             [
                 [_serve(x, model, loads[i], i % config.num_seeds) for x in engines]
                 for _ in range(ROUNDS)
             ]
         )
-        for row, seconds, steps in zip(runs, *found.min(axis=0).T, strict=True):
-            row[i] = LoadResult(drawn[i], int(drawn[i].sum()) / seconds, steps)
+        for row, seconds, steps in zip(runs, *timings.min(axis=0).T, strict=True):
+            row[i] = LoadResult(outputs[i], int(outputs[i].sum()) / seconds, steps)
     return runs
 
 
@@ -91,8 +91,8 @@ def _serve(
 ) -> tuple[float, int]:
     """Serves a load in one burst; returns seconds and the number of non-empty steps."""
     samplings = [
-        Sampling(temperature=0.0, max_tokens=most, ignore_eos=True)
-        for most in np.asarray(load.output).tolist()
+        Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for max_tokens in np.asarray(load.output).tolist()
     ]
     rng = np.random.default_rng(seed)
     sizes = np.asarray(load.prompt).tolist()

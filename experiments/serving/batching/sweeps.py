@@ -102,12 +102,12 @@ class ThroughputSweep(ResultRecord):
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Returns the means over seeds, one row per load; `name` heads the values."""
-        found = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
+        columns = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
         for system, rates in zip(SYSTEMS, self.means, strict=False):
-            found[f"{system}_tokens_per_s"] = rates
-        found["gain"] = self.means[-1] / self.means[0]
-        found["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        return to_rows(found)
+            columns[f"{system}_tokens_per_s"] = rates
+        columns["gain"] = self.means[-1] / self.means[0]
+        columns["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
+        return to_rows(columns)
 
 
 class ClientLatencies(ResultTable):

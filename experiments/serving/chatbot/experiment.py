@@ -87,7 +87,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     prompt, output = requests.tokens
     # Slots follow from the mean prompt, which is longer than that of a single round.
     law = dataclasses.replace(SHAREGPT, prompt=Fixed(tokens=int(prompt.mean())))
-    seen = {
+    length_stats = {
         "prompt_tokens": float(prompt.mean()),
         "output_tokens": float(output.mean()),
         "full_share": float(np.mean(prompt == HISTORY)),
@@ -98,20 +98,20 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         SYSTEMS,
         config.most * np.arange(1, config.num_rates + 1) / config.num_rates,
         num_near=config.num_near,
-        most=config.most,
+        max_rate=config.most,
         progress=progress,
     )
-    return [seen | row for row in rows]
+    return [length_stats | row for row in rows]
 
 
 def plot(axes: Any, result: list[Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
     curves = runs.latency_curves(result)
-    found = runs.sustained_loads(result)
+    loads = runs.sustained_loads(result)
     title = "OPT-13B: latency of chat by load"
-    if "paged" in found:
-        title = f"OPT-13B sustains {found['paged'].rate:.2f} chats/s with pages"
+    if "paged" in loads:
+        title = f"OPT-13B sustains {loads['paged'].rate:.2f} chats/s with pages"
     runs.draw_curves(latency, result, title)
     draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
@@ -139,15 +139,15 @@ def plot(axes: Any, result: list[Row]) -> None:
 @claims_file(__file__).judge
 def claims(result: list[Row]) -> Iterator[MeasuredValue]:
     """Compares the figure's claims with the simulation."""
-    found = runs.sustained_loads(result)
-    if len(found) < len(SYSTEMS):
+    loads = runs.sustained_loads(result)
+    if len(loads) < len(SYSTEMS):
         return
-    orcas = [found[name].rate for name in settings.ORCAS]
-    span = "; ".join(f"{name} {found[name].text}" for name in SYSTEMS)
+    orcas = [loads[name].rate for name in settings.ORCAS]
+    span = "; ".join(f"{name} {loads[name].text}" for name in SYSTEMS)
     yield measured("history", float(result[0]["full_share"]), differs=True)
     yield measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
-        times = found["paged"].rate / found[name].rate
+        times = loads["paged"].rate / loads[name].rate
         yield measured("twice", times, name=name, bound=runs.BOUND, span=span)
 
 
@@ -158,15 +158,15 @@ def metrics(result: list[Row]) -> dict[str, Any]:
 
 def summary(result: list[Row]) -> list[ReportPart]:
     """Returns a table of the systems at the rates that they sustain."""
-    found = runs.sustained_loads(result)
-    if not found:
+    loads = runs.sustained_loads(result)
+    if not loads:
         return []
     rows = []
     for name, selected in runs.group_rows(result, "system").items():
-        rate = found[name].rate
+        rate = loads[name].rate
         end = min(selected, key=lambda row: abs(row["rate_per_s"] - rate))
-        times = found["paged"].rate / rate if "paged" in found else None
-        rows.append(end | {"sustained": found[name].text, "times": times})
+        times = loads["paged"].rate / rate if "paged" in loads else None
+        rows.append(end | {"sustained": loads[name].text, "times": times})
     columns = {
         "system": "system",
         "requests/s": "sustained",

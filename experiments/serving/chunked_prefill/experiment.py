@@ -125,15 +125,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = MODELS[config.models[0]]
     progress.show("4 schedules of prefill")
     timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
-    four = [(way, config.share) for way in settings.WAYS]
+    four = [(schedule, config.share) for schedule in settings.WAYS]
     ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
     budget_cases = [
         (settings.chunked_and_mixed(budget), config.share) for budget in config.budgets
     ]
     budgets = runs.simulate_systems(name, config.data[0], budget_cases, config)
     cases = [
-        (each, data, [(system, share) for share in config.shares])
-        for each in config.models
+        (model_name, data, [(system, share) for share in config.shares])
+        for model_name in config.models
         for data in config.data
         for system in settings.SYSTEMS
     ]
@@ -193,10 +193,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         rows = result.ways.where(data=data)
         if not len(rows):
             continue
-        mixed, chunks, both = (rows.where(system=way) for way in WAYS)
+        mixed, chunks, both = (rows.where(system=schedule) for schedule in WAYS)
         load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
         first, tail = (
-            [getattr(way, name)[0] for way in (mixed, chunks, both)]
+            [getattr(schedule, name)[0] for schedule in (mixed, chunks, both)]
             for name in ("ttft_s", "tbt_p99_s")
         )
         # The order of table 4 does not depend on the speed of the GPUs.
@@ -207,14 +207,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         }
         for id, ratio in order.items():
             yield measured(id, ratio, data=data, load=load, **sheet)
-        for way, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
-            yield measured("ttft", ttft_s, data=data, way=way, **sheet)
-            yield measured("tbt", tbt_s, data=data, way=way, **sheet)
-    found = result.capacities.rows()
+        for schedule, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
+            yield measured("ttft", ttft_s, data=data, way=schedule, **sheet)
+            yield measured("tbt", tbt_s, data=data, way=schedule, **sheet)
+    capacities = result.capacities.rows()
     for x in RATIOS:
         # Ratio of sustained loads on the dataset with the larger ratio.
         rates: dict[str, dict[str, float]] = {}
-        for row in found:
+        for row in capacities:
             if MODELS[row["model"]].name == x.model and x.data in ("", row["data"]):
                 none = {x.system: math.nan, x.rival: math.nan}
                 by_system = rates.setdefault(row["data"], none)
@@ -333,7 +333,7 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
     width = 0.2
-    seen = set[str]()
+    legend_names = set[str]()
     best = ("", 0.0)
     reference = {
         (x.model, x.data, x.objective, x.system): x.published
@@ -349,16 +349,16 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
             if not 0 < gain < 100:
                 continue
             place = i + (k - 1.5) * width
-            label = "" if system in seen else system
+            label = "" if system in legend_names else system
             look = system_style(system).bar | {"label": label or None}
             ax.bar(place, gain, width * 0.94, **look)
-            seen.add(system)
+            legend_names.add(system)
             best = (system, gain) if gain > best[1] else best
             if ratio := reference.get((model, data, kind, system)):
-                label = "" if "published" in seen else "published"
+                label = "" if "published" in legend_names else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
                 draw_curve(ax, [place], [ratio], "published", label, **look)
-                seen.add("published")
+                legend_names.add("published")
     labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
     labels = [label.replace("openchat", "open-\nchat") for label in labels]
     ax.set_xticks(range(len(groups)), labels)

@@ -68,11 +68,11 @@ class Timeline(ResultTable):
 
 def prefill_bound_rate(model: settings.ServedModel, law: Pair) -> float:
     """Returns the rate in requests/s at which prefill takes all time."""
-    drawn = law.draw(np.random.default_rng(0), 2000).prompt
+    prompts = law.draw(np.random.default_rng(0), 2000).prompt
     # Prefill time is quadratic in the length, so 3 lengths determine it.
     sizes = np.array([256.0, 2048.0, float(law.max_length)])
     fit = np.polyfit(sizes, [settings.prompt_s(model, x) for x in sizes], 2)
-    return float(1 / np.polyval(fit, drawn).mean())
+    return float(1 / np.polyval(fit, prompts).mean())
 
 
 def num_requests(config: Config) -> int:
@@ -125,7 +125,7 @@ def simulate_systems(
         came = served.arrival_s[i] < seconds
         first_s = np.nan_to_num(served.first_s[i], nan=seconds) - served.arrival_s[i]
         ttft_s = float(np.median(first_s[came])) if came.any() else math.nan
-        gaps_s = gaps_between_tokens(*_drawn(served, i, seconds)).seconds
+        gaps_s = gaps_between_tokens(*_read_tokens(served, i, seconds)).seconds
         tails = [math.nan] * 3
         if gaps_s.size:
             tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
@@ -135,7 +135,7 @@ def simulate_systems(
     return PrefillRuns.of(rows)
 
 
-def _drawn(
+def _read_tokens(
     served: SimulationResult, member: int, until_s: float
 ) -> tuple[np.ndarray, ...]:
     """Returns the generating sequences and the end of each step of a member."""
@@ -163,16 +163,16 @@ def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
         np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
         np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),
     )
-    members = [way.member(MODELS[name], DATA[data], load) for way in ways]
+    members = [system.member(MODELS[name], DATA[data], load) for system in ways]
     served = simulation.simulate(
         simulation.stack(members), max_slots=8, keep_trace=True
     )
     rows = []
-    for i, way in enumerate(ways):
-        drew, end_s = _drawn(served, i, math.inf)
+    for i, system in enumerate(ways):
+        drew, end_s = _read_tokens(served, i, math.inf)
         step, slot = np.nonzero(drew >= 0)
         rows += [
-            (way.name, *x) for x in zip(drew[step, slot], end_s[step], strict=True)
+            (system.name, *x) for x in zip(drew[step, slot], end_s[step], strict=True)
         ]
     return Timeline.of(rows)
 

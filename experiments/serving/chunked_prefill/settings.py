@@ -170,10 +170,12 @@ class System(NamedTuple):
         self, model: ServedModel, law: Pair, workload: Workload
     ) -> SimulationMember:
         """Returns the simulated machine for a workload."""
-        most = None
+        max_running = None
         if self.reserves_longest:
-            most = max(1, model.num_pages * PAGE_SIZE // law.max_length)
-        policy = chunked_prefill(whole=self.whole, first=self.first, max_running=most)
+            max_running = max(1, model.num_pages * PAGE_SIZE // law.max_length)
+        policy = chunked_prefill(
+            whole=self.whole, first=self.first, max_running=max_running
+        )
         capacity = Capacity.of(
             num_pages=model.num_pages,
             page_size=PAGE_SIZE,

@@ -124,8 +124,8 @@ class Result(ResultRecord):
     @property
     def both(self) -> dict[str, PolicyRecord]:
         """Both records by name of the policy."""
-        found = (self.static, self.continuous)
-        return dict(zip(POLICIES, found, strict=True))
+        records = (self.static, self.continuous)
+        return dict(zip(POLICIES, records, strict=True))
 
 
 POLICIES = {
@@ -204,24 +204,27 @@ def metrics(result: Result) -> dict[str, Any]:
         "requests": len(result.prompt),
         "same_answers": int(same.sum()),
         "completions": [
-            {"prompt": given, "continuation": wrote} for given, wrote in _shown(result)
+            {"prompt": prompt, "continuation": wrote}
+            for prompt, wrote in _shown(result)
         ],
     }
 
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns a table of both policies, and some answers."""
-    found = metrics(result)
-    requests = found["requests"]
+    numbers = metrics(result)
+    requests = numbers["requests"]
     slots = result.static.held.shape[1]
     ends = [int(served.is_done.sum()) for served in result.both.values()]
     note = f"Stopped early: {ends[0]} and {ends[1]} requests came to their end."
     if min(ends) == requests:
         note = (
-            f"{found['speed_up']:.2f} times as many tokens per second; "
-            f"{found['same_answers']} of {requests} answers are the same under both."
+            f"{numbers['speed_up']:.2f} times as many tokens per second; "
+            f"{numbers['same_answers']} of {requests} answers are the same under both."
         )
-    columns = dict(zip(POLICIES, (found["static"], found["continuous"]), strict=True))
+    columns = dict(
+        zip(POLICIES, (numbers["static"], numbers["continuous"]), strict=True)
+    )
     title = f"{requests} requests through {slots} slots, served twice"
     (sheet,) = metric_sheets(columns)
     shown = Excerpts("prompts and answers", _shown(result))
@@ -242,9 +245,9 @@ def _shown(result: Result) -> list[tuple[str, str]]:
     """Returns the ends of some prompts and the starts of their answers."""
     pairs = []
     for i in np.flatnonzero(result.continuous.is_done):
-        given = make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
+        prompt_lines = make_printable(result.prompt[i][-NUM_CHARS:]).split("\n")
         wrote = make_printable(result.continuous.text[i][:NUM_CHARS]).split("\n")
-        pairs.append((given[-NUM_LINES:], wrote[:NUM_LINES]))
+        pairs.append((prompt_lines[-NUM_LINES:], wrote[:NUM_LINES]))
     # Excerpts of several lines come first.
     pairs.sort(key=lambda pair: min(map(len, pair)) < NUM_LINES // 2)
     return [("\n".join(a), "\n".join(b)) for a, b in pairs[:NUM_REPORTED]]
@@ -307,15 +310,17 @@ def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
       duration_s, compile_s: as in the record.
     """
     latency_s = served.latency_s[served.is_done]
-    some = latency_s.size > 0
+    has_answers = latency_s.size > 0
     steps = len(served.num_rows)
     reserved = served.used_pages * served.page_size
     share = served.used_places / np.maximum(reserved, 1)
     return {
-        "tokens_per_s": served.num_tokens.sum() / served.duration_s if some else None,
+        "tokens_per_s": served.num_tokens.sum() / served.duration_s
+        if has_answers
+        else None,
         "steps": steps,
-        "mean_latency_s": latency_s.mean() if some else None,
-        "p95_latency_s": np.percentile(latency_s, 95) if some else None,
+        "mean_latency_s": latency_s.mean() if has_answers else None,
+        "p95_latency_s": np.percentile(latency_s, 95) if has_answers else None,
         "kv_utilisation": share.mean() if steps else None,
         "slot_utilisation": (served.num_rows > 0).mean() if steps else None,
         "duration_s": served.duration_s,

@@ -99,8 +99,8 @@ class Config:
         """Validates the fields."""
         validation.at_least(self, "output_tokens", "max_slots", low=2)
         validation.at_least(self, "repeats", "page_size")
-        least = max(self.page_size, self.max_slots)
-        validation.at_least(self, "token_budget", "decode_budget", low=least)
+        min_budget = max(self.page_size, self.max_slots)
+        validation.at_least(self, "token_budget", "decode_budget", low=min_budget)
         validation.at_least(self, "prompt_tokens", low=4 * self.page_size)
         validation.ascending(self, "shares_served", low=0)
         validation.above(self, "seconds", finite=True)
@@ -212,11 +212,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         with _service(config, folder, ["decode"], [config.token_budget]) as service:
             progress.show("calibrating")
             costs = asyncio.run(_calibrated(config, loaded, service))
-        replica, most = _replica(config, loaded.config, costs)
+        replica, max_rate = _replica(config, loaded.config, costs)
         offered = []
         for share in config.shares_served:
             # Both placements serve the same requests.
-            rate = share * most
+            rate = share * max_rate
             rng = np.random.default_rng(config.seed)
             num = max(2, round(rate * config.seconds))
             arrival_s = workloads.poisson(rng, rate=rate, num=num)
@@ -224,35 +224,37 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
             requests = RequestLoad(arrival_s, Lengths(*sizes))
             offered.append(OfferedLoad(rate, requests, tokens))
-        jobs = [(way, load) for way in WAYS for load in offered]
-        found: list[list[RoutedAnswer]] = []
-        for way, load in progress.track(jobs, "loads", "serving"):
-            other = config.token_budget if way == WAYS[0] else config.decode_budget
-            roles = ("decode" if way == WAYS[0] else "prefill", "decode")
+        jobs = [(phases, load) for phases in WAYS for load in offered]
+        answers: list[list[RoutedAnswer]] = []
+        for phases, load in progress.track(jobs, "loads", "serving"):
+            other = config.token_budget if phases == WAYS[0] else config.decode_budget
+            roles = ("decode" if phases == WAYS[0] else "prefill", "decode")
             budgets = (config.token_budget, other)
             with _service(config, folder, roles, budgets) as service:
-                found.append(asyncio.run(_serve(config, load, service)))
+                answers.append(asyncio.run(_serve(config, load, service)))
     rows = []
     sent_bytes = []
-    for (way, load), served in zip(jobs, found, strict=False):
+    for (phases, load), served in zip(jobs, answers, strict=False):
         marks = np.percentile([_times_s(x) for x in served], (50, 90), axis=0)
-        simulated = _simulated(config, way, load, replica)
+        simulated = _simulated(config, phases, load, replica)
         sent = [x.transfer for x in served if x.transfer.num_bytes]
         sent_s = np.median([x.transfer_s for x in sent] or [0.0])
         sent_bytes += [x.num_bytes for x in sent]
-        rows.append((way, load.rate, len(served), *marks.T.ravel(), *simulated, sent_s))
+        rows.append(
+            (phases, load.rate, len(served), *marks.T.ravel(), *simulated, sent_s)
+        )
     pairs = [
         (a.completion.tokens, b.completion.tokens)
-        for both in zip(found, found[len(offered) :], strict=False)
+        for both in zip(answers, answers[len(offered) :], strict=False)
         for a, b in zip(*both, strict=True)
     ]
-    whole = config.prompt_tokens // config.page_size * config.page_size
+    full_tokens = config.prompt_tokens // config.page_size * config.page_size
     return Result(
         loads=MeasuredLoads.of(rows),
         costs=CalibrationTimes.of(costs),
         different=sum(a != b for a, b in pairs),
         answers=len(pairs),
-        page_bytes=float(np.median(sent_bytes)) / whole if sent_bytes else np.nan,
+        page_bytes=float(np.median(sent_bytes)) / full_tokens if sent_bytes else np.nan,
         formula_bytes=replica.kv_bytes,
     )
 
@@ -281,11 +283,11 @@ async def _calibrated(
     rng = np.random.default_rng(config.seed + 1)
     names = itertools.count()
     rows = []
-    most = config.prompt_tokens
-    sizes = [most // 4, most // 2, most]
+    max_prompt = config.prompt_tokens
+    sizes = [max_prompt // 4, max_prompt // 2, max_prompt]
     sizes = [x for x in sizes for _ in range(config.repeats + 1)]
     batches = [x for x in BATCHES if x <= config.max_slots]
-    sizes += [most // 2] * (config.repeats * sum(batches))
+    sizes += [max_prompt // 2] * (config.repeats * sum(batches))
     # Prompts are cut before the clock starts, so that this process is idle then.
     ready = iter(_prompts(loaded, sizes, rng))
 
@@ -294,9 +296,9 @@ async def _calibrated(
         future = service.answer(next(ready), ask, key_id=next(names))
         return await asyncio.wrap_future(future)
 
-    for size in (most // 4, most // 2, most):
-        found = [await ask(1) for _ in range(config.repeats + 1)][1:]
-        took_s = float(np.median([_times_s(x)[0] for x in found]))
+    for size in (max_prompt // 4, max_prompt // 2, max_prompt):
+        answers = [await ask(1) for _ in range(config.repeats + 1)][1:]
+        took_s = float(np.median([_times_s(x)[0] for x in answers]))
         rows.append(("a prompt", size, took_s))
     for batch in batches:
         paces = []
@@ -311,8 +313,10 @@ def _prompts(
     loaded: Any, sizes: list[int], rng: np.random.Generator
 ) -> list[list[int]]:
     """Cuts prompts from held-out text."""
-    drawn = [Sampling()] * len(sizes)
-    return [x.tokens for x in cut_held_out_prompts(loaded.tokenizer, sizes, drawn, rng)]
+    samplings = [Sampling()] * len(sizes)
+    return [
+        x.tokens for x in cut_held_out_prompts(loaded.tokenizer, sizes, samplings, rng)
+    ]
 
 
 def _times_s(served: RoutedAnswer) -> tuple[float, float]:
@@ -332,15 +336,15 @@ def _replica(
     def line(what: str) -> np.ndarray:
         """Returns intercept and slope of a linear fit, both at least 0."""
         size, seconds = np.array([x[1:] for x in costs if x[0] == what]).T
-        each, start = np.polyfit(size, seconds, 1)
-        return np.maximum([start, each], 0)
+        slope, start = np.polyfit(size, seconds, 1)
+        return np.maximum([start, slope], 0)
 
     reads = line("a prompt")
     decodes = line("decoding")
     cost = linear_cost((*reads, 0.0), (decodes[0], 0.0, decodes[1]), scale=1.0)
     # The simulated replicas prefill whole prompts.
-    whole = config.prompt_tokens + config.max_slots
-    bounds = config.engine | {"token_budget": whole}
+    budget = config.prompt_tokens + config.max_slots
+    bounds = config.engine | {"token_budget": budget}
     names = ("num_pages", "page_size", "max_length", "token_budget")
     capacity = Capacity.of(**{name: bounds[name] for name in names})
     size = kv_bytes_per_token(describe_config(model), kv_bytes=4)
@@ -363,31 +367,33 @@ async def _serve(
         )
 
     came = zip(load.prompts, load.requests.arrival_s.tolist(), strict=True)
-    return await asyncio.gather(*(one(name, *each) for name, each in enumerate(came)))
+    return await asyncio.gather(
+        *(one(name, *request) for name, request in enumerate(came))
+    )
 
 
 def _simulated(
-    config: Config, way: str, load: OfferedLoad, replica: Replica
+    config: Config, phases: str, load: OfferedLoad, replica: Replica
 ) -> tuple[float, float]:
     """Returns the simulated median time to first token and between tokens."""
     until_s = 10 * config.seconds
     slots: Any = {"max_slots": config.max_slots}
-    found: list[RequestTiming]
-    if way == WAYS[0]:
+    timings: list[RequestTiming]
+    if phases == WAYS[0]:
         turns = [
             select_requests(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
         ]
         jobs = [Job(replica, "both", x) for x in turns]
-        found = simulate_jobs(jobs, until_s, **slots)
+        timings = simulate_jobs(jobs, until_s, **slots)
     else:
         # On one machine the cost of a transfer is time of the workers.
         placement = PhasePlacement(replica, replica, 1, 1, 1e9)
-        found = simulate_placements([(placement, load.requests)], until_s, **slots)
-    first = np.concatenate([x.first_s - x.arrival_s for x in found])
-    pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in found]
+        timings = simulate_placements([(placement, load.requests)], until_s, **slots)
+    first = np.concatenate([x.first_s - x.arrival_s for x in timings])
+    pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in timings]
     # An arrival of NaN does not count; a request without an answer is the slowest.
-    came = np.isfinite(np.concatenate([x.arrival_s for x in found]))
+    came = np.isfinite(np.concatenate([x.arrival_s for x in timings]))
     first, between = (
         np.nan_to_num(x[came], nan=np.inf) for x in (first, np.concatenate(pace))
     )
@@ -437,20 +443,22 @@ def plot(axes: Any, result: Result) -> None:
         (axes[1], "between", 1000, "between tokens"),
     ):
         last = {}
-        for way, system in SYSTEMS.items():
-            subset = result.loads.where(way=way)
-            found = {
-                f"{way}, median": (unit * getattr(subset, f"{name}_s"), "-"),
-                f"{way}, 90 %": (unit * getattr(subset, f"{name}_p90_s"), "--"),
-                f"{way}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
+        for phases, system in SYSTEMS.items():
+            subset = result.loads.where(way=phases)
+            curves = {
+                f"{phases}, median": (unit * getattr(subset, f"{name}_s"), "-"),
+                f"{phases}, 90 %": (unit * getattr(subset, f"{name}_p90_s"), "--"),
+                f"{phases}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
             }
-            for label, (values, line) in found.items():
+            for label, (values, line) in curves.items():
                 draw_curve(ax, subset.rate, values, system, label, linestyle=line)
             if len(subset):
-                last[way] = float(found[f"{way}, 90 %"][0][-1])
+                last[phases] = float(curves[f"{phases}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
         if len(last) == len(WAYS):
-            shown = [f"{last[way]:,.2g} {'s' if unit == 1 else 'ms'}" for way in WAYS]
+            shown = [
+                f"{last[phases]:,.2g} {'s' if unit == 1 else 'ms'}" for phases in WAYS
+            ]
             title = f"{words.capitalize()}, 90 %, at {max(result.loads.rate):.2g} "
             title += f"requests/s: {shown[0]} combined, {shown[1]} disaggregated"
         scale = "log" if name == "first" else "linear"

@@ -97,16 +97,16 @@ def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     stages = _serve(_serve(came, stage_s, progress), stage_s, progress)
     first = round(WARM_UP * num)
     means = [np.mean((x - came)[:, first:], axis=1) for x in (one, tensor, stages)]
-    each = np.stack(means).reshape(len(MACHINES), len(loads), config.queue_seeds)
+    waits = np.stack(means).reshape(len(MACHINES), len(loads), config.queue_seeds)
     rates = np.array(loads) / SERVICE_S
     formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
     return QueueTimes(
         rate=rates,
         formula_s=formulas,
-        simulated_s=each.mean(axis=2),
+        simulated_s=waits.mean(axis=2),
         waiting_s=formulas - shortest[:, None],
-        error_s=each.std(axis=2, ddof=1) / np.sqrt(config.queue_seeds),
+        error_s=waits.std(axis=2, ddof=1) / np.sqrt(config.queue_seeds),
     )
 
 

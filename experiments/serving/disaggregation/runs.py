@@ -88,11 +88,11 @@ def judge_load(
         float(np.quantile(np.nan_to_num(x, nan=np.inf), SHARE, method="higher"))
         for x in (first_s, gap_s)
     ]
-    kept = workloads.attainment(
+    attainment = workloads.attainment(
         a.arrival_s, a.first_s, a.finish_s, a.output, objectives
     )
     parts = zip((first_s, gap_s), objectives, strict=True)
-    shares = (float(kept), *(np.mean(x <= most) for x, most in parts))
+    shares = (float(attainment), *(np.mean(x <= limit_s) for x, limit_s in parts))
     sent_s = a.transfer_s[np.isfinite(a.transfer_s)]
     sent = (0.0, 1.0)
     if sent_s.size:
@@ -182,10 +182,10 @@ def search_limits(
     context = prompt + output / 2
     room = instance.num_pages * settings.PAGE_SIZE / (prompt + output)
     step = float(decode @ (1.0, 0.0, 0.0))
-    each = float(decode @ (0.0, context, 1.0))
-    batch = (application.objectives.per_token_s - step) / each
+    sequence_s = float(decode @ (0.0, context, 1.0))
+    batch = (application.objectives.per_token_s - step) / sequence_s
     batch = max(1.0, min(batch, room, settings.MAX_SLOTS))
-    decodes = batch / (output * (step + each * batch))
+    decodes = batch / (output * (step + sequence_s * batch))
     return {
         "prefill": 1.2 * reads,
         "decode": 1.4 * decodes,
@@ -196,8 +196,8 @@ def search_limits(
 def goodput_per_gpu(loads: PlacementLoads, field: str = "attained") -> float:
     """Returns the rate per GPU at which 90 % of the requests meet the objectives."""
     order = np.argsort(loads.rate_per_card)
-    kept = getattr(loads, field)[order]
-    return workloads.goodput(loads.rate_per_card[order], kept, share=SHARE)
+    attainments = getattr(loads, field)[order]
+    return workloads.goodput(loads.rate_per_card[order], attainments, share=SHARE)
 
 
 def goodput_per_objective(loads: PlacementLoads) -> float:
@@ -213,19 +213,19 @@ def application_goodputs(single: PlacementLoads, split: PlacementLoads) -> Goodp
     for name in single.distinct("name"):
         split_loads = split.where(name=name)
         of = goodput_per_objective if name == EXAMPLE else goodput_per_gpu
-        found = np.nan
+        rate = np.nan
         placement = "-"
         if len(split_loads):
-            found = of(split_loads)
+            rate = of(split_loads)
             placement = (
                 "{num_prefill} x {prefill_ways} GPUs for prefill and "
                 "{num_decode} x {decode_ways} for decode"
             ).format_map(split_loads.rows()[0])
-        rows.append((name, of(single.where(name=name, role="both")), found, placement))
+        rows.append((name, of(single.where(name=name, role="both")), rate, placement))
     return Goodputs.of(rows)
 
 
-def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
+def phase_goodputs(loads: PlacementLoads) -> PhaseGoodputs:
     """Returns the goodput per GPU of each phase."""
     fields = {"prefill": "attained_first", "decode": "attained_gap"}
     return PhaseGoodputs.of(
@@ -235,14 +235,14 @@ def phase_goodputs(found: PlacementLoads) -> PhaseGoodputs:
             num,
             goodput_per_gpu(selected.where(**{f"{role}_ways": num}), field),
         )
-        for name in found.distinct("name")
+        for name in loads.distinct("name")
         for role, field in fields.items()
-        for selected in [found.where(name=name, role=role)]
+        for selected in [loads.where(name=name, role=role)]
         for num in selected.distinct(f"{role}_ways")
     )
 
 
-def best_placement(name: str, found: PhaseGoodputs) -> tuple[PhasePlacement, float]:
+def best_placement(name: str, goodputs: PhaseGoodputs) -> tuple[PhasePlacement, float]:
     """Returns the placement with the highest predicted goodput per GPU, and its rate.
 
     Each phase takes the replica of the highest goodput per GPU, then the numbers of
@@ -250,18 +250,18 @@ def best_placement(name: str, found: PhaseGoodputs) -> tuple[PhasePlacement, flo
 
     Args:
       name: application.
-      found: goodput of single replicas.
+      goodputs: goodput of single replicas.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, algorithm 1.
     """
     chosen = []
     rates = []
     for role in ("prefill", "decode"):
-        selected = found.where(name=name, role=role)
-        most = int(np.argmax(selected.rate_per_s))
-        ways = int(selected.ways[most])
+        selected = goodputs.where(name=name, role=role)
+        best_index = int(np.argmax(selected.rate_per_s))
+        ways = int(selected.ways[best_index])
         chosen.append(Instance(KNOWN[name].model, ways).replica)
-        rates.append(float(selected.rate_per_s[most]) * ways)
+        rates.append(float(selected.rate_per_s[best_index]) * ways)
     nums = range(1, settings.MAX_INSTANCES + 1)
     placements = [
         PhasePlacement(*chosen, n, m, settings.LINK) for n in nums for m in nums

@@ -70,16 +70,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         phases = {"both": (x.colocated_gpus,), "prefill": x.ways, "decode": x.ways}
         for role, ways in phases.items():
             for instance in [Instance(x.model, num) for num in ways]:
-                most = runs.search_limits(x, instance)[role]
-                cases += [(name, role, instance, part * most) for part in config.shares]
+                max_rate = runs.search_limits(x, instance)[role]
+                cases += [
+                    (name, role, instance, part * max_rate) for part in config.shares
+                ]
     progress.show("one machine, either phase or both")
     single = runs.serve_single_replicas(cases, config, progress)
-    found = runs.phase_goodputs(single)
+    goodputs = runs.phase_goodputs(single)
     placements = [
-        (name, *runs.best_placement(name, found)) for name in config.applications
+        (name, *runs.best_placement(name, goodputs)) for name in config.applications
     ]
     # The example's placement is the paper's, not the best one here.
-    reads, decodes = found.where(name=EXAMPLE).rate_per_s
+    reads, decodes = goodputs.where(name=EXAMPLE).rate_per_s
     one = Instance(KNOWN[EXAMPLE].model, 1).replica
     sustained = min(2 * reads, decodes)
     placements += [
@@ -90,9 +92,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     progress.show("machines for either phase")
     both = runs.serve_split_replicas(
         [
-            (name, x, share * most)
-            for name, x, most in placements
-            if most > 0
+            (name, x, share * max_rate)
+            for name, x, max_rate in placements
+            if max_rate > 0
             for share in top
         ],
         config,
@@ -110,10 +112,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges the simulated parts."""
-    found = result.goodput
+    goodput = result.goodput
     line = result.queues
-    together = found.together_per_card_per_s[0]
-    split = found.split_per_card_per_s[0]
+    together = goodput.together_per_card_per_s[0]
+    split = goodput.split_per_card_per_s[0]
     reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
     yield measured("example", together, quantity="both phases on one GPU")
     yield measured("example", reads, quantity="prefill on one GPU")
@@ -121,7 +123,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     coupled = "two GPUs that read and one that decodes, for each GPU"
     yield measured("example", split, quantity=coupled)
     yield measured("more", split / together if together > 0 else math.nan)
-    for row in found.at(slice(1, None)).rows():
+    for row in goodput.at(slice(1, None)).rows():
         together = row["together_per_card_per_s"]
         split_rate = row["split_per_card_per_s"]
         if math.isnan(split_rate):
@@ -148,11 +150,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             "transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s
         )
     off = abs(line.off).max(1)
-    known = (line.error_s / line.waiting_s).max(1)
+    error_shares = (line.error_s / line.waiting_s).max(1)
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
-    for machine, most, error in zip(MACHINES, off, known, strict=True):
-        yield measured("queue", 100 * most, machine=machine, error=100 * error, **words)
+    for machine, max_off, error in zip(MACHINES, off, error_shares, strict=True):
+        yield measured(
+            "queue", 100 * max_off, machine=machine, error=100 * error, **words
+        )
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -162,11 +166,11 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of placements, and of queues against formulas."""
-    each = "requests/s for each GPU"
+    heading = "requests/s for each GPU"
     links = [
         {
             "GB/s": link / 1e9,
-            each: f"{runs.goodput_per_objective(selected):.3g}",
+            heading: f"{runs.goodput_per_objective(selected):.3g}",
             "transfer_s": selected.transfer_s.min(),
         }
         for link in result.links.distinct("link")
@@ -185,7 +189,7 @@ def summary(result: Result) -> list[ReportPart]:
             links,
             {
                 "GB/s": "GB/s",
-                each: each,
+                heading: heading,
                 "95 % of transfers, at the lowest rate": "transfer_s",
             },
             "Transfers from one machine are serialized.",
@@ -246,8 +250,8 @@ def _draw_tail(
     draw_reference_line(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
     if sustained:
-        most = max(sustained, key=lambda name: sustained[name])
-        title += f": {most} has most load within the objective"
+        best_name = max(sustained, key=lambda name: sustained[name])
+        title += f": {best_name} has most load within the objective"
     set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
@@ -328,7 +332,7 @@ def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
 MACHINE_COLORS = (BLACK, ORANGE, GREEN)
 
 
-def _draw_queues(ax: Any, found: QueueTimes) -> None:
+def _draw_queues(ax: Any, queue_times: QueueTimes) -> None:
     speeds = (1, queues.SPEED_UP, 2)
     machines = zip(MACHINES, speeds, MACHINE_COLORS, "osv", strict=True)
     off = [0.0]
@@ -337,9 +341,13 @@ def _draw_queues(ax: Any, found: QueueTimes) -> None:
         exact = [queues.formula_s(machine, rate) for rate in rates]
         draw_curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
-        draw_curve(ax, found.rate, found.simulated_s[i], color, machine, **look)
-        reference = np.array([queues.formula_s(machine, rate) for rate in found.rate])
-        off += np.abs(found.simulated_s[i] / reference - 1).tolist()
+        draw_curve(
+            ax, queue_times.rate, queue_times.simulated_s[i], color, machine, **look
+        )
+        reference = np.array(
+            [queues.formula_s(machine, rate) for rate in queue_times.rate]
+        )
+        off += np.abs(queue_times.simulated_s[i] / reference - 1).tolist()
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"

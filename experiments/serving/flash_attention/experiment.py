@@ -127,8 +127,8 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q = q.reshape(batch, queries, k.shape[2], -1, head_dim)
     scale = jnp.asarray(head_dim**-0.5, q.dtype)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * scale
-    seen = jnp.tri(queries, k.shape[1], k.shape[1] - queries, dtype=bool)
-    scores = jnp.where(seen[None, None, None], scores, jnp.asarray(-jnp.inf, q.dtype))
+    mask = jnp.tri(queries, k.shape[1], k.shape[1] - queries, dtype=bool)
+    scores = jnp.where(mask[None, None, None], scores, jnp.asarray(-jnp.inf, q.dtype))
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
     return out.reshape(batch, queries, q_heads, head_dim)
@@ -166,21 +166,21 @@ def _at_length(length: int, config: Config) -> list[tuple[float, ...]]:
         both = (plain_attention(*wide), *_gradient(plain_attention, *wide))
         exact = [np.asarray(x) for x in both]
     calls = []
-    rest = []
+    program_costs = []
     for attend in (plain_attention, tiled_attention):
         forward = jax.jit(attend)
         gradient = jax.jit(functools.partial(_gradient, attend))
         program: Any = gradient.lower(*arrays).compile()
-        found = (forward(*arrays), *gradient(*arrays))
+        outputs = (forward(*arrays), *gradient(*arrays))
         error = max(
             float(np.abs(np.asarray(a, np.float64) - b).max())
-            for a, b in zip(found, exact, strict=True)
+            for a, b in zip(outputs, exact, strict=True)
         )
         calls += [forward, gradient]
-        rest.append((program.memory_analysis().temp_size_in_bytes, error))
+        program_costs.append((program.memory_analysis().temp_size_in_bytes, error))
     ready = [functools.partial(call, *arrays) for call in calls]
     times = median_seconds(ready, config.repeats)
-    return [(*times[:2], *rest[0]), (*times[2:], *rest[1])]
+    return [(*times[:2], *program_costs[0]), (*times[2:], *program_costs[1])]
 
 
 def _one_query(context: int, config: Config) -> list[float]:
@@ -208,8 +208,8 @@ def _one_query(context: int, config: Config) -> list[float]:
         for attend in (plain_attention, tiled_attention)
     )
     tables = ids.astype(np.int32)[None]
-    found = functools.partial(by_pages, q[0], *pages, tables, last)
-    return median_seconds([plain, tiled, found], config.repeats)
+    paged_call = functools.partial(by_pages, q[0], *pages, tables, last)
+    return median_seconds([plain, tiled, paged_call], config.repeats)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -262,14 +262,14 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
 def plot(axes: Any, result: Result) -> None:
     """Draws time and memory by length, and the time of a single query."""
     seconds, memory, one = axes
-    for name, way, one_s in (
+    for name, timings, one_s in (
         ("plain", result.plain, result.one_plain_s),
         ("in tiles", result.flash, result.one_flash_s),
         ("paged", None, result.one_paged_s),
     ):
-        if way is not None:
-            mega = way.temporary_bytes / 1e6
-            draw_curve(seconds, result.length, way.gradient_s * 1e3, name, name)
+        if timings is not None:
+            mega = timings.temporary_bytes / 1e6
+            draw_curve(seconds, result.length, timings.gradient_s * 1e3, name, name)
             draw_curve(memory, result.length, mega, name, name)
         draw_curve(one, result.context, one_s * 1e3, name, name)
     titles = ["All queries: time with the gradient", "All queries: memory"]

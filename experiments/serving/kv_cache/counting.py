@@ -88,8 +88,8 @@ def count_flops(model: ModelShape, lengths: tuple[int, ...]) -> FlopCounts:
         raise ValueError(f"{model.name}: layers must not have sliding windows")
     ways = without_cache(model), with_cache(model)
     counts = (
-        [[each.at(n) for n in lengths] for each, _ in ways],
-        [[each.total(n) for n in lengths] for each, _ in ways],
+        [[polynomial.at(n) for n in lengths] for polynomial, _ in ways],
+        [[polynomial.total(n) for n in lengths] for polynomial, _ in ways],
         [[attention.total(n) for n in lengths] for _, attention in ways],
     )
     return FlopCounts(
@@ -107,9 +107,11 @@ def growth_exponents(
 
 def _through(terms: Callable[[int], tuple[FlopTerm, ...]]) -> PolynomialPair:
     """Fits the polynomials through the counts at 1, 2 and 3 tokens."""
-    found = [terms(length) for length in (1, 2, 3)]
-    attention = [tuple(x for x in each if x.growth == "s^2") for each in found]
-    return _polynomial(found), _polynomial(attention)
+    term_lists = [terms(length) for length in (1, 2, 3)]
+    attention = [
+        tuple(x for x in term_list if x.growth == "s^2") for term_list in term_lists
+    ]
+    return _polynomial(term_lists), _polynomial(attention)
 
 
 def _polynomial(counts: list[tuple[FlopTerm, ...]]) -> Polynomial:

@@ -189,8 +189,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     without, cached = counting.growth_exponents(other.total_flops, other.length)
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
     words |= {"before": other.length[-2], "last": other.length[-1]}
-    for power, way, found in zip((3, 2), WAYS, attention, strict=True):
-        yield measured("growth", found, power=power, way=way, **words)
+    for power, method, slope in zip((3, 2), WAYS, attention, strict=True):
+        yield measured("growth", slope, power=power, way=method, **words)
     if timed.length.size < 2:
         return
     yield measured("same", timed.is_same.sum(), published=float(timed.length.size))
@@ -272,7 +272,7 @@ def time_both(
     tokens, every_s = _draw(model, start, lengths[-1], repeats)
 
     @jax.jit
-    def whole(params: Any, tokens: jax.Array) -> jax.Array:
+    def find_next_token(params: Any, tokens: jax.Array) -> jax.Array:
         logits = model_logits(params, tokens, config=model.config)
         return jnp.argmax(logits[0, -1]).astype(jnp.int32)
 
@@ -280,13 +280,13 @@ def time_both(
     for length in progress.track(lengths, "without the cache", "lengths"):
         progress.show(f"without the cache: {length:,} tokens")
         prefix = jnp.asarray(tokens[None, :length], jnp.int32)
-        call = functools.partial(whole, model.params, prefix)
-        drawn = int(call())  # and compiles
+        call = functools.partial(find_next_token, model.params, prefix)
+        token = int(call())  # and compiles
         seconds = min(time_call(call)[0] for _ in range(repeats))
-        rows.append((seconds, drawn == tokens[length]))
+        rows.append((seconds, token == tokens[length]))
     done = np.array(lengths[: len(rows)], np.int64)
-    found = np.array(rows, float).reshape(-1, 2)
-    return TokenTimes(done, found[:, 0], every_s[done - 1], found[:, 1] > 0, every_s)
+    table = np.array(rows, float).reshape(-1, 2)
+    return TokenTimes(done, table[:, 0], every_s[done - 1], table[:, 1] > 0, every_s)
 
 
 def _draw(
@@ -308,14 +308,14 @@ def _draw(
             make_model_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token = jnp.asarray([start], jnp.int32)
-        drawn = []
+        draws = []
         seconds = []
         for _ in range(num):
             start_s = time.perf_counter()
             token, cache = feed(model.params, cache, token)
             token.block_until_ready()
             seconds.append(time.perf_counter() - start_s)
-            drawn.append(token)
+            draws.append(token)
         taken.append(seconds)
-    tokens = np.array([start, *(int(x[0]) for x in drawn)])
+    tokens = np.array([start, *(int(x[0]) for x in draws)])
     return tokens, np.min(np.array(taken[1:]), axis=0)

@@ -52,9 +52,9 @@ MAX_LENGTH = 1 << 14
 
 def gpu_capacity(model: str, device: str, num_devices: int) -> Capacity:
     """Returns the number of pages that fit next to the weights."""
-    found = shapes.describe(model)
+    shape = shapes.describe(model)
     return Capacity.of(
-        num_pages=max_kv_pages(found, device, num_devices),
+        num_pages=max_kv_pages(shape, device, num_devices),
         page_size=PAGE_SIZE,
         max_length=MAX_LENGTH,
         token_budget=BUDGET,
@@ -216,14 +216,14 @@ def plot(ax: Any, result: list[Row]) -> None:
     kinds = {"conv": "chat", "code": "code"}
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))
     for (trace, model), rows in replays:
-        found = [(row["num_devices"], row["first_p99_s"]) for row in rows]
+        points = [(row["num_devices"], row["first_p99_s"]) for row in rows]
         kind = trace[6:]
         size = model.removeprefix("llama-2-")
         color = BLUE if kind == "code" else ORANGE
         is_small = size == "7b"
         look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}
         label = f"{kinds.get(kind, kind)}, {size.upper()}"
-        draw_curve(ax, *zip(*found, strict=True), color, label, **look)
+        draw_curve(ax, *zip(*points, strict=True), color, label, **look)
     use_powers_of_two(ax)
     title = "Llama-2 on A100s: first token by GPUs"
     slow = [x for x in result if x["first_p99_s"] > 1]

@@ -79,18 +79,18 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         panel = published.PANELS[name]
         progress.show(f"figure {name}: {panel.title}")
         setting = panel.setting()
-        most = BEYOND * panel.axis
+        max_rate = BEYOND * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
-        found = runs.explore_rates(
+        panel_rows = runs.explore_rates(
             setting,
-            runs.draw_load(setting.law, most, seconds, config.seed),
+            runs.draw_load(setting.law, max_rate, seconds, config.seed),
             [x for x in panel.systems if x in config.systems],
             panel.axis * np.arange(1, config.num_rates + 1) / config.num_rates,
             num_near=config.num_near,
-            most=most,
+            max_rate=max_rate,
             progress=progress,
         )
-        rows += [{"panel": name} | row for row in found]
+        rows += [{"panel": name} | row for row in panel_rows]
     return rows
 
 
@@ -123,14 +123,14 @@ def summary(result: list[Row]) -> list[ReportPart]:
     capacities = []
     for name, selected in runs.group_rows(result, "panel").items():
         curves = runs.latency_curves(selected)
-        found = runs.sustained_loads(selected)
-        cells = {system: x.text for system, x in found.items()}
+        loads = runs.sustained_loads(selected)
+        cells = {system: x.text for system, x in loads.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
-            if found[system].relation == "is":
+            if loads[system].relation == "is":
                 ratio = load_ratio(curves["paged"], curves[system], runs.BOUND)
                 cells[system] += f" ({ratio:.2f})"
-        known = [cells.get(system, "-") for system in settings.SYSTEMS]
-        capacities.append((name, published.PANELS[name].title, *known))
+        row_cells = [cells.get(system, "-") for system in settings.SYSTEMS]
+        capacities.append((name, published.PANELS[name].title, *row_cells))
     return [
         Sheet(
             f"requests/s at {runs.BOUND} s a token",
@@ -168,14 +168,14 @@ def plot(axes: Any, result: list[Row]) -> None:
         ax = next(free)
         panel = published.PANELS[name]
         runs.draw_curves(ax, rows, f"{name}: {panel.title}")
-        found = runs.sustained_loads(rows)
+        loads = runs.sustained_loads(rows)
         curves = runs.latency_curves(rows)
-        oracle = found.get(published.ORACLE)
-        if "paged" in found and oracle is not None and oracle.relation == "is":
+        oracle = loads.get(published.ORACLE)
+        if "paged" in loads and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
             gain = f"{load_ratio(*both, runs.BOUND):.1f} times the load"
-            least = "" if found["paged"].relation == "is" else "at least "
-            title = f"{name}, {panel.title}: {least}{gain} of {published.ORACLE}"
+            prefix = "" if loads["paged"].relation == "is" else "at least "
+            title = f"{name}, {panel.title}: {prefix}{gain} of {published.ORACLE}"
             ax.set_title(title)
         ax.set_xlim(0, panel.axis)
         ax.legend()
@@ -190,7 +190,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
     reference = published.BATCHES[name]
-    drawn = [row["system"] for row in rows]
+    systems = [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]
         printed = {"label": None if i else "the paper's"}
@@ -199,12 +199,12 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
             (0.2, reference[system], system_style("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
-    names = [system.replace("Orca ", "").strip("()") for system in drawn]
+    names = [system.replace("Orca ", "").strip("()") for system in systems]
     ax.set_xticks(range(len(rows)), names)
     data = published.PANELS[name].data
     rate = rows[0]["rate_per_s"]
-    most = max(rows, key=lambda row: row["batch"])
+    largest_row = max(rows, key=lambda row: row["batch"])
     title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
-    title += f"{most['system']} runs {most['batch']:.0f} at once"
+    title += f"{largest_row['system']} runs {largest_row['batch']:.0f} at once"
     set_labels(ax, title, "", "batch [requests]")
     ax.legend()

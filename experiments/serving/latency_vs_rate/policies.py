@@ -107,13 +107,13 @@ def draw_workload(config: Config) -> Workload:
         if config.recording is None
         else config.recording
     )
-    found = read_recording(path)
+    recording = read_recording(path)
     num = config.first_requests
-    for doubt in found.doubts:
+    for doubt in recording.doubts:
         warnings.warn(doubt, stacklevel=2)
-    found = found.at_rate(found.rate * config.rate_factor)
-    prompt = found.prompt[:num]
-    output = found.output[:num]
+    recording = recording.at_rate(recording.rate * config.rate_factor)
+    prompt = recording.prompt[:num]
+    output = recording.output[:num]
     rng = np.random.default_rng(config.seed)
     # Lognormal of median 1.
     error = np.exp(config.prediction_sigma * rng.standard_normal(prompt.size))
@@ -123,7 +123,7 @@ def draw_workload(config: Config) -> Workload:
     interactive = rng.random(prompt.size) < 0.5
     heavy = rng.random(prompt.size) < 0.5
     return make_workload(
-        found.arrival_s[:num],
+        recording.arrival_s[:num],
         prompt,
         output,
         attributes=RequestAttributes(
@@ -147,14 +147,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     is_urgent = np.asarray(drawn_attributes.priority) < 0
     rows = []
     for name, policy in progress.track(POLICIES.items(), "policies", "policies"):
-        seen = load
+        policy_load = load
         if name.endswith("oracle"):
             truth = load.prompt + load.output
-            seen = load._replace(
+            policy_load = load._replace(
                 attributes=drawn_attributes._replace(predicted_length=truth)
             )
         served = simulation.simulate(
-            simulation.stack([SimulationMember(seen, capacity, policy, cost)]),
+            simulation.stack([SimulationMember(policy_load, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
             head=HEAD,
             progress=progress,

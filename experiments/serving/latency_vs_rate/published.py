@@ -80,15 +80,15 @@ def beam_pool_factor(width: int) -> float:
     """
     path = Path(__file__).parents[2] / "records" / "sharing" / "result.npz"
     # The file is read as arrays: its experiment would import the engine and a model.
-    with np.load(path) as found:
+    with np.load(path) as arrays:
 
         def held(table: str) -> float:
-            selected = found[f"{table}.lengths"] == "short"
-            selected &= found[f"{table}.num_sequences"] == width
+            selected = arrays[f"{table}.lengths"] == "short"
+            selected &= arrays[f"{table}.num_sequences"] == width
             if not selected.any():
                 raise ValueError(f"{path}: has no requests of {width} sequences")
-            pages = found[f"{table}.distinct_pages"][selected].sum()
-            return float(pages / found[f"{table}.logical_pages"][selected].sum())
+            pages = arrays[f"{table}.distinct_pages"][selected].sum()
+            return float(pages / arrays[f"{table}.logical_pages"][selected].sum())
 
         return held("samples") / held("beams")
 
@@ -137,8 +137,10 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
         yield measured("weights", server.weight_bytes / 1e9, server=name)
     panels = runs.group_rows(rows, "panel")
     curves = {name: runs.latency_curves(selected) for name, selected in panels.items()}
-    whole: Any = {x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()}
-    yield from _figure_12(whole)
+    full_panels: Any = {
+        x: y for x, y in curves.items() if {"paged", ORACLE} <= y.keys()
+    }
+    yield from _figure_12(full_panels)
     for row in axis_end_rows(rows):
         panel = PANELS[row["panel"]]
         system = row["system"]
@@ -159,7 +161,7 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
             step=STEP if system == "paged" else "",
             shape=SHAPE if is_alpaca else "",
         )
-    yield from _figure_14(whole)
+    yield from _figure_14(full_panels)
 
 
 type Panels = Mapping[str, Mapping[str, LatencyCurve]]
@@ -192,14 +194,14 @@ def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
                     load=PANELS[panel].title,
                     note=f"At {BOUND} s a token. {SCALED if panel == '12c' else ''}",
                 )
-    if found := _ratios(shared, "Orca (Max)"):
+    if ratios := _ratios(shared, "Orca (Max)"):
         models = ", ".join(PANELS[x].server for x in shared)
         yield measured(
-            "orca_max", max(found), low=BOUNDS[0], high=BOUNDS[1], models=models
+            "orca_max", max(ratios), low=BOUNDS[0], high=BOUNDS[1], models=models
         )
     plain = {name: curves[name] for name in curves if name.startswith("12")}
-    if found := _ratios(plain, "FasterTransformer"):
-        yield measured("static", max(found))
+    if ratios := _ratios(plain, "FasterTransformer"):
+        yield measured("static", max(ratios))
     if {"12d", "12f"} <= curves.keys():
         large, small = (_ratio(curves[x]) for x in ("12f", "12d"))
         yield measured("less", large / small)
@@ -229,11 +231,11 @@ def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
     for letters, kind in (("abc", "samples"), ("def", "beams")):
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
-            found = [_ratio(curves[x]) for x in names]
+            ratios = [_ratio(curves[x]) for x in names]
             yield measured(
                 "wider",
-                min(b - a for a, b in itertools.pairwise(found)),
+                min(b - a for a, b in itertools.pairwise(ratios)),
                 kind=kind,
-                found=", ".join(f"{x:.2f}" for x in found),
+                found=", ".join(f"{x:.2f}" for x in ratios),
                 beams=BEAMS if kind == "beams" else "",
             )

@@ -65,14 +65,14 @@ class Setting(NamedTuple):
         mean = self.law.output.mean
         shape = getattr(self.law.output, "shape", math.inf)
         # Running requests are length-biased: E[O^2] / E[O].
-        seen = mean * (1 + 1 / shape)
+        running_mean = mean * (1 + 1 / shape)
         prompt = self.law.prompt.mean
-        each = {
+        places = {
             "FasterTransformer": float(settings.MAX_LENGTH),
-            "paged": (prompt + seen / 2) / self.pool_factor,
-        }.get(system, prompt + seen)
+            "paged": (prompt + running_mean / 2) / self.pool_factor,
+        }.get(system, prompt + running_mean)
         wanted = 1.0 if system == "FasterTransformer" else 1.75
-        wanted *= self.server.num_places / each
+        wanted *= self.server.num_places / places
         # A request needs room for all of its sequences.
         return max(min(MAX_SLOTS, 8 * math.ceil(wanted / 8)), 8, self.samples)
 
@@ -179,9 +179,9 @@ def _row(
 ) -> Row:
     """Returns metrics of one member, whose requests have `samples` sequences each."""
     num = workload.prompt.shape[0]
-    each = samples // groups
+    group_size = samples // groups
     arrival_s, finish_s, first_s = (
-        x[index][: num * each].reshape(num, each)
+        x[index][: num * group_size].reshape(num, group_size)
         for x in (served.arrival_s, served.finish_s, served.first_s)
     )
     # A request is answered when its last sequence is.
@@ -207,7 +207,7 @@ def explore_rates(
     even: Float[np.ndarray, " rates"],
     *,
     num_near: int,
-    most: float,
+    max_rate: float,
     progress: Progress = QUIET,
 ) -> list[Row]:
     """Simulates a load at even rates, then where latency crosses the bounds.
@@ -218,13 +218,13 @@ def explore_rates(
       systems: the systems.
       even: first rates in requests/s; ascending.
       num_near: rates of each further turn.
-      most: highest rate for a system that sustains all even rates.
+      max_rate: highest rate for a system that sustains all even rates.
       progress: receives progress.
 
     Returns:
       A row per system and rate, with the turn and its simulation time.
     """
-    found: list[Row] = []
+    all_rows: list[Row] = []
     rates: dict[System, list[float]] = dict.fromkeys(systems, even.tolist())
     near: set[System] = set()
     for turn in range(3 if num_near else 1):
@@ -235,35 +235,35 @@ def explore_rates(
             "took_s": time.perf_counter() - began_s[0],
             "processor_s": time.process_time() - began_s[1],
         }
-        found += [took | row for row in rows]
+        all_rows += [took | row for row in rows]
         rates = {}
-        for system, curve in latency_curves(found).items():
+        for system, curve in latency_curves(all_rows).items():
             if system in near:
                 continue
             if (curve.latency > BOUNDS[1]).any():
                 near.add(system)
                 rates[system] = choose_rates(curve, BOUNDS, num_near).tolist()
-            elif curve.rates[-1] < most:
-                more = np.linspace(curve.rates[-1], most, num_near + 1)[1:]
+            elif curve.rates[-1] < max_rate:
+                more = np.linspace(curve.rates[-1], max_rate, num_near + 1)[1:]
                 rates[system] = more.tolist()
-    return found
+    return all_rows
 
 
 def group_rows(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
     """Groups rows by a value, in order of first occurrence."""
-    found: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Row]] = {}
     for row in rows:
-        found.setdefault(row[name], []).append(row)
-    return found
+        groups.setdefault(row[name], []).append(row)
+    return groups
 
 
 def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
     """Returns latency against rate for each system."""
-    found = {}
+    curves = {}
     for system, selected in group_rows(rows, "system").items():
         pairs = sorted((x["rate_per_s"], x["normalised_s"]) for x in selected)
-        found[system] = LatencyCurve(*np.array(pairs, float).T)
-    return found
+        curves[system] = LatencyCurve(*np.array(pairs, float).T)
+    return curves
 
 
 def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
@@ -274,8 +274,8 @@ def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
 def sustained_rows(rows: list[Row]) -> list[Row]:
     """Returns the load that each system sustains, for JSON."""
     return [
-        {"system": system, "relation": found.relation, "rate_per_s": found.rate}
-        for system, found in sustained_loads(rows).items()
+        {"system": system, "relation": load.relation, "rate_per_s": load.rate}
+        for system, load in sustained_loads(rows).items()
     ]
 
 

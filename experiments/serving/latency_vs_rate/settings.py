@@ -71,8 +71,8 @@ class Machine(NamedTuple):
 
         OPT-13B: 12 GiB / 800 KiB = 15,728.
         """
-        each = kv_bytes_per_token(self.description)
-        return int(self.kv_gib * 2**30 // each)
+        token_bytes = kv_bytes_per_token(self.description)
+        return int(self.kv_gib * 2**30 // token_bytes)
 
     @property
     def weight_bytes(self) -> int:
@@ -113,10 +113,13 @@ def step_time(server: Machine) -> LinearCost:
     prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
     fit_device = find_device("a100-80gb")
     device = find_device(server.device)
-    each, other = (x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"]))
-    ratio = each / other
+    device_bytes, other = (
+        x.weight_bytes / x.num_devices for x in (server, SERVERS["66B"])
+    )
+    ratio = device_bytes / other
     heavier = [
-        (step * ratio, token, own * ratio) for step, token, own in (small, large)
+        (step * ratio, token, sequence * ratio)
+        for step, token, sequence in (small, large)
     ]
     return linear_cost(
         # Prefill uses only the slope of the fit, as for OPT-13B.

@@ -140,7 +140,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         )
         for scale in config.step_scales
     ]
-    paged = [(last, load, each) for each in costs for load in loads]
+    paged = [(last, load, step_cost) for step_cost in costs for load in loads]
     scaled = _serve(config, setting, paged, progress)
     waste = Waste.joined([contiguous, scaled.at([-1])])
     token_bytes = float(kv_bytes_per_token(server.description))
@@ -202,9 +202,9 @@ def _growth(
     lost = np.where(np.array(SYSTEMS) == "paged", 0.0, uses[:, 3])
     held = (uses[:, :3].sum(axis=1) + lost) * places / batch
     context = uses[:, 0] * places / batch
-    most = np.maximum(np.round(places / held), 1)
-    requests = np.arange(1, int(most.max()) + 1)
-    fits = requests <= most[:, None]
+    max_requests = np.maximum(np.round(places / held), 1)
+    requests = np.arange(1, int(max_requests.max()) + 1)
+    fits = requests <= max_requests[:, None]
     memory = server.weight_bytes + requests * held[:, None] * token_bytes
     tokens = requests.astype(np.float32) * context.astype(np.float32)[:, None]
     decodes = jnp.asarray(np.broadcast_to(requests, fits.shape), jnp.int32)
@@ -228,7 +228,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
     names = result.system.tolist()
     for system, uses in zip(names, result.waste.uses, strict=True):
-        found = 100 * uses.mean(axis=0)
+        shares = 100 * uses.mean(axis=0)
         why = {"external waste and rest": CLAIMS.text("rounding")}
         if system == "paged":
             why["token states"] = CLAIMS.text("load")
@@ -236,11 +236,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             "system": system,
             "system_name": name_in_sentence(system),
         }
-        for use, share in zip(USES.values(), found, strict=True):
+        for use, share in zip(USES.values(), shares, strict=True):
             yield measured("uses", share, use=use, why=why.get(use, ""), **words)
         if system == "paged":
             # Pages are reserved for at most one token ahead; no page is external.
-            yield measured("within", (found[1:3] / found[:3].sum() * 100).sum())
+            yield measured("within", (shares[1:3] / shares[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
     for system, published in BATCHES.items():
         yield measured(
@@ -259,10 +259,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def metrics(result: Result) -> dict[str, Any]:
     """Returns memory shares and batch sizes."""
     waste = result.waste
-    found = {f"{use}_share": waste.uses[:, :, k] for k, use in enumerate(USES)}
-    found |= {"batch": waste.batch, "step_s": waste.step_s}
-    found |= {"answered": waste.num_answered, "preempted": waste.num_preempted}
-    means = {name: values.mean(axis=1) for name, values in found.items()}
+    columns = {f"{use}_share": waste.uses[:, :, k] for k, use in enumerate(USES)}
+    columns |= {"batch": waste.batch, "step_s": waste.step_s}
+    columns |= {"answered": waste.num_answered, "preempted": waste.num_preempted}
+    means = {name: values.mean(axis=1) for name, values in columns.items()}
     return {
         "weights_share": result.weight_bytes / result.memory_bytes,
         "kv_share": result.kv_bytes / result.memory_bytes,
@@ -294,15 +294,15 @@ def summary(result: Result) -> list[ReportPart]:
     shares = [CLAIMS.published("uses")[name] for name in names]
     cells = [[f"{x[y]:g}" if y in x else "-" for y in USES.values()] for x in shares]
     printed = {"paper's": [" / ".join(row) for row in cells]}
-    many = waste.batch.shape[1]
+    num_loads = waste.batch.shape[1]
     return [
         _sheet(
             "percentage of the token places",
             {"system": names} | uses | printed,
             "Means over time"
             + (
-                f" and {many} loads; standard deviation over loads."
-                if many > 1
+                f" and {num_loads} loads; standard deviation over loads."
+                if num_loads > 1
                 else "."
             ),
         ),

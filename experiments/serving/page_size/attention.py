@@ -225,7 +225,7 @@ def _paper_column(result: Result) -> int:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns ratios by shape and page size, and times at the paper's page size."""
-    found = result.latency
+    latency = result.latency
     column = _paper_column(result)
     sizes = result.page_size.tolist()
     usual = sizes[column]
@@ -237,7 +237,7 @@ def metrics(result: Result) -> dict[str, Any]:
         # The largest page holds a whole sequence: its ratio is the kernel's overhead,
         # and the remainder is that of the page table.
         | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
-        for row in found.rows()
+        for row in latency.rows()
     ]
     return report.metrics(result) | {"latency": rows}
 
@@ -245,16 +245,22 @@ def metrics(result: Result) -> dict[str, Any]:
 @claims_file(__file__).judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the published overhead of pages with the measured one."""
-    found = result.latency
+    latency = result.latency
     column = _paper_column(result)
-    ratios = found.ratio[:, column]
-    known = ratios[np.isfinite(ratios)]
-    low, high = (known.min(), known.max()) if known.size else (math.nan, math.nan)
+    ratios = latency.ratio[:, column]
+    finite_ratios = ratios[np.isfinite(ratios)]
+    low, high = (
+        (finite_ratios.min(), finite_ratios.max())
+        if finite_ratios.size
+        else (math.nan, math.nan)
+    )
     spread = f"Ours: {low:.2f} to {high:.2f} over all shapes"
-    if known.size and np.isfinite(found.ratio[:, -1]).all():
-        relative = float(np.nanmedian(ratios / found.ratio[:, -1]))
-        whole = int(result.page_size[-1])
-        spread += f"; {relative:.2f} times that of pages of {whole}, in the median"
+    if finite_ratios.size and np.isfinite(latency.ratio[:, -1]).all():
+        relative = float(np.nanmedian(ratios / latency.ratio[:, -1]))
+        max_page_size = int(result.page_size[-1])
+        spread += (
+            f"; {relative:.2f} times that of pages of {max_page_size}, in the median"
+        )
     on_cpu = "is jnp against jnp on"
     on_gpu = "runs against cuDNN's and XLA's on"
     words: dict[str, Any] = {
@@ -276,11 +282,11 @@ def plot(axes: Any, result: Result) -> None:
     """Draws the ratio by page size, and times as in the paper."""
     ratios, times = axes
     column = _paper_column(result)
-    found = result.latency
-    batches = found.distinct("batch")
-    contexts = found.distinct("context")
+    latency = result.latency
+    batches = latency.distinct("batch")
+    contexts = latency.distinct("context")
     looks = dict(zip(batches, itertools.cycle(zip(COLORS, MARKS, strict=True))))
-    for row in found.rows():
+    for row in latency.rows():
         batch = row["batch"]
         context = row["context"]
         color, mark = looks[batch]
@@ -288,7 +294,7 @@ def plot(axes: Any, result: Result) -> None:
         label = f"{batch} x {context}"
         draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
-        subset = found.where(batch=batch)
+        subset = latency.where(batch=batch)
         paged = subset.paged_s[:, column]
         contiguous = subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
@@ -302,14 +308,16 @@ def plot(axes: Any, result: Result) -> None:
     use_powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
-        at_size = found.ratio[:, column]
+        at_size = latency.ratio[:, column]
         size = result.page_size[column]
-        least = at_size.min()
+        min_ratio = at_size.min()
         most_ratio = at_size.max()
-        title = f"Pages of {size} take {least:.2f} to {most_ratio:.2f} times as long "
+        title = (
+            f"Pages of {size} take {min_ratio:.2f} to {most_ratio:.2f} times as long "
+        )
         title += "as contiguous attention"
-        most = 1e3 * found.paged_s[:, column].max()
-        times_title = f"Pages of {size}: at most {most:.3g} ms a step"
+        max_ms = 1e3 * latency.paged_s[:, column].max()
+        times_title = f"Pages of {size}: at most {max_ms:.3g} ms a step"
         ratios.legend(title="sequences x tokens")
         times.legend()
     set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")

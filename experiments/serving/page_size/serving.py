@@ -117,8 +117,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             latency_s = np.mean(took_s / np.asarray(w.output))
             unused = means.reserved[i] + means.internal[i]
             again = served.preempted[i].sum() / num
-            found = (latency_s, means.batch[i], means.tokens[i], unused, again)
-            rows.append((data, rate, size, *found))
+            measures = (latency_s, means.batch[i], means.tokens[i], unused, again)
+            rows.append((data, rate, size, *measures))
     return Result(Serving.of(rows))
 
 
@@ -130,9 +130,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         rows = result.serving.where(data=data, rate=LOADED[data])
         law = settings.DATA[data]
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
-        found = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
+        mask_by_id = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
         words: dict[str, Any] = {"data": data, "low": low, "high": high}
-        for id, selected in found.items():
+        for id, selected in mask_by_id.items():
             if selected.any():
                 slowest = float(latency[selected].max() / latency.min())
                 yield measured(id, slowest, rate=LOADED[data], **words)
@@ -154,7 +154,7 @@ def plot(axes: Any, result: Result) -> None:
     """Draws latency and memory use by page size."""
     latency, memory = axes
     worst = ("", 0, 0.0)
-    least = ("", 0, 100.0)
+    best = ("", 0, 100.0)
     for data in ("ShareGPT", "Alpaca"):
         rows = result.serving.where(data=data, rate=LOADED[data])
         if len(rows):
@@ -181,9 +181,9 @@ def plot(axes: Any, result: Result) -> None:
             **look,
         )
         draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
-        if len(rows) and 100 * rows.tokens.min() < least[2]:
+        if len(rows) and 100 * rows.tokens.min() < best[2]:
             at = int(rows.page_size[rows.tokens.argmin()])
-            least = data, at, 100 * float(rows.tokens.min())
+            best = data, at, 100 * float(rows.tokens.min())
     size = "page size [tokens]"
     title = "Latency by page size"
     if worst[0]:
@@ -191,9 +191,9 @@ def plot(axes: Any, result: Result) -> None:
     set_labels(latency, title, size, "latency [s/token]", yscale="log")
     label_log_axis(latency.yaxis)
     title = "A full memory by page size"
-    if least[0]:
+    if best[0]:
         title = (
-            f"Pages of {least[1]}: tokens fill {least[2]:.0f} % of memory on {least[0]}"
+            f"Pages of {best[1]}: tokens fill {best[2]:.0f} % of memory on {best[0]}"
         )
     set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:

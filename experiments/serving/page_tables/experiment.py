@@ -180,8 +180,8 @@ def metrics(result: Result) -> dict[str, Any]:
         name: [
             {
                 "frame": str(caption),
-                "pages": _each(frames, i, frames.pages),
-                "filled": _each(frames, i, frames.filled),
+                "pages": _join_slots(frames, i, frames.pages),
+                "filled": _join_slots(frames, i, frames.filled),
                 "references": " ".join(map(str, frames.ref[i])),
             }
             for i, caption in enumerate(frames.caption)
@@ -190,10 +190,10 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def _each(frames: Frames, frame: int, read: Any) -> str:
+def _join_slots(frames: Frames, frame: int, read: Any) -> str:
     slots = range(frames.length.shape[1])
-    each = (" ".join(map(str, read(frame, slot))) for slot in slots)
-    return " | ".join(text or "-" for text in each)
+    texts = (" ".join(map(str, read(frame, slot))) for slot in slots)
+    return " | ".join(text or "-" for text in texts)
 
 
 PUBLISHED = {
@@ -214,7 +214,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the tables of the frames with those of the published figures."""
     samples = result.samples
     beams = result.beams
-    found = {
+    rows_by_id = {
         "grows": [_row(result.one, i, 0) for i in range(4)],
         "one": [_row(result.two, i, 0) for i in range(3)],
         "two": [_row(result.two, 2, slot) for slot in (0, 1)],
@@ -227,7 +227,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         # Equal entries of page and number, if the pages are in the same order.
         equal = sum(
             len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
-            for reference, subset in zip(published, found[id], strict=True)
+            for reference, subset in zip(published, rows_by_id[id], strict=True)
         )
         yield measured(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]

@@ -136,8 +136,8 @@ class FrameRecorder(Stepper):
         """
         self.clear()
         num_pages = self.config.num_pages
-        rest = [page for page in range(num_pages) if page not in order]
-        every = jnp.asarray([*order, *rest], jnp.int32)
+        other_pages = [page for page in range(num_pages) if page not in order]
+        every = jnp.asarray([*order, *other_pages], jnp.int32)
         self.state = self.state._replace(pool=make_pool(num_pages, every))
         calls = self.calls(
             [self.language.encode(ask.prompt) for ask in asks],
@@ -182,9 +182,9 @@ def _look(
     slot = [np.flatnonzero(sequence == x)[0] for x in rows[runs]]
 
     def by_row(values: Any, empty: int) -> np.ndarray:
-        found = np.full_like(np.asarray(values), empty)
-        found[runs] = np.asarray(values)[slot]
-        return found
+        rows = np.full_like(np.asarray(values), empty)
+        rows[runs] = np.asarray(values)[slot]
+        return rows
 
     page_ids = by_row(state.table.page_ids, NO_PAGE)
     copied = np.full(state.pool.ref.shape, NO_PAGE, np.int32)

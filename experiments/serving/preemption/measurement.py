@@ -137,7 +137,9 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     model = load_text_model(config.model, max_length=longest)
     progress.show("cutting prompts from files that the model has not seen")
     requests, moved = cut_prompts(config, model)
-    served = serving.serve_settings(model, requests, _asked(config, requests), progress)
+    served = serving.serve_settings(
+        model, requests, _list_settings(config, requests), progress
+    )
     moves = restore_times.time_restores(
         model,
         moved,
@@ -149,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(**served, moves=moves)
 
 
-def _asked(
+def _list_settings(
     config: Config, requests: list[PromptRequest]
 ) -> Iterator[tuple[str, str, int, PreemptionSettings]]:
     """Lists the settings to compare; the first has no preemption.
@@ -175,20 +177,23 @@ def _asked(
     both = (again, swap)
     rules = get_args(Victim.__value__)
     ways = [(PreemptionSetting("room for all", need), wide)]
-    for way in both:
-        held = way._replace(name=f"{way.name}, hold new", hold_new=True)
-        ways += [(way, tight), (held, tight)]
+    for setting in both:
+        held = setting._replace(name=f"{setting.name}, hold new", hold_new=True)
+        ways += [(setting, tight), (held, tight)]
     yield "ways", "recompute and swap", config.repeats, ways
     ways = [x._replace(name=f"{x.name}, {y}", victim=y) for x in both for y in rules]
-    yield "victims", "who is preempted", 1, [(way, tight) for way in ways]
+    yield "victims", "who is preempted", 1, [(setting, tight) for setting in ways]
     marks = [round(share * pool) for share in config.watermark_shares]
     ways = [(again._replace(watermark=mark), tight) for mark in marks]
     yield "watermarks", "watermarks", 1, ways
     sizes = {pool, *map(pages_of, config.pool_shares)}
     ways = [
-        (way._replace(pool_pages=num, swap_pages=min(way.swap_pages, num)), wide)
+        (
+            setting._replace(pool_pages=num, swap_pages=min(setting.swap_pages, num)),
+            wide,
+        )
         for num in sorted(sizes, reverse=True)
-        for way in both
+        for setting in both
     ]
     yield "pools", "smaller pools", 1, ways
     places = [round(share * pool) for share in config.swap_shares]
@@ -222,8 +227,8 @@ def cut_prompts(
     # Eight attempts: a file may be shorter than the request.
     tries = [config.move_tokens] * 8
     ask = requests[0].sampling
-    found = cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
-    return requests, max(found, key=lambda request: len(request.tokens))
+    candidates = cut_held_out_prompts(model.tokenizer, tries, [ask] * 8, rng)
+    return requests, max(candidates, key=lambda request: len(request.tokens))
 
 
 @claims_file(__file__).judge
@@ -254,16 +259,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             marks.watermark == [round(share * x) for x in marks.pool_pages]
         )
         if len(selected):
-            found = 100 * selected.recomputed_share[0]
+            percent = 100 * selected.recomputed_share[0]
             reference = 100 * published
             words: dict[str, Any] = {"share": 100 * share}
             yield measured(
-                "watermark", found, published=reference, differs=True, **words
+                "watermark", percent, published=reference, differs=True, **words
             )
     again = result.pools.where(preemption="recompute")
     if len(again):
-        most = 100 * again.recomputed_share.max()
-        yield measured("smallest_pool", most, pages=again.pool_pages.min())
+        max_percent = 100 * again.recomputed_share.max()
+        yield measured("smallest_pool", max_percent, pages=again.pool_pages.min())
     again = result.victims.where(preemption="recompute")
     latest = again.where(victim="latest").recomputed_share
     if len(latest) and len(again) > 1:
@@ -298,7 +303,7 @@ def summary(result: Result) -> list[ReportPart]:
     times = ("seconds", "mean_latency_s", "p95_latency_s", "num_different")
     moved = ("num_bytes", "recompute_s", "swap_s", "swap_through_host_s")
     parts_s = ("out_s", "in_s", "host_out_s", "host_in_s")
-    kept = ("watermark", "watermark_share", *counts)
+    mark_columns = ("watermark", "watermark_share", *counts)
     room = ("swap_pages", "host_pages", "num_fallbacks", *counts)
     pool = ways.pool_pages.min(initial=2**31)
     need = ways.pool_pages.max(initial=0)
@@ -317,7 +322,7 @@ def summary(result: Result) -> list[ReportPart]:
     sheets = [
         ways.sheet(title, "name", *counts, *times, note=note),
         result.victims.sheet("rules for victims", "victim", "preemption", *counts),
-        result.watermarks.sheet(marks, *kept),
+        result.watermarks.sheet(marks, *mark_columns),
         result.pools.sheet("smaller pools", "pool_pages", "preemption", *counts),
         small.sheet(spaces, *room, note=lost),
         moves.sheet(back, "page_size", *moved, *parts_s, note=medians),
@@ -400,14 +405,14 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
 def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
     """Draws the recomputed share by swap space, with and without host memory."""
     hosts = hosts.at(hosts.host_pages > 0)
-    for found, system, label, line in (
+    for servings, system, label, line in (
         (spaces, "swap", "buffer on the device", "-"),
         (hosts, "swap, hold new", "and host memory, {} pages", ""),
     ):
-        x = 100 * found.swap_share
-        y = 100 * found.recomputed_share
-        pages = " or ".join(f"{num:,}" for num in found.host_pages.tolist())
-        if len(found):
+        x = 100 * servings.swap_share
+        y = 100 * servings.recomputed_share
+        pages = " or ".join(f"{num:,}" for num in servings.host_pages.tolist())
+        if len(servings):
             draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
     rows = zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
     for i, at in enumerate(rows):

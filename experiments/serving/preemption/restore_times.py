@@ -128,7 +128,7 @@ def _time_reading(
     ask = Sampling.greedy(max_tokens=1)
     clock = from_seconds(0.0)
     drain = jax.jit(engine.drain, donate_argnames="state")
-    found = []
+    times_s = []
     for _ in range(repeats + 1):
         batch = make_requests(
             [request.tokens],
@@ -146,8 +146,8 @@ def _time_reading(
         if info.num_rows.sum() != len(request.tokens):
             raise RuntimeError("the tokens were not read in one step")
         state, _ = drain(state)
-        found.append(took_s)
-    return found[1:]
+        times_s.append(took_s)
+    return times_s[1:]
 
 
 def _time_moves(
@@ -260,5 +260,5 @@ def _staging(pages: Pages, config: EngineConfig) -> Staging:
 
 
 def _first_layer(pages: Pages, table: Table) -> np.ndarray:
-    found = pages.layout.read(pages, 0, table.page_ids)
-    return np.stack([np.asarray(x) for x in found])
+    arrays = pages.layout.read(pages, 0, table.page_ids)
+    return np.stack([np.asarray(x) for x in arrays])

@@ -87,8 +87,8 @@ class Servings(ResultTable):
     @property
     def seconds(self) -> Texts:
         """Durations as text: median (lowest-highest)."""
-        found = (np.quantile(x, (0, 0.5, 1)) for x in self.duration_s)
-        return np.array([f"{b:.2f} ({a:.2f}-{c:.2f})" for a, b, c in found])
+        quantiles = (np.quantile(x, (0, 0.5, 1)) for x in self.duration_s)
+        return np.array([f"{b:.2f} ({a:.2f}-{c:.2f})" for a, b, c in quantiles])
 
     @property
     def watermark_share(self) -> Floats:
@@ -153,16 +153,16 @@ def serve_settings(
     compiled = set[EngineConfig]()
     warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
     for name, label, repeats, ways in cases:
-        found: list[list[ServedRun]] = [[] for _ in ways]
+        runs_by_setting: list[list[ServedRun]] = [[] for _ in ways]
         num = len(ways)
         turns = [(k + turn) % num for turn in range(repeats) for k in range(num)]
         for i in progress.track(turns, label, "servings"):
-            way, config = ways[i]
+            setting, config = ways[i]
             if config not in compiled:
                 progress.show("compiling")
-                _server(model, way, config).stream([warm], progress)
+                _server(model, setting, config).stream([warm], progress)
                 compiled.add(config)
-            server = _server(model, way, config)
+            server = _server(model, setting, config)
             started = server.engine.now()
             done = server.stream(requests, progress)
             if len(done) < len(requests):
@@ -171,16 +171,18 @@ def serve_settings(
             again = sum(answer.num_recomputed for answer in answers)
             counts = check_counts(server, num_recomputed=again)
             latency_s = np.array([answer.finish_s - started for answer in answers])
-            found[i].append((counts, latency_s, [answer.tokens for answer in answers]))
+            runs_by_setting[i].append(
+                (counts, latency_s, [answer.tokens for answer in answers])
+            )
         rows = []
-        for (way, _), runs in zip(ways, found, strict=True):
+        for (setting, _), runs in zip(ways, runs_by_setting, strict=True):
             if len(runs) < repeats:
                 continue
             counts, latencies, texts = zip(*runs, strict=True)
             expected = expected or texts[0]
             pairs = [zip(tokens, expected, strict=True) for tokens in texts]
             # Counts of the first run; all runs have the same.
-            row = way._asdict() | counts[0]
+            row = setting._asdict() | counts[0]
             row["num_different"] = max(sum(x != y for x, y in pair) for pair in pairs)
             row["duration_s"] = [x.max() for x in latencies]
             row["mean_latency_s"] = [x.mean() for x in latencies]
@@ -190,22 +192,27 @@ def serve_settings(
     return tables
 
 
-def _server(model: LoadedModel, way: PreemptionSetting, config: EngineConfig) -> Server:
+def _server(
+    model: LoadedModel, setting: PreemptionSetting, config: EngineConfig
+) -> Server:
     """Builds an engine for a setting; equal configs share a compiled program."""
     # The program contains every rule, so that settings with the same memory share it
     # and none compiles while it is timed.
     policy = scheduling.fcfs(
-        watermark=way.watermark,
-        victim=way.victim,
-        preemption=way.preemption,
-        hold_new=way.hold_new,
+        watermark=setting.watermark,
+        victim=setting.victim,
+        preemption=setting.preemption,
+        hold_new=setting.hold_new,
         stackable=True,
     )
-    hidden = (config.num_pages - way.pool_pages, config.max_swap_pages - way.swap_pages)
+    hidden = (
+        config.num_pages - setting.pool_pages,
+        config.max_swap_pages - setting.swap_pages,
+    )
     if min(hidden) < 0:
-        raise ValueError(f"{way.name}: needs more pages than {config=} has")
+        raise ValueError(f"{setting.name}: needs more pages than {config=} has")
     policy = LimitedMemoryPolicy(policy, *(jnp.asarray(x, jnp.int32) for x in hidden))
-    engine = make_engine(model, config, policy=policy, host_pages=way.host_pages)
+    engine = make_engine(model, config, policy=policy, host_pages=setting.host_pages)
     return Server(engine)
 
 
@@ -282,7 +289,7 @@ def check_counts(server: Server, *, num_recomputed: int) -> dict[str, int]:
     """
     info = server.steps
     size = server.engine.config.page_size
-    found = count_preemptions(
+    counts = count_preemptions(
         info.request_id, info.num_rows, info.reason > 0, page_size=size
     )
     counted = {
@@ -291,6 +298,6 @@ def check_counts(server: Server, *, num_recomputed: int) -> dict[str, int]:
         "num_recomputed": num_recomputed,
     }
     for name, count in counted.items():
-        if found[name] != count:
-            raise RuntimeError(f"{name}: {found[name]} in trace, not {count}")
-    return found | {"num_swapped_out": int(info.num_swapped_out.sum())}
+        if counts[name] != count:
+            raise RuntimeError(f"{name}: {counts[name]} in trace, not {count}")
+    return counts | {"num_swapped_out": int(info.num_swapped_out.sum())}

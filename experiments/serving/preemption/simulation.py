@@ -158,7 +158,7 @@ class SimulatedSetting(NamedTuple):
 
 def list_settings(seed: int) -> list[SimulatedSetting]:
     """Returns all settings; "latest" has `NUM_SEEDS` seeds, other rules have one."""
-    found = [
+    cases = [
         SimulatedSetting(
             "victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k
         )
@@ -166,7 +166,7 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
         for k in range(NUM_SEEDS if rule == "latest" else 1)
         for mark in WATERMARKS
     ]
-    return found + [
+    return cases + [
         SimulatedSetting("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
         for preemption in PREEMPTIONS
         for size in PAGE_SIZES
@@ -179,8 +179,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     num = config.simulated_requests
     cases = list_settings(config.seed)
     loads = [
-        open_loop(np.random.default_rng(way.seed), law, rate=way.rate, num=num)
-        for way in cases
+        open_loop(np.random.default_rng(setting.seed), law, rate=setting.rate, num=num)
+        for setting in cases
     ]
     served = simulation.simulate(
         simulation.stack([*map(_member, loads, cases)]),
@@ -190,32 +190,34 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
     totals = served.totals
     rows = []
-    for i, way in enumerate(cases):
+    for i, setting in enumerate(cases):
         fed = max(1, int(totals.decoded[i] + totals.read[i]))
         took_s = served.finish_s[i] - served.arrival_s[i]
         again = served.recomputed[i].sum() / fed
         latency_s = np.mean(took_s / np.asarray(loads[i].output))
-        moved = int(totals.swapped_pages[i]) * page_bytes(way.page_size)
-        rows.append((*way, served.preempted[i].sum(), again, latency_s, float(moved)))
+        moved = int(totals.swapped_pages[i]) * page_bytes(setting.page_size)
+        rows.append(
+            (*setting, served.preempted[i].sum(), again, latency_s, float(moved))
+        )
     return Result(SimulatedServings.of(rows))
 
 
-def _member(load: Workload, way: SimulatedSetting) -> SimulationMember:
+def _member(load: Workload, setting: SimulatedSetting) -> SimulationMember:
     server = settings.SERVERS["13B"]
-    pages = server.num_places // way.page_size
-    swaps = way.preemption != "recompute"
+    pages = server.num_places // setting.page_size
+    swaps = setting.preemption != "recompute"
     policy = scheduling.fcfs(
-        watermark=way.watermark,
-        victim=way.victim,
+        watermark=setting.watermark,
+        victim=setting.victim,
         preemption="swap" if swaps else "recompute",
-        hold_new="hold new" in way.preemption,
+        hold_new="hold new" in setting.preemption,
         stackable=True,
     )
-    capacity = runs.pool_capacity(pages, way.page_size)._replace(
+    capacity = runs.pool_capacity(pages, setting.page_size)._replace(
         max_swap_pages=jnp.int32(pages if swaps else 0)
     )
     cost = settings.step_time(server)._replace(
-        swap_s=jnp.float32(swap_s(way.page_size))
+        swap_s=jnp.float32(swap_s(setting.page_size))
     )
     return SimulationMember(load, capacity, policy, cost)
 
@@ -223,8 +225,8 @@ def _member(load: Workload, way: SimulatedSetting) -> SimulationMember:
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges watermarks, rules for victims, and swapping against recomputation."""
-    found = result.simulated
-    latest = found.where(study="victims", victim="latest")
+    servings = result.simulated
+    latest = servings.where(study="victims", victim="latest")
     for mark in latest.distinct("watermark"):
         selected = latest.where(watermark=mark)
         shares = 100 * selected.recomputed_share
@@ -234,9 +236,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             high = values.max()
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
-            most = max(high - mean, mean - low)
-            yield measured(id, mean, tolerance=most, num=len(selected), **words)
-    rules = _first(found.where(study="victims", watermark=0))
+            half_range = max(high - mean, mean - low)
+            yield measured(id, mean, tolerance=half_range, num=len(selected), **words)
+    rules = _first(servings.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares = rules.recomputed_share
         best = rules.recomputed_share.argmin()
@@ -249,31 +251,31 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     pages_of_1, pages_of_256 = single.swap_s[[0, -1]]
     yield measured("pages_of_1", pages_of_1 / pages_of_256)
     yield measured("simulated_fifth", (single.recompute_s / single.swap_s).max())
-    again = found.where(preemption="recompute", study="pages")
+    again = servings.where(preemption="recompute", study="pages")
     for name in PREEMPTIONS[1:] if len(again) else ():
-        ratio = again.normalised_s / found.where(preemption=name).normalised_s
+        ratio = again.normalised_s / servings.where(preemption=name).normalised_s
         middle = ratio[np.isin(again.page_size, (16, 32, 64))]
         furthest = max(middle, key=lambda x: abs(np.log(x)))
         yield measured("as_fast", furthest, name=name, rate=PAGES_RATE)
         yield measured("faster", ratio[0], name=name)
 
 
-def _first(found: SimulatedServings) -> SimulatedServings:
+def _first(servings: SimulatedServings) -> SimulatedServings:
     """Returns the rows of the first seed."""
-    return found.where(seed=found.seed.min(initial=2**31))
+    return servings.where(seed=servings.seed.min(initial=2**31))
 
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of rules, watermarks and page sizes."""
-    found = result.simulated
+    servings = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
-    rules = _first(found.where(study="victims"))
-    sizes = found.where(study="pages")
-    kept = f"victims and pages kept free, {RATE} requests/s"
+    rules = _first(servings.where(study="victims"))
+    sizes = servings.where(study="pages")
+    free_title = f"victims and pages kept free, {RATE} requests/s"
     pages = f"end to end, {PAGES_RATE} requests/s"
     back = f"{NUM_TOKENS} tokens restored"
     return [
-        rules.sheet(kept, "watermark", "victim", *names),
+        rules.sheet(free_title, "watermark", "victim", *names),
         result.bring_back.sheet(back, "page_size", "recompute_s", "swap_s"),
         sizes.sheet(pages, "page_size", "preemption", *names),
     ]
@@ -281,10 +283,10 @@ def summary(result: Result) -> list[ReportPart]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws rules and watermarks above, page sizes below."""
-    found = result.simulated
+    servings = result.simulated
     single = result.bring_back
-    _draw_rules(axes[0, 0], found, "kept_free", "recomputed_share", 100)
-    _draw_rules(axes[0, 1], found, "latency", "normalised_s", 1000)
+    _draw_rules(axes[0, 0], servings, "kept_free", "recomputed_share", 100)
+    _draw_rules(axes[0, 1], servings, "latency", "normalised_s", 1000)
     ax = axes[1, 0]
     size = "page size [tokens]"
     again = 1000 * single.recompute_s
@@ -298,10 +300,13 @@ def plot(axes: Any, result: Result) -> None:
     ax = axes[1, 1]
     worst = ("", 0.0)
     for name in PREEMPTIONS:
-        rows = found.where(study="pages", preemption=name)
+        rows = servings.where(study="pages", preemption=name)
         draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
-        if len(rows) and (most := 1000 * float(rows.normalised_s.max())) > worst[1]:
-            worst = name, most
+        if (
+            len(rows)
+            and (latency_ms := 1000 * float(rows.normalised_s.max())) > worst[1]
+        ):
+            worst = name, latency_ms
     title = (
         f"{PAGES_RATE} requests/s: {worst[0]} is worst, up to {worst[1]:,.0f} ms/token"
     )
@@ -313,7 +318,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.legend()
 
 
-def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
+def _draw_rules(ax: Any, servings: Any, id: str, name: str, scale: int) -> None:
     """Draws a metric of every rule for victims by pages kept free."""
     reference = {int(x): y for x, y in CLAIMS.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}
@@ -321,10 +326,10 @@ def _draw_rules(ax: Any, found: Any, id: str, name: str, scale: int) -> None:
     values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
     draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in RULES:
-        rows = _first(found.where(study="victims", victim=rule))
+        rows = _first(servings.where(study="victims", victim=rule))
         text = rule.replace("_", " ")
         draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
-    latest = found.where(study="victims", victim="latest")
+    latest = servings.where(study="victims", victim="latest")
     first = True
     for seed in latest.distinct("seed"):
         rows = latest.where(seed=seed)

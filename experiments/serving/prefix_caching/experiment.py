@@ -144,10 +144,10 @@ class CacheHitRates(CacheRuns):
         The default is the first eviction rule. The pool that holds all pages is left
         out, since all orders are equal there.
         """
-        found = self.where(workload=workload, order=order, is_whole=False)
-        wanted = [eviction] if eviction else found.distinct("eviction")[:1]
-        found = found.at(np.isin(found.eviction, wanted))
-        return found.at(np.argsort(found.pool))
+        rates = self.where(workload=workload, order=order, is_whole=False)
+        wanted = [eviction] if eviction else rates.distinct("eviction")[:1]
+        rates = rates.at(np.isin(rates.eviction, wanted))
+        return rates.at(np.argsort(rates.pool))
 
 
 class Result(ResultRecord):
@@ -188,20 +188,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     settings = []
     for load in loads:
         # One more page holds the token that is always computed.
-        least = load.longest + 1
-        whole = load.num_distinct + 1
-        some = (round(share * load.num_distinct) for share in config.shares)
-        pools = sorted({least, *(max(least, num) for num in some), whole})
+        min_pool = load.longest + 1
+        full_pool = load.num_distinct + 1
+        pool_sizes = (round(share * load.num_distinct) for share in config.shares)
+        pools = sorted(
+            {min_pool, *(max(min_pool, num) for num in pool_sizes), full_pool}
+        )
         for pool in pools:
             # In a pool that holds all pages, order and eviction have no effect.
             kinds = [("fcfs", usual)]
-            if pool < whole:
+            if pool < full_pool:
                 kinds = [("depth_first", usual), ("cached_first", usual)]
                 kinds += [("fcfs", eviction) for eviction in config.evictions]
             settings += [(load, pool, *kind) for kind in kinds]
-    most = max(load.num_distinct for load in loads) + 1
+    max_pool = max(load.num_distinct for load in loads) + 1
     server = serving.make_cache_engine(
-        most, max(load.longest for load in loads), config.window
+        max_pool, max(load.longest for load in loads), config.window
     )
     rows = []
     for load, pool, order, eviction in progress.track(settings, "serving", "runs"):
@@ -220,8 +222,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             break
         # `turn` counts from the order of submission.
         waited = hits.turn - np.asarray(turns)
-        found = hits.num_cached.sum(), max(0, waited.max())
-        rows.append((load.name, order, eviction, pool, *found))
+        counts = hits.num_cached.sum(), max(0, waited.max())
+        rows.append((load.name, order, eviction, pool, *counts))
     described = [
         (x.name, len(x.page_ids), x.num_pages, x.num_distinct, x.longest, x.page_size)
         for x in loads
@@ -268,9 +270,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Judges identities and published hit rates for the workloads that were served."""
     loads = result.loads.rows()
     rated = result.rated
-    found = [claim for load in loads for claim in _of_load(load, rated)]
+    load_claims = [claim for load in loads for claim in _of_load(load, rated)]
     for id in CLAIMS.ids:
-        yield from (claim for claim in found if claim.id == id)
+        yield from (claim for claim in load_claims if claim.id == id)
     eager = [rated.curve(load["name"], "cached_first").rate for load in loads]
     pairs = zip(eager, result.loads.best, strict=True)
     shares = [float((rate / best).mean()) for rate, best in pairs if rate.size]
@@ -284,9 +286,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredValue]:
     name = load["name"]
     best = 100 * load["best_share"]
-    whole = rated.where(workload=name, is_whole=True)
-    if len(whole):
-        rate = 100 * float(whole.rate[0])
+    full_pools = rated.where(workload=name, is_whole=True)
+    if len(full_pools):
+        rate = 100 * float(full_pools.rate[0])
         yield measured("whole", rate, published=best, **load)
         yield measured("recorded", rate, **load)
     rates = np.concatenate([rated.curve(name, order).rate for order in ORDERS])

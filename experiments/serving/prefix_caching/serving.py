@@ -116,13 +116,13 @@ def serve_prompts(
     Raises:
       ValueError: the pool is out of range, or a prompt does not fit.
     """
-    most = server.config.num_pages
+    max_pages = server.config.num_pages
     longest = max(map(len, prompts))
-    num_pages = num_pages or most
-    if not longest < num_pages <= most:
-        raise ValueError(f"{num_pages=} must be in [{longest + 1}, {most}]")
+    num_pages = num_pages or max_pages
+    if not longest < num_pages <= max_pages:
+        raise ValueError(f"{num_pages=} must be in [{longest + 1}, {max_pages}]")
     server.clear()
-    if surplus := most - num_pages:
+    if surplus := max_pages - num_pages:
         # Surplus pages are allocated, so that one program serves any pool size.
         want = jnp.asarray([surplus], jnp.int32)
         pool, _, _ = memory.allocate(server.state.pool, want, max_pages=surplus)
@@ -156,10 +156,10 @@ class _EvictionRule(NamedTuple):
 
 
 def _step(
-    params: None, state: EngineState, *, eviction: _EvictionRule, **rest: Any
+    params: None, state: EngineState, *, eviction: _EvictionRule, **options: Any
 ) -> tuple[EngineState, StepInfo]:
     """Runs a step, after which "random" redraws all eviction ranks."""
-    state, info = engine.step(params, state, eviction=eviction, **rest)
+    state, info = engine.step(params, state, eviction=eviction, **options)
 
     def draw(_: Array, cache: PrefixCache) -> PrefixCache:
         key = jax.random.fold_in(jax.random.key(0), cache.tick)

@@ -80,13 +80,13 @@ def read_prompt_pages(name: str) -> PromptPages:
         raise ValueError(
             f"{name}: no such file{where}; --trace takes any recording with hash_ids"
         )
-    found = read_recording(path)
-    for doubt in found.doubts:
+    recording = read_recording(path)
+    for doubt in recording.doubts:
         warnings.warn(doubt, stacklevel=2)
-    if found.chunk_ids is None or found.chunk_tokens is None:
+    if recording.chunk_ids is None or recording.chunk_tokens is None:
         raise ValueError(f"{path}: has no prefixes that prompts have in common")
-    ids = [x.tolist() for x in found.chunk_ids]
-    return PromptPages(path.stem, ids, found.chunk_tokens)
+    ids = [x.tolist() for x in recording.chunk_ids]
+    return PromptPages(path.stem, ids, recording.chunk_tokens)
 
 
 def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:

@@ -170,7 +170,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         "short": draw(ALPACA, config.num_short),
         "long": draw(SHAREGPT, config.num_long),
     }
-    own = [
+    suffix_lengths = [
         np.array(draw_ragged_lengths(rng, config.own_tokens, 0.5, config.num_prefixed))
         for _ in Lengths._fields
     ]
@@ -184,7 +184,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             client, Lengths(*few), max(config.answers), config.chunk_sizes
         ),
         prefixes=requests.serve_prefixes(
-            client, config.prefixes, Lengths(*own), repeats=config.repeats
+            client, config.prefixes, Lengths(*suffix_lengths), repeats=config.repeats
         ),
     )
 
@@ -208,11 +208,11 @@ def ample_engine_config(config: Config) -> EngineConfig:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
-    found = report.metrics(result) | {"prefixes": result.prefixes.metrics()}
-    for row in found["beams"]:  # lengths do not determine the saving of beams
+    numbers = report.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    for row in numbers["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
     # Every run of the experiment has the keys of both studies.
-    return found | {"simulated": [], "translations": []}
+    return numbers | {"simulated": [], "translations": []}
 
 
 summary = report.sheets
@@ -234,9 +234,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     beams = result.beams
     if len(readings):
         *first, last = map(str, readings.chunk_size)
-        most = float((readings.prompt_rows / readings.prompt_tokens).max())
+        max_reads = float((readings.prompt_rows / readings.prompt_tokens).max())
         sizes = f"{', '.join(first)} and {last}"
-        yield measured("once", most, num=readings.num_sequences[0], sizes=sizes)
+        yield measured("once", max_reads, num=readings.num_sequences[0], sizes=sizes)
     for id, savings in (("answers", result.samples), ("beams", beams)):
         for row in savings.rows():
             words = row | ({"range": ""} if row["lengths"] == "short" else {})
@@ -266,8 +266,8 @@ def plot(axes: Any, result: Result) -> None:
     _draw_savings(axes[0, 0], result.samples, "answers")
     _draw_savings(axes[0, 1], result.beams, "beams")
     if len(result.beams):
-        most = result.beams.num_sequences.max()
-        num = np.linspace(2, most)
+        max_sequences = result.beams.num_sequences.max()
+        num = np.linspace(2, max_sequences)
         look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
         axes[0, 1].plot(num, 100 - 100 / num, label="at most (n - 1) / n", **look)
         axes[0, 1].set_ylim(0, 100)
@@ -283,7 +283,7 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
     """Draws measured savings as points, expected as lines, published in grey."""
-    most = 0.0
+    max_share = 0.0
     for name in ("long", "short"):
         reference = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
@@ -303,9 +303,9 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         if is_known:
             look = {"marker": "", "linewidth": 1}
             draw_curve(ax, selected.num_sequences, expected, system, **look)
-        most = max(most, float(ours.max()))
+        max_share = max(max_share, float(ours.max()))
     ax.margins(x=0.08)
-    title = f"Several {kind} share up to {most:.0f} % of the pages"
+    title = f"Several {kind} share up to {max_share:.0f} % of the pages"
     x = f"{kind} of a request [sequences]"
     set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):

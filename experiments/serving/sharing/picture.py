@@ -60,12 +60,13 @@ def serve_scenes(client: Client) -> PageTableScenes:
     tokenizer: Any = client.model.tokenizer
     same: dict[str, Any] = {"ignore_eos": True, "prefix_cache": False}
     same["max_tokens"] = NUM_TOKENS + 2 * server.config.steps_per_call
-    drawn = dataclasses.replace(client.ask, seed=server.config.seed, **same)
+    sampling = dataclasses.replace(client.ask, seed=server.config.seed, **same)
     scenes = {
         "four requests with the same prompt, without sharing": [
-            dataclasses.replace(drawn, seed=server.config.seed + i) for i in range(num)
+            dataclasses.replace(sampling, seed=server.config.seed + i)
+            for i in range(num)
         ],
-        "one request, four answers": [dataclasses.replace(drawn, n=num)],
+        "one request, four answers": [dataclasses.replace(sampling, n=num)],
         "one request, four beams": [Sampling(n=num, beam_width=num, **same)],
     }
     tokens = tokenizer.encode(PROMPT)

@@ -88,8 +88,8 @@ class Savings(ResultTable):
 
     def saved(self, lengths: str, num_sequences: int) -> float:
         """Returns the saved share in a setting; NaN if it was not served."""
-        found = self.where(lengths=lengths, num_sequences=num_sequences)
-        return float(found.saved_share[0]) if len(found) else float("nan")
+        savings = self.where(lengths=lengths, num_sequences=num_sequences)
+        return float(savings.saved_share[0]) if len(savings) else float("nan")
 
 
 def saved_share(rows: Any) -> np.ndarray:
@@ -155,8 +155,8 @@ class PrefixSavings(ResultTable):
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns rows for JSON with separate keys without and with the cache."""
-        found = self.rows()
-        for row, rate in zip(found, self.rate, strict=True):
+        rows = self.rows()
+        for row, rate in zip(rows, self.rate, strict=True):
             names = ("speed_up_lowest", "speed_up", "speed_up_highest")
             row |= dict(zip(names, row.pop("speed_ups"), strict=True))
             pairs = {
@@ -166,8 +166,8 @@ class PrefixSavings(ResultTable):
             }
             for name, pair in pairs.items():
                 ways = zip(("without", "with"), pair, strict=True)
-                row |= {name.format(way): value for way, value in ways}
-        return found
+                row |= {name.format(variant): value for variant, value in ways}
+        return rows
 
 
 class ServedPages(NamedTuple):
@@ -316,9 +316,9 @@ def serve_groups(
     for name, size in client.progress.track(settings, label, "settings"):
         fields = {"beam_width": size, "temperature": 1.0, "top_p": 1.0} if beams else {}
         fields |= {"n": size, "prefix_cache": False}
-        drawn = kinds[name]
-        samplings = client.samplings(drawn.output, **fields)
-        requests = client.requests(drawn.prompt.tolist(), samplings)
+        lengths = kinds[name]
+        samplings = client.samplings(lengths.output, **fields)
+        requests = client.requests(lengths.prompt.tolist(), samplings)
         served = client.serve(requests)
         if served is None:
             break
@@ -366,7 +366,7 @@ def count_prompt_rows(
 
 
 def serve_prefixes(
-    client: Client, prefixes: Iterable[int], own: Lengths, *, repeats: int
+    client: Client, prefixes: Iterable[int], suffixes: Lengths, *, repeats: int
 ) -> PrefixSavings:
     """Serves requests with a common prefix repeatedly, without and with the cache.
 
@@ -377,14 +377,17 @@ def serve_prefixes(
     Args:
       client: sends the requests.
       prefixes: tokens of the common prefix.
-      own: lengths of the rest of each prompt and of its answer.
+      suffixes: lengths of the rest of each prompt and of its answer.
       repeats: servings of each kind, at least 1.
     """
     rows = []
     for num in client.progress.track(prefixes, "common beginnings", "lengths"):
         # The first request leaves the prefix in the cache.
-        samplings = [Sampling.greedy(max_tokens=1), *client.samplings(own.output, n=1)]
-        first, *rest = client.requests([num, *own.prompt.tolist()], samplings)
+        samplings = [
+            Sampling.greedy(max_tokens=1),
+            *client.samplings(suffixes.output, n=1),
+        ]
+        first, *others = client.requests([num, *suffixes.prompt.tolist()], samplings)
         runs: dict[bool, list[ServedPages]] = {False: [], True: []}
         for turn in range(2 * repeats):
             uses = turn % 4 in (1, 2)
@@ -393,7 +396,7 @@ def serve_prefixes(
                     tokens=first.tokens + x.tokens,
                     sampling=dataclasses.replace(x.sampling, prefix_cache=uses),
                 )
-                for x in rest
+                for x in others
             ]
             client.engine.clear()
             client.serve([first])
@@ -410,8 +413,8 @@ def serve_prefixes(
             on.totals()
             | {
                 "prefix_tokens": num,
-                "num_requests": len(rest),
-                "prompt_tokens": sum(len(first.tokens + x.tokens) for x in rest),
+                "num_requests": len(others),
+                "prompt_tokens": sum(len(first.tokens + x.tokens) for x in others),
                 "prompt_rows": [x["prompt_rows"] for x in both],
                 "steps": [x["steps"] for x in both],
                 "rate": [[answers / x.duration_s for x in pair] for pair in pairs],

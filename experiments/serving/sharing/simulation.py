@@ -350,16 +350,16 @@ def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
         (0.2, counted.saved_share, data, "ours"),
     ):
         look = system_style(system).bar | {"label": label}
-        drawn = ax.bar(place + shift, 100 * share, 0.38, **look)
+        container = ax.bar(place + shift, 100 * share, 0.38, **look)
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
-        ax.bar_label(drawn, texts, padding=2)
+        ax.bar_label(container, texts, padding=2)
     expected = 100 * counted.expected_share
     look = {"marker": "_", "markersize": 18, "linestyle": "", "markeredgewidth": 2}
     draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
     ax.set_xticks(place, [str(n) for n in counted.num_sequences])
     ax.margins(y=0.18)
-    most = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
-    title = f"{data}: sharing saves up to {most:.0f} % of the pages"
+    max_share = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
+    title = f"{data}: sharing saves up to {max_share:.0f} % of the pages"
     set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
     ax.legend()
 

@@ -163,22 +163,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         recipe = config.recipe(kind)
         shape = config.shape(kind, target.config)
         corpus = open_corpus(recipe.run.corpus)
-        found = train_heads(recipe, shape, target.params, corpus, progress=progress)
+        head_run = train_heads(recipe, shape, target.params, corpus, progress=progress)
         params = jax.tree.map(
-            lambda x: x.astype("bfloat16").astype(jnp.float32), found.params
+            lambda x: x.astype("bfloat16").astype(jnp.float32), head_run.params
         )
-        lines = found.curve
+        lines = head_run.curve
         last = lines[-1] if lines else {"tokens": 0, "duration_s": 0.0}
         row = {
             "kind": kind,
-            "status": found.status,
+            "status": head_run.status,
             "num_params": sum(x.size for x in jax.tree.leaves(params)),
             "num_tokens": last["tokens"],
             "loss": np.mean([x["loss"] for x in lines[-10:]]) if lines else np.nan,
             "duration_s": last["duration_s"],
         }
         heads.append(row)
-        if found.status != "done":
+        if head_run.status != "done":
             break
         shares = score_heads(config, kind, shape, params, target)
         acceptance += [(kind, *at, share) for at, share in np.ndenumerate(shares)]
@@ -280,8 +280,10 @@ def heads_card(
         f"| depth | {' | '.join(ranks)} |",
         "|---" * (1 + num_ranks) + "|",
         *(
-            f"| {depth} | " + " | ".join(f"{x:.3f}" for x in found[:num_ranks]) + " |"
-            for depth, found in enumerate(shares, 1)
+            f"| {depth} | "
+            + " | ".join(f"{x:.3f}" for x in depth_shares[:num_ranks])
+            + " |"
+            for depth, depth_shares in enumerate(shares, 1)
         ),
     ]
     name = model_folder(config.model).name

@@ -258,13 +258,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     def scored(dtype: str) -> float:
         if not done:
             return float("nan")
-        found = score_documents(
+        score = score_documents(
             jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), params),
             split.held_out,
             model=config.trunk.model,
             seq_len=config.cooldown_seq_len,
         )
-        return found.bits_per_byte
+        return score.bits_per_byte
 
     result = Result(
         tokens=np.asarray(tokens, np.int64),

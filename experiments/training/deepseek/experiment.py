@@ -173,8 +173,8 @@ class Result(ResultRecord):
 
     def late_balance(self, kind: Kind) -> Float[np.ndarray, " seeds"]:
         """Returns the load of the busiest expert in the last quarter, by seed."""
-        found = self.balance.where(kind=kind)
-        late = found.at(found.step > 0.75 * found.step.max(initial=0))
+        loads = self.balance.where(kind=kind)
+        late = loads.at(loads.step > 0.75 * loads.step.max(initial=0))
         seeds = late.distinct("seed")
         return np.array([late.where(seed=x).busiest.mean() for x in seeds])
 
@@ -182,7 +182,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all models, then serves two; if stopped, keeps the finished parts."""
     corpus = open_corpus(config.corpus)
-    found: list[TrainedModel] = []
+    models: list[TrainedModel] = []
     jobs = [(kind, seed) for seed in range(config.num_seeds) for kind in config.kinds]
     with files.folder_or_temporary(config.folder) as folder:
         for kind, seed in progress.track(jobs, "models", "models"):
@@ -196,8 +196,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             )
             if trained is None:
                 break
-            found.append(trained)
-    first = {x.kind: x for x in found if x.config.seed == 0}
+            models.append(trained)
+    first = {x.kind: x for x in models if x.config.seed == 0}
     served = ServedModels.of([])
     depths = DraftDepths.of([])
     if {DENSE, WHOLE} <= {*first} and not progress.stopped:
@@ -215,13 +215,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             rounds=config.rounds,
             progress=progress,
         )
-    pairs = [(*pair, *runs.loss_difference(found, *pair)) for pair in COMPARED]
+    pairs = [(*pair, *runs.loss_difference(models, *pair)) for pair in COMPARED]
     return Result(
-        models=TrainedModels.of(map(_row, found)),
+        models=TrainedModels.of(map(_row, models)),
         differences=LossDifferences.of(x for x in pairs if np.isfinite(x[2])),
         balance=ExpertBalance.of(
             (x.kind, x.config.seed, line["step"], line["busiest"])
-            for x in found
+            for x in models
             if x.kind in BALANCES
             for line in x.result.curve
         ),
@@ -353,11 +353,11 @@ def _draw_attention(ax: Any, models: TrainedModels) -> None:
     """Draws every run of every attention, and the line through their means."""
     points = []
     for kind in ATTENTIONS:
-        found = models.where(kind=kind)
-        if not len(found):
+        rows = models.where(kind=kind)
+        if not len(rows):
             continue
-        draw_curve(ax, found.kv_bytes, found.loss, kind, kind, linestyle="")
-        points.append((kind, found.kv_bytes[0], found.loss.mean()))
+        draw_curve(ax, rows.kv_bytes, rows.loss, kind, kind, linestyle="")
+        points.append((kind, rows.kv_bytes[0], rows.loss.mean()))
     title = "Loss by KV bytes"
     if {"MLA", DENSE} <= {x[0] for x in points}:
         by_kind = {x[0]: x for x in points}
@@ -375,9 +375,9 @@ def _draw_balance(ax: Any, result: Result) -> None:
     """Draws the busiest expert over training for both balances."""
     means = []
     for kind in BALANCES:
-        found = result.balance.where(kind=kind)
-        for seed in found.distinct("seed"):
-            one = found.where(seed=seed)
+        balance = result.balance.where(kind=kind)
+        for seed in balance.distinct("seed"):
+            one = balance.where(seed=seed)
             label = "" if seed else kind
             draw_curve(ax, one.step, one.busiest, kind, label, markersize=3)
         late = result.late_balance(kind)
@@ -398,8 +398,8 @@ def _draw_depths(ax: Any, result: Result) -> None:
     title = "Accepted drafts"
     if len(depths):
         share = 100 * depths.accepted_share
-        drawn = ax.bar(depths.depth, share, 0.6, color=plotting.colors()[5])
-        ax.bar_label(drawn, [f"{x:.0f}" for x in share], padding=2)
+        container = ax.bar(depths.depth, share, 0.6, color=plotting.colors()[5])
+        ax.bar_label(container, [f"{x:.0f}" for x in share], padding=2)
         title = f"Of the first drafts {share[0]:.0f} % are accepted"
         ax.set_xticks(depths.depth)
     x = "position of the draft [tokens]"
@@ -412,14 +412,14 @@ def _draw_speed(ax: Any, result: Result) -> None:
     batches = result.served.distinct("batch")
     served = result.served.where(batch=batches[0] if batches else 0)
     title = "Speed of serving"
-    for place, way in enumerate(served.way.tolist()):
+    for place, kind in enumerate(served.way.tolist()):
         rates = served.tokens_per_s[place]
-        drawn = ax.barh(place, np.median(rates), 0.6, **system_style(way).bar)
-        ax.bar_label(drawn, [f"{np.median(rates):,.0f}"], padding=3)
+        container = ax.barh(place, np.median(rates), 0.6, **system_style(kind).bar)
+        ax.bar_label(container, [f"{np.median(rates):,.0f}"], padding=3)
     if len(served):
         ratios = served.ratios(serving.WITH_DRAFTS, batches[0])
         title = f"With drafts {np.median(ratios):.2f} times as fast, batch {batches[0]}"
-        labels = [way.replace(", ", ",\n") for way in served.way.tolist()]
+        labels = [kind.replace(", ", ",\n") for kind in served.way.tolist()]
         ax.set_yticks(range(len(served)), labels)
         ax.set_ylim(len(served) - 0.4, -0.6)
         ax.margins(x=0.15)

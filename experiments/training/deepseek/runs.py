@@ -275,24 +275,24 @@ def train_block_model(
     if model.num_ahead_layers:
         objective = MultiTokenPrediction()
     how: Any = {"objective": objective, "progress": progress}
-    found = training.train(config, folder, **how)
-    if found.status == "stopped":
+    training_run = training.train(config, folder, **how)
+    if training_run.status == "stopped":
         return None
-    if found.status == "diverged":
+    if training_run.status == "diverged":
         raise ValueError(f"{kind} diverged at {config.learning_rate=}")
     score = score_stream(
-        found.params,
+        training_run.params,
         corpus.held_out,
         model=model,
         seq_len=config.seq_len,
         num_windows=num_windows,
     )
     progress.show(f"{kind}: {score.loss:.3f} nats a token")
-    return TrainedModel(kind, config, found, score)
+    return TrainedModel(kind, config, training_run, score)
 
 
 def loss_difference(
-    runs: list[TrainedModel], ours: Kind, theirs: Kind
+    runs: list[TrainedModel], ours: Kind, other_kind: Kind
 ) -> Float[np.ndarray, "3"]:
     """Returns the loss of one kind less that of another, with an interval.
 
@@ -307,7 +307,7 @@ def loss_difference(
         (a.score.windows - b.score.windows)
         for a in runs
         for b in runs
-        if (a.kind, b.kind) == (ours, theirs) and a.config.seed == b.config.seed
+        if (a.kind, b.kind) == (ours, other_kind) and a.config.seed == b.config.seed
     ]
     if not pairs:
         return np.full(3, np.nan)

@@ -50,10 +50,10 @@ class ServedModels(ResultTable):
         heading="other tokens",
     )
 
-    def ratios(self, way: str, batch: int) -> Float[np.ndarray, " rounds"]:
+    def ratios(self, kind: str, batch: int) -> Float[np.ndarray, " rounds"]:
         """Returns the speed of a way over that of `WHOLE` in each round."""
         ours, base = (
-            self.where(way=x, batch=batch).tokens_per_s[0] for x in (way, WHOLE)
+            self.where(way=x, batch=batch).tokens_per_s[0] for x in (kind, WHOLE)
         )
         return ours / base
 
@@ -109,7 +109,7 @@ def _bytes_per_token(pages: Any, bounds: EngineConfig) -> float:
 
 def serve_in_turns(
     dense: TrainedModel,
-    whole: TrainedModel,
+    deepseek: TrainedModel,
     *,
     prompts: list[list[int]],
     output_tokens: int,
@@ -122,7 +122,7 @@ def serve_in_turns(
 
     Args:
       dense: the dense model.
-      whole: the model with all three ideas.
+      deepseek: the model with all three ideas.
       prompts: prompts of equal length; a multiple of every batch size.
       output_tokens: tokens of each answer; all are greedy.
       num_drafts: drafts per step.
@@ -135,7 +135,11 @@ def serve_in_turns(
     """
     ask = Sampling.greedy(max_tokens=output_tokens, ignore_eos=True)
     longest = len(prompts[0]) + output_tokens
-    ways = {DENSE: (dense, 0), WHOLE: (whole, 0), WITH_DRAFTS: (whole, num_drafts)}
+    ways = {
+        DENSE: (dense, 0),
+        WHOLE: (deepseek, 0),
+        WITH_DRAFTS: (deepseek, num_drafts),
+    }
 
     def begin(batch: int) -> list[Server]:
         servers = []
@@ -162,12 +166,18 @@ def serve_in_turns(
         for start in range(0, len(prompts), batch):
             answers += server.serve(prompts[start : start + batch], [ask] * batch)
             steps = server.steps
-            made = np.asarray(steps.num_emitted)
-            so_far = np.cumsum(made, axis=0)
+            num_emitted = np.asarray(steps.num_emitted)
+            so_far = np.cumsum(num_emitted, axis=0)
             # Neither the step that ends the prompt, nor one cut by the answer's end.
-            counted = (made > 0) & (so_far > made) & (so_far < output_tokens)
-            emitted.append(made[counted])
-            fed = np.zeros_like(made) if steps.num_drafts is None else steps.num_drafts
+            counted = (
+                (num_emitted > 0) & (so_far > num_emitted) & (so_far < output_tokens)
+            )
+            emitted.append(num_emitted[counted])
+            fed = (
+                np.zeros_like(num_emitted)
+                if steps.num_drafts is None
+                else steps.num_drafts
+            )
             drafted.append(np.asarray(fed)[counted])
         seconds = time.perf_counter() - started
         num = sum(map(len, answers))
@@ -177,7 +187,7 @@ def serve_in_turns(
 
     rows = []
     depths = DraftDepths.of([])
-    for batch, servers, found in measure_in_turns(
+    for batch, servers, runs_by_server in measure_in_turns(
         batches,
         rounds,
         begin,
@@ -186,11 +196,11 @@ def serve_in_turns(
         bar_label="serving",
         case_name="batch",
     ):
-        base = np.array([x.tokens_per_s for x in found[WHOLE]])
+        base = np.array([x.tokens_per_s for x in runs_by_server[WHOLE]])
         for server in servers:
-            first = found[server.name][0]
-            rates = np.array([x.tokens_per_s for x in found[server.name]])
-            reference = first if server.name == DENSE else found[WHOLE][0]
+            first = runs_by_server[server.name][0]
+            rates = np.array([x.tokens_per_s for x in runs_by_server[server.name]])
+            reference = first if server.name == DENSE else runs_by_server[WHOLE][0]
             rows.append(
                 {
                     "way": server.name,
@@ -210,16 +220,16 @@ def serve_in_turns(
                 }
             )
         if not len(depths):
-            depths = _count_depths(found[WITH_DRAFTS][0], num_drafts)
+            depths = _count_depths(runs_by_server[WITH_DRAFTS][0], num_drafts)
     return ServedModels.of(rows), depths
 
 
-def _count_depths(found: _Served, num_drafts: int) -> DraftDepths:
+def _count_depths(run: _Served, num_drafts: int) -> DraftDepths:
     """Counts verified and accepted drafts by position."""
-    each = range(1, num_drafts + 1)
+    depths = range(1, num_drafts + 1)
     return DraftDepths.of(
-        (depth, (found.drafted >= depth).sum(), (found.emitted > depth).sum())
-        for depth in each
+        (depth, (run.drafted >= depth).sum(), (run.emitted > depth).sum())
+        for depth in depths
     )
 
 

@@ -97,11 +97,11 @@ class Config:
         validation.ascending(self, "devices", low=2)
         validation.ascending(self, "capacities", low=0)
         validation.above(self, "sent_capacity", finite=True)
-        most = max(self.devices)
+        num = max(self.devices)
         for name in ("batch_size", "num_windows"):
-            if getattr(self, name) % most:
+            if getattr(self, name) % num:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} must be a multiple of {most} devices"
+                    f"{name}={getattr(self, name)} must be a multiple of {num} devices"
                 )
         for words in self.layouts:
             check_trainable(
@@ -114,7 +114,7 @@ class Config:
     def layouts(self) -> tuple[str, ...]:
         """Layouts of the mixture in the notation of `jaxkv cost`."""
         ways = "tp={}", "ep={},gather", "ep={},capacity=" + f"{self.sent_capacity:g}"
-        return tuple(way.format(p) for way in ways for p in self.devices)
+        return tuple(template.format(p) for template in ways for p in self.devices)
 
     @property
     def mesh_devices(self) -> int:
@@ -229,8 +229,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     trained: Params | None = None
     for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
         training = config.training(balancing)
-        found = train_in_memory(training, corpus, progress=progress)
-        trained = found.params
+        outcome = train_in_memory(training, corpus, progress=progress)
+        trained = outcome.params
         model = config.model(balancing)
         outputs = jax.jit(functools.partial(models.outputs, config=model))
         of_experts = outputs(trained, jnp.asarray(windows[:, :-1])).loads
@@ -262,9 +262,9 @@ def _dropped(
     model = config.model(balancing)
     p = max(config.devices)
     held_out = jnp.asarray(windows)
-    whole = parse_layout(f"ep={p},gather")
+    gather_layout = parse_layout(f"ep={p},gather")
     rows = []
-    base = _loss(model, whole, params, held_out)
+    base = _loss(model, gather_layout, params, held_out)
 
     @jax.jit
     def read(params: Params, tokens: Array) -> list[Routing]:
@@ -274,13 +274,13 @@ def _dropped(
     routings = read(params, held_out[:, :-1])
     for capacity in config.capacities:
         layout = parse_layout(f"ep={p},capacity={capacity:g}")
-        own = len(windows) // p * config.seq_len
+        device_tokens = len(windows) // p * config.seq_len
         chosen = {"top_k": config.top_k, "num_experts": config.num_experts}
-        limit = layout.places(own, **chosen)
+        limit = layout.places(device_tokens, **chosen)
         lost = []
         for routing in routings:
-            for begin in range(0, p * own, own):
-                part = operator.itemgetter(slice(begin, begin + own))
+            for begin in range(0, p * device_tokens, device_tokens):
+                part = operator.itemgetter(slice(begin, begin + device_tokens))
                 local_routing = jax.tree.map(part, routing)
                 lost.append(dropped_fraction(local_routing, capacity=limit))
         sent = predicted_traffic(
@@ -314,14 +314,14 @@ def _divide(
         mesh = make_training_mesh(layout)
         everywhere = NamedSharding(mesh, PartitionSpec())
         placed = jax.device_put(held_out, everywhere)
-        given = place_training_tree(model, layout, params), placed
+        arguments = place_training_tree(model, layout, params), placed
         gradient = divided_gradient(model, StepConfig(layout=layout))
-        program: Any = jax.jit(gradient).lower(*given).compile()
+        program: Any = jax.jit(gradient).lower(*arguments).compile()
         formula = predicted_traffic(
             model, layout, batch=config.batch_size, sequence=config.seq_len
         )
         both = [(x.forward + x.backward, x.scheme) for x in formula]
-        steps.append(functools.partial(program, *given))
+        steps.append(functools.partial(program, *arguments))
         grads = gather_tree(model, layout, steps[-1]()[1])
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True)
         errors = (
@@ -395,7 +395,7 @@ def plot(axes: Any, result: Result) -> None:
     kinds = [words.partition(",")[2] or "tensor parallel" for words in ways.layout]
     last = {}
     for kind in dict.fromkeys(kinds):
-        selected = np.array([each == kind for each in kinds])
+        selected = np.array([row_kind == kind for row_kind in kinds])
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[selected] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
@@ -403,9 +403,9 @@ def plot(axes: Any, result: Result) -> None:
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
-        least, most = (f(last, key=lambda x: last[x]) for f in (min, max))
-        title = f"{max(ways.devices)} devices: {least} sends "
-        title += f"1/{last[most] / last[least]:.0f} of {most}"
+        min_layout, max_layout = (f(last, key=lambda x: last[x]) for f in (min, max))
+        title = f"{max(ways.devices)} devices: {min_layout} sends "
+        title += f"1/{last[max_layout] / last[min_layout]:.0f} of {max_layout}"
     y = "sent in a step [MB]"
     set_labels(left, title, "expert group [devices]", y, yscale="log")
     left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))

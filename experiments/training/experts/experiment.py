@@ -173,7 +173,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains all pairs, then fits; if stopped, keeps the finished runs."""
-    found: list[TrainingRun] = []
+    training_runs: list[TrainingRun] = []
     corpus = open_on_device(config.corpus)
     jobs = (*runs.tuning_jobs(config), *runs.remaining_jobs(config, ()))
     workers = Workers(
@@ -186,22 +186,22 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         num_threads=config.num_threads,
     )
     train = functools.partial(runs.train_expert_model, config=config, workers=workers)
-    found += workers.map(train, runs.tuning_jobs(config))
+    training_runs += workers.map(train, runs.tuning_jobs(config))
     # The rates of the remaining jobs follow from the tuning runs.
-    found += workers.map(train, runs.remaining_jobs(config, found))
-    rates = runs.best_rates(config, found)
+    training_runs += workers.map(train, runs.remaining_jobs(config, training_runs))
+    rates = runs.best_rates(config, training_runs)
     rows = [
         row | {"is_fitted": kind in PAIR and rate == config.scaled(rates[kind], width)}
-        for row in (each.row for each in found)
+        for row in (training_run.row for training_run in training_runs)
         for kind, width, rate in [(row["kind"], row["width"], row["learning_rate"])]
     ]
     all_runs = PairRuns.of(rows)
     top_k = config.shapes.top_k
     is_whole = len({(x["kind"], x["width"]) for x in rows}) >= 2 * len(config.widths)
-    routers = [x.score.router for x in found if x.row["kind"] == "mixture"]
+    routers = [x.score.router for x in training_runs if x.row["kind"] == "mixture"]
     # Loads relative to their mean; empty unless both kinds were trained.
     by_kind = [
-        [run.score.loads for run in found if run.is_of(kind, config.shown)]
+        [run.score.loads for run in training_runs if run.is_of(kind, config.shown)]
         for kind in ("mixture", "unbalanced")
     ]
     loads = np.zeros((2, 0, 0))
@@ -239,8 +239,8 @@ def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
         with contextlib.suppress(ValueError):  # no loss that both reached
             both = compare(mixture, dense)
             ratio = np.stack(both[1:])[:, len(both.loss) // 2]
-    found = {"curve_flops": grid, "curve_loss": curves}
-    return found | {"slope": slopes, "ratio": ratio}
+    curve_arrays = {"curve_flops": grid, "curve_loss": curves}
+    return curve_arrays | {"slope": slopes, "ratio": ratio}
 
 
 def routing_error(router: np.ndarray, *, top_k: int) -> float:
@@ -263,10 +263,10 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     chosen = np.argsort(-p, axis=1, kind="stable")[:, :top_k]
     of_chosen = np.take_along_axis(p, chosen, axis=1)
     wanted = np.zeros_like(p)
-    found = np.zeros_like(p)
+    shares = np.zeros_like(p)
     np.put_along_axis(wanted, chosen, of_chosen / of_chosen.sum(1, keepdims=True), 1)
-    np.put_along_axis(found, np.asarray(routing.expert), np.asarray(routing.share), 1)
-    return float(np.abs(found - wanted).max())
+    np.put_along_axis(shares, np.asarray(routing.expert), np.asarray(routing.share), 1)
+    return float(np.abs(shares - wanted).max())
 
 
 @claims_file(__file__).judge
@@ -322,12 +322,12 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-def _rates(found: PairRuns) -> Sheet:
+def _rates(pair_runs: PairRuns) -> Sheet:
     """Returns a table of the rates tried with the first seed, if there were several."""
     rows = []
     for kind in PAIR:
-        for width in sorted(found.distinct("width")):
-            subset = found.where(kind=kind, width=width, seed=0)
+        for width in sorted(pair_runs.distinct("width")):
+            subset = pair_runs.where(kind=kind, width=width, seed=0)
             if len(subset) > 1:
                 taken = subset.where(is_fitted=True).learning_rate[0]
                 cells = format_rates(subset.learning_rate, subset.loss, taken)
@@ -370,10 +370,10 @@ def plot(axes: Any, result: Result) -> None:
     label_wide_log_axis(left.xaxis)
     label_log_axis(left.yaxis)
     left.legend()
-    most = []
+    peak = []
     for name, loads in zip(BALANCING, result.loads, strict=True):
         system = f"{name} balancing"
-        most.append(float(np.max(loads, initial=0.0)))
+        peak.append(float(np.max(loads, initial=0.0)))
         for layer, load in enumerate(loads, 1):
             place = range(1, len(load) + 1)
             label = f"{system}, layer {layer}"
@@ -381,8 +381,8 @@ def plot(axes: Any, result: Result) -> None:
             draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
     draw_reference_line(right, 1, "mean")
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    title = f"The busiest expert has {most[0]:.1f} times the mean load with balancing, "
-    title += f"{most[1]:.1f} without"
+    title = f"The busiest expert has {peak[0]:.1f} times the mean load with balancing, "
+    title += f"{peak[1]:.1f} without"
     set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
     right.set_ylim(bottom=0)
     if result.loads.size:

@@ -82,8 +82,8 @@ class Config:
         if any(width % 8 for width in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
         validation.above(self, "learning_rates")
-        most = len(self.widths)
-        validation.within(self, "num_tuned", "num_repeated", low=0, high=most)
+        num_widths = len(self.widths)
+        validation.within(self, "num_tuned", "num_repeated", low=0, high=num_widths)
         if len(self.learning_rates) != 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
         if not self.learning_rates:
@@ -146,9 +146,11 @@ def tuning_jobs(config: Config) -> list[Job]:
     ]
 
 
-def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, float]:
+def best_rates(
+    config: Config, training_runs: Sequence[TrainingRun]
+) -> Mapping[Kind, float]:
     """Returns each kind's best rate on average over the tuned widths."""
-    rows = [run.row for run in found]
+    rows = [run.row for run in training_runs]
     names = ("kind", "width", "learning_rate", "seed")
     losses = {tuple(row[name] for name in names): row["loss"] for row in rows}
     tuned = config.widths[: config.num_tuned]
@@ -164,9 +166,9 @@ def best_rates(config: Config, found: Sequence[TrainingRun]) -> Mapping[Kind, fl
     return best | {"unbalanced": best["mixture"]}
 
 
-def remaining_jobs(config: Config, found: Sequence[TrainingRun]) -> list[Job]:
+def remaining_jobs(config: Config, training_runs: Sequence[TrainingRun]) -> list[Job]:
     """Returns the jobs after tuning, at each kind's best rate."""
-    rates = best_rates(config, found)
+    rates = best_rates(config, training_runs)
     by_seed = config.widths[config.num_tuned :], config.widths[: config.num_repeated]
     remaining: list[tuple[Kind, int, int]] = [
         (kind, width, seed)
@@ -211,7 +213,7 @@ def score_mixture(
     params: Params,
 ) -> MixtureScore:
     """Scores a run and measures its expert loads."""
-    found = score_stream(
+    score = score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -226,7 +228,7 @@ def score_mixture(
         output = _outputs(run.model)(params, jnp.asarray(windows[:, :-1]))
         loads = np.asarray(output.loads, np.float64)
         router = np.asarray(params["layers"][0]["mixture"]["router"]["weight"])
-    return MixtureScore(found.loss, found.loss_se, loads, router)
+    return MixtureScore(score.loss, score.loss_se, loads, router)
 
 
 @functools.cache

@@ -90,18 +90,18 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         for i in range(count):
             if progress.stopped:
                 return rows
-            drawn = ("student", "normal")[i % 2] if noise == "both" else noise
-            outcomes.append(_fit(kind, size, drawn, config.seed + i, config))
+            noise_kind = ("student", "normal")[i % 2] if noise == "both" else noise
+            outcomes.append(_fit(kind, size, noise_kind, config.seed + i, config))
             done += 1
             update(done)
         row = {"kind": kind, "runs": size, "noise": noise, "surfaces": count}
         covered, width, doubted = map(np.array, zip(*outcomes, strict=True))
-        whole = covered.all(1)
+        covers_all = covered.all(1)
         width = np.median(width, axis=0)
         shares = {f"covers {x}": covered[:, i].mean() for i, x in enumerate(QUANTITIES)}
         shares |= {f"width {x}": width[i] for i, x in enumerate(QUANTITIES)}
-        shares |= {"doubted": doubted.mean(), "covers all": whole.mean()}
-        shares["neither"] = np.mean(~whole & ~doubted)
+        shares |= {"doubted": doubted.mean(), "covers all": covers_all.mean()}
+        shares["neither"] = np.mean(~covers_all & ~doubted)
         rows.append(row | {name: float(x) for name, x in shares.items()})
     return rows
 
@@ -116,10 +116,10 @@ def _fit(
     params = 0.1 * flops**0.5
     tokens = flops / (6 * params)
     target = {"num_params": [params], "num_tokens": [tokens]}
-    found = fits.predict(result, target, "confidence")
+    prediction = fits.predict(result, target, "confidence")
     a = result.exponent_intervals["a"]
     floor = result.intervals["E"]
-    low, high = np.array([a, floor, (found.low[0], found.high[0])]).T
+    low, high = np.array([a, floor, (prediction.low[0], prediction.high[0])]).T
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     true = np.array([exponent, truth["E"], surface_loss(params, tokens, truth)])
     return (low <= true) & (true <= high), high - low, bool(result.warnings)

@@ -68,10 +68,10 @@ def _draw_curves(ax: Any, result: Result) -> None:
         x = result.held_out_flops
         y = result.held_out_loss
         draw_curve(ax, x, y, RED, "held-out run", **look)
-    there = np.isfinite(result.envelope.loss)
-    if there.any():
-        x = result.envelope.flops[there]
-        y = result.envelope.loss[there]
+    mask = np.isfinite(result.envelope.loss)
+    if mask.any():
+        x = result.envelope.flops[mask]
+        y = result.envelope.loss[mask]
         ax.plot(x, y, "k", linewidth=1.4, label="envelope")
     num = len(np.unique(curves.run))
     low = float(curves.flops.min())
@@ -107,10 +107,12 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=1, label="law")
     _star(ax, predicted["flops"], predicted[name])
     what = {"num_params": "parameters", "num_tokens": "tokens"}[name]
-    known = [x for x in exponents if np.isfinite(x)]
+    finite_exponents = [x for x in exponents if np.isfinite(x)]
     title = f"Optimal {what}"
-    if known:
-        title += f" grow as C^{min(known):.2f} to C^{max(known):.2f}"
+    if finite_exponents:
+        title += (
+            f" grow as C^{min(finite_exponents):.2f} to C^{max(finite_exponents):.2f}"
+        )
     y = f"optimal number [{what}]"
     set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
     ax.legend()

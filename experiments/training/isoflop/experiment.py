@@ -137,8 +137,10 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     )
 
     how: Any = {"tolerance": 0.1, "smoothing": SMOOTHING, "level": config.level}
-    found = find_frontiers(cosine, resamples=config.bootstrap, progress=progress, **how)
-    by_cosine = found.frontiers
+    frontier_set = find_frontiers(
+        cosine, resamples=config.bootstrap, progress=progress, **how
+    )
+    by_cosine = frontier_set.frontiers
     predicted = _predict(config, log, rows, fit.document, errors)
     progress.show(
         f"width {predicted['width']} for {predicted['num_steps']:,} steps: "
@@ -149,8 +151,8 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     curves = cosine.curves.columns
     rates = optimal_rates(rows)
     # From the smallest run to the predicted one.
-    least = log.columns["flops"].min() / 2
-    budgets = np.geomspace(least, 1.5 * predicted["flops"], 60)
+    min_flops = log.columns["flops"].min() / 2
+    budgets = np.geomspace(min_flops, 1.5 * predicted["flops"], 60)
     law = from_json(fit.document)
     surface = optimum_at(law, log.columns, budgets)
     return Result(
@@ -163,7 +165,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
         fit=fit,
         cosine=dumps(
             {
-                "frontiers": [frontier_json(each) for each in by_cosine],
+                "frontiers": [frontier_json(frontier) for frontier in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
             }
         ),

@@ -90,11 +90,13 @@ class Result(ResultRecord):
         return {} if record.get("loss") is None else record
 
 
-def stack_frontiers(found: Sequence[Frontier], *, is_one: bool = False) -> BudgetOptima:
+def stack_frontiers(
+    frontiers: Sequence[Frontier], *, is_one: bool = False
+) -> BudgetOptima:
     """Stacks the frontiers of several methods over the same budgets.
 
     Args:
-      found: frontiers, at least 1.
+      frontiers: frontiers, at least 1.
       is_one: True for a single frontier without an axis of methods.
     """
 
@@ -102,18 +104,18 @@ def stack_frontiers(found: Sequence[Frontier], *, is_one: bool = False) -> Budge
         return np.asarray(rows[0] if is_one else np.stack(rows))
 
     def power(name: str) -> ComputePowers:
-        laws = [getattr(each, name) or _UNKNOWN for each in found]
+        laws = [getattr(frontier, name) or _UNKNOWN for frontier in frontiers]
         return ComputePowers(
             by_method([law.coefficient for law in laws]),
             by_method([law.exponent for law in laws]),
         )
 
     def minima(name: str) -> np.ndarray:
-        return by_method([getattr(each.minima, name)[0] for each in found])
+        return by_method([getattr(frontier.minima, name)[0] for frontier in frontiers])
 
     return BudgetOptima(
-        np.array([each.method for each in found]),
-        found[0].flops,
+        np.array([frontier.method for frontier in frontiers]),
+        frontiers[0].flops,
         num_params=minima("num_params"),
         num_tokens=minima("num_tokens"),
         loss=minima("loss"),

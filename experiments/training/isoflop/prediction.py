@@ -49,7 +49,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
     """
     flops = log.columns["flops"]
     rising = sorted(budgets)
-    found = {}
+    error_by_law = {}
     for name in LAWS:
         errors = []
         for cut in CUTS:
@@ -58,8 +58,8 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
                 law = find_law(name)
                 fit = fits.fit(law, log.columns, held_out=larger)
                 errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
-        found[name] = float(np.mean(errors)) if errors else math.inf
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+        error_by_law[name] = float(np.mean(errors)) if errors else math.inf
+    return dict(sorted(error_by_law.items(), key=lambda item: item[1]))
 
 
 def predict_held_out(
@@ -88,13 +88,17 @@ def predict_held_out(
         log.columns[x] for x in ("num_params", "num_tokens", "flops", "loss")
     )
     groups = find_run_groups(n, d, c, loss, tolerance=0.1)
-    found = bootstrap_frontier(
+    frontier = bootstrap_frontier(
         "parabola", by_parabola(groups), groups.flops, groups.strata
     )
-    if found.num_params is None or found.loss is None or found.num_tokens is None:
-        raise ValueError(f"{log.source}: {'; '.join(found.warnings)}")
+    if (
+        frontier.num_params is None
+        or frontier.loss is None
+        or frontier.num_tokens is None
+    ):
+        raise ValueError(f"{log.source}: {'; '.join(frontier.warnings)}")
     flops = config.held_out_factor * max(config.budgets)
-    size = float(found.num_params(np.array([flops]))[0])
+    size = float(frontier.num_params(np.array([flops]))[0])
     model = nearest_shape(size, num_layers=config.num_layers, seq_len=config.seq_len)
     params, per_token = count_cost(model, config.seq_len)
     batch_tokens = config.batch_size * config.seq_len
@@ -152,11 +156,11 @@ def predict_held_out(
         "seed_spread": spread,
         "law_spread": between,
         "rollout_errors": errors,
-        "log_linear": float(found.loss(at["flops"])[0]),
+        "log_linear": float(frontier.loss(at["flops"])[0]),
         "by_law": by_law,
-        "size_law": [found.num_params.coefficient, found.num_params.exponent],
-        "token_law": [found.num_tokens.coefficient, found.num_tokens.exponent],
-        "loss_law": [found.loss.coefficient, found.loss.exponent],
+        "size_law": [frontier.num_params.coefficient, frontier.num_params.exponent],
+        "token_law": [frontier.num_tokens.coefficient, frontier.num_tokens.exponent],
+        "loss_law": [frontier.loss.coefficient, frontier.loss.exponent],
     }
 
 

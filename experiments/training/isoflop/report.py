@@ -18,16 +18,16 @@ PUBLISHED: float = CLAIMS.published("exponent")
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares minima, exponent and prediction with expected values."""
-    found = metrics(result)
-    ends = [found[f"exponent_{x}"] for x in ("low", "high")]
-    yield measured("minima", found["interior_minima"])
-    yield measured("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **found)
-    yield measured("cosine", -found["cosine_excess"], **found)
+    stats = metrics(result)
+    ends = [stats[f"exponent_{x}"] for x in ("low", "high")]
+    yield measured("minima", stats["interior_minima"])
+    yield measured("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **stats)
+    yield measured("cosine", -stats["cosine_excess"], **stats)
     if result.truth:
-        missed = abs(found["log_linear_error_share"])
-        share = abs(found["error_share"])
-        yield measured("prediction", share, log_linear_miss=missed, **found)
-        yield measured("interval", float(found["is_inside"]), **found)
+        missed = abs(stats["log_linear_error_share"])
+        share = abs(stats["error_share"])
+        yield measured("prediction", share, log_linear_miss=missed, **stats)
+        yield measured("interval", float(stats["is_inside"]), **stats)
 
 
 _PREDICTED = (
@@ -49,7 +49,7 @@ def metrics(result: Result) -> dict[str, Any]:
     envelopes = [x for x in cosine["frontiers"] if x["method"] == "envelope"]
     a = parabola["a"] if parabola["a"] is not None else np.nan
     low, high = parabola["a_interval"] or (np.nan, np.nan)
-    found = {
+    stats = {
         "runs": len(rows),
         "diverged": sum(row["status"] == "diverged" for row in rows),
         "budgets": parabola["num_budgets"],
@@ -72,10 +72,10 @@ def metrics(result: Result) -> dict[str, Any]:
         "seconds_of_fitted_runs": sum(row["seconds"] for row in rows),
     }
     if not result.truth:
-        return found
+        return stats
     truth = result.truth["loss"]
     gain = predicted["best_fitted_loss"] - truth
-    return found | {
+    return stats | {
         "truth": truth,
         "tried": result.truth["tried"],
         "truth_se": result.truth["loss_se"],
@@ -89,25 +89,25 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of the approaches, the budgets and the prediction."""
-    found = metrics(result)
-    return [_approaches(result, found), _budgets(result), _prediction(result, found)]
+    stats = metrics(result)
+    return [_approaches(result, stats), _budgets(result), _prediction(result, stats)]
 
 
-def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
+def _approaches(result: Result, stats: dict[str, Any]) -> Sheet:
     fit = json.loads(result.fit.document)
     cosine = json.loads(result.cosine)
-    every = [(each, "cosine") for each in cosine["frontiers"]]
-    every += [(each, "constant, then falling") for each in fit["frontiers"]]
+    every = [(frontier, "cosine") for frontier in cosine["frontiers"]]
+    every += [(frontier, "constant, then falling") for frontier in fit["frontiers"]]
     rows = [
         (
-            "1" if each["method"] == "envelope" else "2",
-            each["method"],
+            "1" if frontier["method"] == "envelope" else "2",
+            frontier["method"],
             schedule,
-            f"{each['num_minima']} of {each['num_budgets']}",
-            _with_interval(each["a"], each["a_interval"]),
-            _with_interval(each["b"], each["b_interval"]),
+            f"{frontier['num_minima']} of {frontier['num_budgets']}",
+            _with_interval(frontier["a"], frontier["a_interval"]),
+            _with_interval(frontier["b"], frontier["b_interval"]),
         )
-        for each, schedule in every
+        for frontier, schedule in every
     ]
     a, b = (
         _with_interval(fit["exponents"][x], fit["exponent_intervals"].get(x))
@@ -117,13 +117,13 @@ def _approaches(result: Result, found: dict[str, Any]) -> Sheet:
     heads = ("approach", "method", "learning rate", "minima", "N* ~ C^a", "D* ~ C^b")
     rows.sort(key=lambda row: row[0])
     note = (
-        f"{found['level']:.0%} intervals by resampling runs. Every size was trained "
+        f"{stats['level']:.0%} intervals by resampling runs. Every size was trained "
         "for every length twice: with a constant rate that then decays to zero, at "
         "several rates, and with a cosine schedule at one rate. Envelopes are of "
         "training losses; that of constant rates is taken before the decay and is not "
         f"comparable with the other. Losses under a cosine differ by "
-        f"{100 * found['cosine_excess']:+.2f} % from the best constant rate, standard "
-        f"error {100 * found['cosine_excess_se']:.2f} %. " + fit["shift"]
+        f"{100 * stats['cosine_excess']:+.2f} % from the best constant rate, standard "
+        f"error {100 * stats['cosine_excess_se']:.2f} %. " + fit["shift"]
     )
     return Sheet("three approaches", heads, rows, note)
 
@@ -149,7 +149,7 @@ def _budgets(result: Result) -> Sheet:
     return Sheet("budgets", heads, rows, "Minima of parabolas through all sizes.")
 
 
-def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
+def _prediction(result: Result, stats: dict[str, Any]) -> Sheet:
     predicted = result.predicted
     size = f"{predicted['num_params']:,} parameters"
     value, low, high = (predicted[x] for x in ("predicted", "low", "high"))
@@ -158,7 +158,7 @@ def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
         ("model", f"width {predicted['width']}, {size}"),
         ("tokens", f"{predicted['num_tokens']:,}"),
         ("compute", f"{predicted['flops']:.3g} FLOP"),
-        ("over the largest fitted", f"{found['held_out_factor']:.3g}"),
+        ("over the largest fitted", f"{stats['held_out_factor']:.3g}"),
         ("learning rate", f"{predicted['learning_rate']:.4g}"),
         ("predicted, three laws averaged", f"{value:.4f} ({low:.4f} to {high:.4f})"),
         ("by a log-linear law", f"{predicted['log_linear']:.4f}"),
@@ -170,16 +170,16 @@ def _prediction(result: Result, found: dict[str, Any]) -> Sheet:
         ("best of the fitted", f"{predicted['best_fitted_loss']:.4f}"),
     ]
     if result.truth:
-        linear = found["log_linear_error_share"]
+        linear = stats["log_linear_error_share"]
         rows += [
             *(
                 (f"at rate {rate:.4g}", "diverged" if x is None else f"{x:.4f}")
-                for rate, x in found["tried"]
+                for rate, x in stats["tried"]
             ),
-            ("held-out run", f"{found['truth']:.4f}"),
-            ("error, share of the gain", f"{100 * found['error_share']:+.1f} %"),
+            ("held-out run", f"{stats['truth']:.4f}"),
+            ("error, share of the gain", f"{100 * stats['error_share']:+.1f} %"),
             ("log-linear law's", f"{100 * linear:+.1f} %"),
-            ("inside the interval", "yes" if found["is_inside"] else "no"),
+            ("inside the interval", "yes" if stats["is_inside"] else "no"),
         ]
     return Sheet("the predicted run", ("", ""), rows, predicted["conventions"])
 

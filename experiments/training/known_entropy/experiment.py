@@ -111,7 +111,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, counts and fits."""
-    known = optimal_loss(config.language)
+    optimum = optimal_loss(config.language)
     counts = score_counting(config.source, config.counted, config.repeats)
     longest = (config.source.num_tokens,)
     smallest = train_language(
@@ -123,8 +123,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     late = runs.num_tokens >= config.fitted_from
     return Result(
         runs=runs,
-        optima=np.array([*known.by_order[:-1], known.floor]),
-        floor_se=known.floor_se,
+        optima=np.array([*optimum.by_order[:-1], optimum.floor]),
+        floor_se=optimum.floor_se,
         fit=fit_runs(runs, late, config.num_resamples),
         fit_all=fit_runs(runs, np.ones_like(late), config.num_resamples),
         source_loss=float(smallest.loss[0]) if len(smallest) else np.nan,
@@ -183,19 +183,19 @@ def fit_runs(
         )
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
-    found = fit_law(find_law("chinchilla"), data, bootstrap=num_resamples)
+    fit = fit_law(find_law("chinchilla"), data, bootstrap=num_resamples)
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
-        ends += [found.coefficients[name], *found.intervals[name]]
+        ends += [fit.coefficients[name], *fit.intervals[name]]
     has_floor_warning = any(
-        warning.startswith(("E=", "E ")) for warning in found.warnings
+        warning.startswith(("E=", "E ")) for warning in fit.warnings
     )
-    free = any(abs(way.get("E", 0)) > 0.1 for way in found.flat_directions)
+    free = any(abs(direction.get("E", 0)) > 0.1 for direction in fit.flat_directions)
     return ChinchillaFit(
         *ends,
         identified=not (has_floor_warning or free),
-        warnings="; ".join(found.warnings),
-        num_points=found.num_points,
+        warnings="; ".join(fit.warnings),
+        num_points=fit.num_points,
     )
 
 
@@ -205,10 +205,10 @@ def plot(axes: Any, result: Result) -> None:
     runs = result.runs
     names = ["0 tokens", "1 token", "2 tokens", "3 tokens"]
     lines = zip(result.optima, ("-.", ":", (0, (5, 1)), (0, (1, 1))), strict=False)
-    for seen, (optimum, line) in enumerate(lines):
-        last = seen == len(result.optima) - 1
+    for context, (optimum, line) in enumerate(lines):
+        last = context == len(result.optima) - 1
         look = {"color": "0" if last else "0.45", "linestyle": "-" if last else line}
-        label = "entropy" if last else f"context of {names[seen]}"
+        label = "entropy" if last else f"context of {names[context]}"
         left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
     widths = runs.distinct("width")
     marks = zip(widths, sequential_colors(np.arange(len(widths))), strict=True)
@@ -270,7 +270,9 @@ def metrics(result: Result) -> dict[str, Any]:
         best = {"best_loss": runs.loss[at], "best_num_params": runs.num_params[at]}
     return {
         "floor": float(result.optima[-1]),
-        "optima": {f"who sees {seen}": loss for seen, loss in enumerate(result.optima)},
+        "optima": {
+            f"who sees {context}": loss for context, loss in enumerate(result.optima)
+        },
         **best,
         "fit": report.metrics(result.fit),
         "fit_all": report.metrics(result.fit_all),

@@ -212,7 +212,7 @@ def score_language(
     params: Params,
 ) -> LanguageScore:
     """Scores a run against the code length of the language on the same windows."""
-    found = score_stream(
+    score = score_stream(
         params,
         held_out,
         model=run.model,
@@ -221,6 +221,6 @@ def score_language(
         carry=config.carry,
         batch_size=256,
     )
-    excess = found.windows - nats
+    excess = score.windows - nats
     excess_se = float(excess.std(ddof=1) / len(excess) ** 0.5)
-    return LanguageScore(found.loss, found.loss_se, float(excess.mean()), excess_se)
+    return LanguageScore(score.loss, score.loss_se, float(excess.mean()), excess_se)

@@ -71,8 +71,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     sizes = np.unique(np.geomspace(4, config.max_samples, config.num_sizes).round())
     errors = []
     for size in progress.track(sizes, "means", "sizes"):
-        drawn = rng.exponential(SIGMA, (config.num_means, int(size)))
-        errors.append(np.mean((drawn.mean(1) - SIGMA) ** 2))
+        samples = rng.exponential(SIGMA, (config.num_means, int(size)))
+        errors.append(np.mean((samples.mean(1) - SIGMA) ** 2))
     sizes = sizes[: len(errors)]
     error = np.array(errors)
     if len(errors) < 3:

@@ -111,14 +111,14 @@ def read_ratios(result: Result) -> ComputeRatios:
         for j, side in enumerate(result.sides[1:], 1):
             *parts, reason = (np.asarray(part)[i, j] for part in result.ratios)
             loss, ratio, low, high = parts
-            known = np.flatnonzero(np.isfinite(ratio))
+            finite = np.flatnonzero(np.isfinite(ratio))
             bounded = np.flatnonzero(np.isfinite([ratio, low, high]).all(0))
-            if not known.size:
+            if not finite.size:
                 rows.append((side, compute, *[np.nan] * 7, reason))
                 continue
-            at = (bounded if bounded.size else known)[-1]
-            first = known[0]
-            last = known[-1]
+            at = (bounded if bounded.size else finite)[-1]
+            first = finite[0]
+            last = finite[-1]
             selected = (ratio[at], low[at], high[at], loss[at])
             rows.append(
                 (
@@ -183,9 +183,15 @@ def _gains(result: Result) -> Gains:
 
 def _differences(result: Result) -> Differences:
     """Returns the differences with the names of the sides."""
-    found = result.differences
-    names = result.sides[found.side.astype(int)]
-    return Differences(names, found.size, found.difference, found.se, found.by_seed)
+    differences = result.differences
+    names = result.sides[differences.side.astype(int)]
+    return Differences(
+        names,
+        differences.size,
+        differences.difference,
+        differences.se,
+        differences.by_seed,
+    )
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -294,8 +300,8 @@ def _draw_places(ax: Any, result: Result) -> None:
         best = result.sides.tolist()[int(np.nanargmax(gains))]
         title = f"Largest models: {best} gains most from context, "
         title += f"{np.nanmax(gains):.2f} nats/byte"
-    seen = "position in the window [bytes]"
-    set_labels(ax, title, seen, LOSS, xscale="log")
+    x_label = "position in the window [bytes]"
+    set_labels(ax, title, x_label, LOSS, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
     ax.legend()
 
@@ -314,8 +320,8 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     draw_reference_line(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
-        most = int(np.nanargmax(ratios.ratio))
-        title = f"For equal loss {names[most]} needs {ratios.ratio[most]:.1f} times "
+        index = int(np.nanargmax(ratios.ratio))
+        title = f"For equal loss {names[index]} needs {ratios.ratio[index]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
     set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")

@@ -89,7 +89,7 @@ class Differences(ResultTable):
     by_seed: Float[np.ndarray, "rows seeds"] = column(
         "difference of each seed, with the same data order for both sides",
         heading="seed by seed",
-        form=lambda each: ", ".join(f"{x:+.4f}" for x in each),
+        form=lambda differences: ", ".join(f"{x:+.4f}" for x in differences),
     )
 
 
@@ -139,8 +139,8 @@ class SideResult(NamedTuple):
 
 def steps_per_side(config: Config) -> int:
     """Returns the training steps of one side at one size, trials included."""
-    whole = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
-    return NUM_TRIALS * config.trial_steps + len(config.seeds) * whole
+    run_steps = steps_taken(config.horizons, [_cooldown(x) for x in config.horizons])
+    return NUM_TRIALS * config.trial_steps + len(config.seeds) * run_steps
 
 
 class TokenLosses(NamedTuple):
@@ -158,7 +158,7 @@ def score_tokens(
     corpus: Corpus, config: Config, run: TrainConfig, params: Params
 ) -> TokenLosses:
     """Scores a run in small batches, which fit a processor's cache."""
-    found = score_stream(
+    score = score_stream(
         params,
         corpus.held_out,
         model=run.model,
@@ -166,7 +166,7 @@ def score_tokens(
         num_windows=config.num_windows,
         batch_size=16,
     )
-    return TokenLosses(found.losses)
+    return TokenLosses(score.losses)
 
 
 def train_side(
@@ -265,13 +265,15 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     runs = SideRuns.of(rows)
     # Each side's curve through its best runs, and curves of resampled trunks.
     fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
-    for compute, found in fits.items():
+    for compute, side_fits in fits.items():
         for i in range(len(names)):
             subset = runs.where(side=i)
             points = getattr(subset, compute), subset.loss
             trunks = np.stack([subset.size, subset.seed], 1)
-            drawn = resample_fits(*points, trunks, count=config.num_resamples, seed=i)
-            found.append((fit_best_runs(*points), drawn))
+            resamples = resample_fits(
+                *points, trunks, count=config.num_resamples, seed=i
+            )
+            side_fits.append((fit_best_runs(*points), resamples))
     difference_rows = []
     for (i, size), each in trained.items():
         if i and (0, size) in trained:
@@ -280,8 +282,8 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
-            compare_best_runs(each[0][0], fit, (each[0][1], drawn), names=versus)
-            for fit, drawn in each
+            compare_best_runs(each[0][0], fit, (each[0][1], resamples), names=versus)
+            for fit, resamples in each
         )
         for each in fits.values()
     ]
@@ -297,9 +299,9 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     )
 
 
-def _stacked(each: Any) -> Any:
+def _stacked(tuples: Any) -> Any:
     """Stacks NamedTuples of arrays."""
-    listed = [*each]
+    listed = [*tuples]
     return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))
 
 
@@ -350,5 +352,5 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         i, size = pair
         return pair, train_side(sides[i], size, config, all_workers)
 
-    found = dict(all_workers.map(trained, plan))
-    return collect(names, found, config)
+    side_results = dict(all_workers.map(trained, plan))
+    return collect(names, side_results, config)

@@ -156,8 +156,8 @@ class Config:
         for name in self.sides:
             side(name, vocab_size=2, seq_len=1, head_dim=2)
         validation.ascending(self, "horizons", low=5)
-        most = min(self.trial_steps, self.horizons[0])
-        validation.within(self, "warmup_steps", low=0, high=most)
+        max_warmup = min(self.trial_steps, self.horizons[0])
+        validation.within(self, "warmup_steps", low=0, high=max_warmup)
         validation.at_least(self, "seeds", low=0)
         validation.at_least(self, "num_threads")
         validation.at_least(self, "seq_len", low=4)

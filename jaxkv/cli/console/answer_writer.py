@@ -16,16 +16,16 @@ class AnswerWriter:
     each answer follows its prompt, and control characters of a model are replaced.
     """
 
-    def __init__(self, prompts: tuple[str, ...], *, whole: bool = False):
+    def __init__(self, prompts: tuple[str, ...], *, is_whole: bool = False):
         """Starts with the first text.
 
         Args:
           prompts: prompt of each text.
-          whole: True if complete texts arrive with their scores, instead of growing
+          is_whole: True if complete texts arrive with their scores, instead of growing
             texts.
         """
         self._prompts = prompts
-        self._whole = whole
+        self._whole = is_whole
         self._waiting = [""] * len(prompts)
         self._complete = [False] * len(prompts)
         self._scores: list[float | None] = [None] * len(prompts)

@@ -57,8 +57,8 @@ def print_parts(parts: Sequence[ReportPart]) -> None:
         with console.capture() as capture:
             if title:
                 console.print(text.Text(title, "bold"), width=width)
-            for each in below:
-                console.print(padding.Padding(each, (0, 0, 0, GAP)), width=width)
+            for renderable in below:
+                console.print(padding.Padding(renderable, (0, 0, 0, GAP)), width=width)
         print("", *(line.rstrip() for line in capture.get().splitlines()), sep="\n")
 
 
@@ -104,10 +104,10 @@ def _grid(sheet: Sheet) -> table.Table:
 
 def _excerpts(excerpts: Excerpts) -> table.Table:
     grid = _plain_grid()
-    for number, (given, wrote) in enumerate(excerpts.pairs[:NUM_EXCERPTS]):
+    for number, (prompt, wrote) in enumerate(excerpts.pairs[:NUM_EXCERPTS]):
         if number:
             grid.add_row("", "")
-        grid.add_row(text.Text("given", "dim"), text.Text(given, "dim"))
+        grid.add_row(text.Text("given", "dim"), text.Text(prompt, "dim"))
         grid.add_row(text.Text("wrote", "dim"), text.Text(wrote))
     return grid
 

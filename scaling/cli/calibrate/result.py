@@ -158,11 +158,11 @@ class CalibrationResult(ResultRecord):
 
 
 def prediction_rows(
-    stage: MeasuredStage, found: StageLatencies, left_out: str, fit: int
+    stage: MeasuredStage, latencies: StageLatencies, left_out: str, fit: int
 ) -> Iterator[tuple[Any, ...]]:
     """Yields the rows of `Predictions` for a stage."""
     for name, (latency, statistic) in LATENCIES.items():
-        quantiles = np.quantile(getattr(getattr(found, latency), statistic), LEVELS)
+        quantiles = np.quantile(getattr(getattr(latencies, latency), statistic), LEVELS)
         measured_s = getattr(getattr(stage, latency), statistic)
         place = (left_out, fit, stage.name, stage.model, stage.rate_per_s, name)
         yield *place, measured_s, *quantiles

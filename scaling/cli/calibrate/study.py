@@ -207,11 +207,11 @@ def plot(axes: Any, result: CalibrationResult) -> None:
     """Draws predicted over measured times of each stage, with both intervals."""
     kind = result.kinds()[0]
     for ax, latency in zip(axes, (END_TO_END, FIRST_TOKEN), strict=True):
-        found = result.predictions.where(left_out=kind, latency=latency)
+        predictions = result.predictions.where(left_out=kind, latency=latency)
         labels: list[str] = []
-        models = found.distinct("model")
+        models = predictions.distinct("model")
         for model, color in zip(models, _COLORS * len(models), strict=False):
-            part = found.where(model=model)
+            part = predictions.where(model=model)
             part = part.at(np.argsort(part.rate_per_s))
             y = -np.arange(len(labels), len(labels) + len(part))
             labels += [f"{rate:g}" for rate in part.rate_per_s]
@@ -224,7 +224,7 @@ def plot(axes: Any, result: CalibrationResult) -> None:
             mark = "os^dvP"[len(ax.lines) % 6]
             ax.plot(middle, y, mark, markersize=5, label=_name(model), **look)
         draw_reference_line(ax, 1.0, along="y")
-        error = np.median(np.abs(found.error))
+        error = np.median(np.abs(predictions.error))
         title = f"{latency}: {format_percent(error)} off (median)"
         x = f"predicted / measured, {DESCRIPTIONS[kind]} [1]"
         set_labels(ax, title, x, "load [requests/s]")
@@ -256,20 +256,22 @@ def summary(result: CalibrationResult) -> list[ReportPart]:
     """Returns tables of stages and errors for each kind, and of the coefficients."""
     parts: list[ReportPart] = []
     for kind in result.kinds():
-        found = result.predictions.where(left_out=kind)
+        predictions = result.predictions.where(left_out=kind)
         rows = []
-        whole, first = (found.where(latency=x) for x in (END_TO_END, FIRST_TOKEN))
+        end_to_end, first = (
+            predictions.where(latency=x) for x in (END_TO_END, FIRST_TOKEN)
+        )
         for i, (stage, model) in enumerate(
-            zip(whole.stage.tolist(), whole.model.tolist(), strict=True)
+            zip(end_to_end.stage.tolist(), end_to_end.model.tolist(), strict=True)
         ):
             cells = [stage, _name(model)]
-            for each in (whole, first):
+            for table in (end_to_end, first):
                 cells += [
-                    format_seconds(each.measured_s[i]),
-                    format_seconds(each.predicted_s[i]),
-                    f"{100 * each.error[i]:+.1f} %",
+                    format_seconds(table.measured_s[i]),
+                    format_seconds(table.predicted_s[i]),
+                    f"{100 * table.error[i]:+.1f} %",
                 ]
-            rows.append((f"{whole.rate_per_s[i]:g}", *cells))
+            rows.append((f"{end_to_end.rate_per_s[i]:g}", *cells))
         heads = ("requests/s", "stage", "model")
         heads += ("end-to-end mean", "predicted", "error")
         heads += ("first token median", "predicted", "error")

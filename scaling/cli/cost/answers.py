@@ -45,16 +45,16 @@ def _times_three(case: CostCase) -> str:
 
 
 def _boundaries(case: CostCase) -> str:
-    found, plain = (
+    memory, plain = (
         case.evaluate(training_memory, layout=Layout(), checkpointing=policy)
         for policy in ("boundary", "none")
     )
     again = case.evaluate(training_step_flops, checkpointing="full").recomputed
     return (
         f"Each layer keeps its input, {case.bytes_per_param.weight} b s h bytes: "
-        f"{found.activations:,.0f} bytes ({found.activations / 2**30:.3g} GiB) over "
+        f"{memory.activations:,.0f} bytes ({memory.activations / 2**30:.3g} GiB) over "
         f"{case.model.num_layers} layers, without the embedding. At the peak one layer "
-        f"is recomputed, which adds {format_bytes(found.recomputed)}. "
+        f"is recomputed, which adds {format_bytes(memory.recomputed)}. "
         "Without checkpoints the layers keep "
         f"{format_bytes(plain.activations)}. The cost of checkpoints "
         "is a second forward pass of the layers, "
@@ -87,17 +87,17 @@ def _quadratic(case: CostCase) -> str:
     terms = case.evaluate(forward_terms)
     model = case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
-    whole = total_flops(terms)
-    seen = model.over_layers(
+    total = total_flops(terms)
+    num_pairs = model.over_layers(
         lambda window: twice_pairs(case.sequence, 0, window, case.attention)
     )
-    each = square / seen  # of a pair, summed over layers without windows
+    pair_flops = square / num_pairs  # of a pair, summed over layers without windows
     half = 1 if case.attention == "causal" else 2
-    equal = 2 * count_parameters(model).matmul / (each * half * model.num_layers)
+    equal = 2 * count_parameters(model).matmul / (pair_flops * half * model.num_layers)
     answer = (
         "Only attention scores and the weighted sum of values: each query attends to "
         "each key, 4 n d s operations per token and layer. For this model they are "
-        f"{format_percent(square / whole)} of the forward pass, and half of it "
+        f"{format_percent(square / total)} of the forward pass, and half of it "
         f"at s = {equal:,.0f}"
     )
     if any(model.windows):
@@ -177,8 +177,8 @@ def _where(model: ModelShape, case: CostCase) -> str:
             )
         )
         sent = [
-            sum(t.forward for t in found if t.scheme == scheme)
-            for found, scheme in ((tensor, "tensor"), (expert, "expert"))
+            sum(t.forward for t in traffic if t.scheme == scheme)
+            for traffic, scheme in ((tensor, "tensor"), (expert, "expert"))
         ]
         return (
             f"Over {p} devices with {case.batch} x {case.sequence} tokens each, tensor "
@@ -201,7 +201,9 @@ def _serving(case: CostCase) -> str:
         return case.evaluate(prefill_work, prompt=prompt).intensity
 
     batch = find_compute_bound_size(lambda size: decode(size) > ridge)
-    prompt = find_compute_bound_size(lambda size: prefill(size) > ridge, most=1 << 20)
+    prompt = find_compute_bound_size(
+        lambda size: prefill(size) > ridge, max_size=1 << 20
+    )
     decoding = (
         f"compute-bound from {batch:,} sequences"
         if batch is not None

@@ -84,5 +84,5 @@ class CostCase(NamedTuple):
             "bytes_per_param": self.bytes_per_param,
         }
         takes = inspect.signature(formula).parameters
-        given = {name: settings[name] for name in settings if name in takes}
-        return formula(**given | change)
+        arguments = {name: settings[name] for name in settings if name in takes}
+        return formula(**arguments | change)

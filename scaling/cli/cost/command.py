@@ -140,8 +140,8 @@ def count_costs(name: str, options: CostOptions) -> CommandOutput:
 def resolve_case(name: str, options: CostOptions) -> CostCase:
     """Looks up the model and the device, and validates all sizes."""
     model = find_description(name)
-    most = model.max_positions or DEFAULT_SEQUENCE
-    sequence = options.sequence or min(DEFAULT_SEQUENCE, most)
+    max_sequence = model.max_positions or DEFAULT_SEQUENCE
+    sequence = options.sequence or min(DEFAULT_SEQUENCE, max_sequence)
     if model.position_rows and model.max_positions and sequence > model.max_positions:
         raise ValueError(
             f"sequence={sequence} must be at most {model.max_positions}, the positions "
@@ -183,8 +183,8 @@ def find_description(name: str) -> ModelShape:
         return shapes.describe_checkpoint(name)
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    known = [*CONFIGS, *bundled_models()]
-    line = format_unknown_name("model", name, known)
+    names = [*CONFIGS, *bundled_models()]
+    line = format_unknown_name("model", name, names)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
@@ -204,10 +204,10 @@ def to_document(case: CostCase) -> dict[str, Any]:
     decode = case.evaluate(decode_work)
     prefill = case.evaluate(prefill_work)
     schemes: dict[str, dict[str, float]] = {}
-    for each in case.evaluate(training_traffic):
-        scheme = schemes.setdefault(each.scheme, {"forward": 0.0, "backward": 0.0})
-        scheme["forward"] += each.forward
-        scheme["backward"] += each.backward
+    for traffic in case.evaluate(training_traffic):
+        scheme = schemes.setdefault(traffic.scheme, {"forward": 0.0, "backward": 0.0})
+        scheme["forward"] += traffic.forward
+        scheme["backward"] += traffic.backward
     terms = {
         "forward": case.evaluate(forward_terms),
         "prefill": case.evaluate(forward_terms, logits="last"),
@@ -229,8 +229,8 @@ def to_document(case: CostCase) -> dict[str, Any]:
             "decode_per_token": _divided(int(decode.flops), case.batch),
             **step._asdict(),
             "terms": {
-                name: {f"{x.part}: {x.name}": x.flops for x in found}
-                for name, found in terms.items()
+                name: {f"{x.part}: {x.name}": x.flops for x in part_terms}
+                for name, part_terms in terms.items()
             },
         },
         "memory_bytes": memory._asdict()

@@ -51,10 +51,10 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     heads = ("step", "operations", "weights", "K and V", "op/byte")
     dtype = case.dtype
     d = case.device
-    kept = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
+    kv_bytes = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
     note = (
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
-        f"{format_bytes(kept)} for s tokens. "
+        f"{format_bytes(kv_bytes)} for s tokens. "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
         f"{case.ridge:.0f} op/byte; {case.evaluate(max_batch):,} such "
@@ -80,15 +80,15 @@ def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
             f"pass over b s rows, {is_divided} by cp={cp}",
         ),
     )
-    found = []
-    for name, formula, given, unit in kinds:
+    sheets = []
+    for name, formula, arguments, unit in kinds:
         rows = [
             (f"{x.scheme}: {x.name}", x.formula, format_bytes(x.forward))
-            for x in case.evaluate(formula, **given)
+            for x in case.evaluate(formula, **arguments)
         ]
         note = f"Bytes that a device sends in one {unit}."
-        found.append(Sheet(f"communication, {name}", heads, rows, note))
-    return found
+        sheets.append(Sheet(f"communication, {name}", heads, rows, note))
+    return sheets
 
 
 def per_device(case: CostCase) -> dict[str, float]:
@@ -101,34 +101,34 @@ def per_device(case: CostCase) -> dict[str, float]:
     d = case.device
     step = case.evaluate(training_step_flops)
     parts = layout.tensor * layout.pipeline
-    each = (step.model + step.recomputed) / (parts * layout.context)
+    device_flops = (step.model + step.recomputed) / (parts * layout.context)
     sent = sum(x.forward + x.backward for x in case.evaluate(training_traffic))
     kv = case.evaluate(kv_bytes_per_token)
     if isinstance(case.model.attention, HeadAttention):
         kv /= min(layout.tensor, case.model.attention.num_kv_heads)
     return {
         "num_params": sum(case.evaluate(max_device_params)),
-        "flops": each,
-        "compute_s": each / d.bfloat16,
+        "flops": device_flops,
+        "compute_s": device_flops / d.bfloat16,
         "sent_bytes": sent,
         "link_s": sent / d.link,
         "kv_bytes_per_token": kv / (layout.pipeline * layout.pages),
     }
 
 
-def _device(case: CostCase, found: dict[str, float]) -> Sheet:
+def _device(case: CostCase, numbers: dict[str, float]) -> Sheet:
     d = case.device
     rows = [
-        ("parameters of the fullest device", f"{found['num_params']:,.0f}"),
-        ("operations of a training step", format_flops(found["flops"])),
-        ("time of these operations at peak", format_seconds(found["compute_s"])),
+        ("parameters of the fullest device", f"{numbers['num_params']:,.0f}"),
+        ("operations of a training step", format_flops(numbers["flops"])),
+        ("time of these operations at peak", format_seconds(numbers["compute_s"])),
     ]
-    if found["sent_bytes"]:
+    if numbers["sent_bytes"]:
         rows += [
-            ("bytes sent", format_bytes(found["sent_bytes"])),
-            ("time of these bytes on the link", format_seconds(found["link_s"])),
+            ("bytes sent", format_bytes(numbers["sent_bytes"])),
+            ("time of these bytes on the link", format_seconds(numbers["link_s"])),
         ]
-    rows.append(("K and V per token", f"{found['kv_bytes_per_token']:,.0f} bytes"))
+    rows.append(("K and V per token", f"{numbers['kv_bytes_per_token']:,.0f} bytes"))
     measured = []
     if d.measured_products:
         measured.append(f"{d.measured_products / 1e12:.0f} TFLOP/s")

@@ -87,10 +87,10 @@ _LOOKS = {
 
 def _memory(ax: Any, case: CostCase) -> None:
     """Draws the training memory of the fullest device by checkpointing policy."""
-    found = [
+    memories = [
         case.evaluate(training_memory, checkpointing=policy) for policy in _POLICIES
     ]
-    bottom = [0.0] * len(found)
+    bottom = [0.0] * len(memories)
     groups = {
         "weights": ("weights",),
         "gradients": ("gradients",),
@@ -100,7 +100,7 @@ def _memory(ax: Any, case: CostCase) -> None:
     }
     looks = zip((1, 2, 3, 6, 7), ("", "//", "..", "\\\\", "xx"), strict=True)
     for (label, names), (color, hatch) in zip(groups.items(), looks, strict=True):
-        heights = [sum(getattr(x, name) for name in names) / 1e9 for x in found]
+        heights = [sum(getattr(x, name) for name in names) / 1e9 for x in memories]
         look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
         look |= {"label": label, "width": 0.64, "edgecolor": "white"}
         ax.bar(_POLICIES, heights, bottom=bottom, **look)
@@ -121,10 +121,10 @@ def _decode(ax: Any, case: CostCase) -> None:
     looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
         works = [case.evaluate(decode_work, batch=x, context=context) for x in batches]
-        found = [work.intensity for work in works]
+        intensities = [work.intensity for work in works]
         look = {"marker": mark, "markevery": 2}
-        draw_curve(ax, batches, found, color, f"context {context:,}", **look)
-        bound += [context] if max(found) < case.ridge else []
+        draw_curve(ax, batches, intensities, color, f"context {context:,}", **look)
+        bound += [context] if max(intensities) < case.ridge else []
     title = "Decoding by batch and context"
     if bound:
         title = f"Decoding at {min(bound):,} tokens is memory-bound at every batch"
@@ -135,9 +135,9 @@ def _prefill(ax: Any, case: CostCase) -> None:
     """Draws the intensity of prefill against the prompt length."""
     lengths = [2**x for x in range(14)]
     works = [case.evaluate(prefill_work, batch=1, prompt=x) for x in lengths]
-    found = [work.intensity for work in works]
-    draw_curve(ax, lengths, found, 5, "one prompt", markevery=2)
-    free = [x for x, y in zip(lengths, found, strict=True) if y > case.ridge]
+    intensities = [work.intensity for work in works]
+    draw_curve(ax, lengths, intensities, 5, "one prompt", markevery=2)
+    free = [x for x, y in zip(lengths, intensities, strict=True) if y > case.ridge]
     title = "Prefill is memory-bound at every length"
     if free:
         title = f"Prefill is compute-bound from {free[0]:,} tokens"

@@ -22,10 +22,10 @@ from scaling.shapes import HeadAttention
 
 def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Returns all tables; `document` has the numbers that are also in the JSON."""
-    found = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    found += [_memory(case), _activations(case)]
-    found.append(_one_layer(case, document["one_layer"]))
-    return [*found, *device_tables.device_sheets(case, document)]
+    sheets = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
+    sheets += [_memory(case), _activations(case)]
+    sheets.append(_one_layer(case, document["one_layer"]))
+    return [*sheets, *device_tables.device_sheets(case, document)]
 
 
 def symbols(case: CostCase) -> list[tuple[str, int, str]]:
@@ -33,7 +33,7 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
     model = case.model
     a = case.model.attention
     x = case.model.experts
-    found = [
+    rows = [
         ("b", case.batch, "sequences"),
         ("s", case.sequence, "tokens of each"),
         ("h", model.hidden_size, "hidden size"),
@@ -41,10 +41,10 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
         ("n", a.num_q_heads, "query heads"),
     ]
     if isinstance(a, HeadAttention):
-        found.append(("m", a.num_kv_heads, "KV heads"))
-        found.append(("d", a.head_dim, "head size"))
+        rows.append(("m", a.num_kv_heads, "KV heads"))
+        rows.append(("d", a.head_dim, "head size"))
     else:
-        found += [
+        rows += [
             ("q", a.q_rank or 0, "width of the query latent"),
             ("c", a.kv_rank, "width of the KV latent"),
             ("dn", a.nope_dim, "head size without positions"),
@@ -52,17 +52,17 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
             ("dv", a.value_dim, "value head size"),
         ]
     if model.num_dense_layers:
-        found.append(("i", model.mlp_size, "FFN width"))
+        rows.append(("i", model.mlp_size, "FFN width"))
     if x is not None:
-        found += [
+        rows += [
             ("e", x.num_experts, "routed experts"),
             ("k", x.top_k, "experts of a token"),
             ("j", x.size, "FFN width of an expert"),
             ("js", x.shared_size, "FFN width of all shared experts"),
         ]
-    found.append(("v", model.vocab_size, "vocabulary"))
-    found.append(("r", model.position_rows, "rows of the position table"))
-    return [row for row in found if row[1]]
+    rows.append(("v", model.vocab_size, "vocabulary"))
+    rows.append(("r", model.position_rows, "rows of the position table"))
+    return [row for row in rows if row[1]]
 
 
 def _shape(case: CostCase) -> Sheet:
@@ -120,13 +120,13 @@ def _flops(case: CostCase) -> list[Sheet]:
     tokens = case.batch * case.sequence
     step = case.evaluate(training_step_flops)
     params = count_parameters(case.model)
-    whole = total_flops(terms)
+    total = total_flops(terms)
     rows = []
     for x in terms:
         name = x.name if x.part == x.name else f"{x.part}: {x.name}"
-        each = format_flops(x.flops / tokens)
-        share = format_percent(x.flops / whole)
-        rows.append((name, x.formula, each, share, x.growth))
+        token_flops = format_flops(x.flops / tokens)
+        share = format_percent(x.flops / total)
+        rows.append((name, x.formula, token_flops, share, x.growth))
     t = "t = s" if case.attention == "full" else "t = s/2 on average"
     note = f"Attention pairs: {case.attention}, {t}, at most the window."
     heads = ("product", "per token", "a token", "share", "grows with")
@@ -156,13 +156,13 @@ def _flops(case: CostCase) -> list[Sheet]:
 
 
 def _memory(case: CostCase) -> Sheet:
-    found = case.evaluate(training_memory)
-    each = case.bytes_per_param
+    memory = case.evaluate(training_memory)
+    param_bytes = case.bytes_per_param
     formulas = {
-        "weights": f"{each.weight} N",
-        "gradients": f"{each.gradient} N",
-        "master": f"{each.master} N",
-        "moments": f"{each.moments} N",
+        "weights": f"{param_bytes.weight} N",
+        "gradients": f"{param_bytes.gradient} N",
+        "master": f"{param_bytes.master} N",
+        "moments": f"{param_bytes.moments} N",
         "activations": f"checkpointing: {case.checkpointing}",
         "recomputed": "one layer",
         "ends": "inputs of final norm and head",
@@ -176,11 +176,11 @@ def _memory(case: CostCase) -> Sheet:
             formulas[name],
             format_bytes(value),
         )
-        for name, value in found._asdict().items()
+        for name, value in memory._asdict().items()
         if value
     ]
-    rows.append(("total", "", format_bytes(found.total)))
-    fits = "fits" if found.total <= case.device.memory_bytes else "does not fit"
+    rows.append(("total", "", format_bytes(memory.total)))
+    fits = "fits" if memory.total <= case.device.memory_bytes else "does not fit"
     devices = case.layout.num_devices
     where = "the device" if devices == 1 else f"the fullest of {devices:,} devices"
     note = (
@@ -208,30 +208,30 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
     size = sum(x.size * x.stored * places[x.place] for x in list_weights(last))
     terms = case.evaluate(forward_terms, model=last)
     tokens = case.batch * case.sequence
-    each = case.bytes_per_param.weight
+    weight_bytes = case.bytes_per_param.weight
     sums = per_token(case.stored, last)
-    kept = sums[last.mixture_layers[0]] * tokens
-    boundary = tokens * model.hidden_size * each
+    layer_bytes = sums[last.mixture_layers[0]] * tokens
+    boundary = tokens * model.hidden_size * weight_bytes
     return {
         "num_params": size,
         "forward_flops": sum(x.flops for x in terms if x.part != "head"),
-        "weight_bytes": each * size,
+        "weight_bytes": weight_bytes * size,
         "boundary_bytes": boundary,
-        "activation_bytes": kept,
-        "peak_bytes": each * size + boundary + kept,
+        "activation_bytes": layer_bytes,
+        "peak_bytes": weight_bytes * size + boundary + layer_bytes,
     }
 
 
-def _one_layer(case: CostCase, found: dict[str, Any]) -> Sheet:
+def _one_layer(case: CostCase, numbers: dict[str, Any]) -> Sheet:
     size = {
-        "weights": found["weight_bytes"],
-        "input, kept at the boundary": found["boundary_bytes"],
-        "activations during recomputation": found["activation_bytes"],
-        "weights, input and activations": found["peak_bytes"],
+        "weights": numbers["weight_bytes"],
+        "input, kept at the boundary": numbers["boundary_bytes"],
+        "activations during recomputation": numbers["activation_bytes"],
+        "weights, input and activations": numbers["peak_bytes"],
     }
     rows = [
-        ("parameters", f"{found['num_params']:,.0f}"),
-        ("operations forward", format_flops(found["forward_flops"])),
+        ("parameters", f"{numbers['num_params']:,.0f}"),
+        ("operations forward", format_flops(numbers["forward_flops"])),
         *((name, format_bytes(value)) for name, value in size.items()),
     ]
     title = f"one layer, {case.batch} x {case.sequence:,} tokens"

@@ -35,9 +35,9 @@ def plot(axes: Any, result: LogFits) -> None:
     if num > MAX_DOTS:
         rows = np.sort(np.random.default_rng(0).choice(num, MAX_DOTS, replace=False))
         names = ("row", "num_params", "num_tokens", "flops", "loss", "is_fitted")
-        kept = {name: getattr(result, name)[rows] for name in (*names, "group")}
-        kept["predicted"] = result.predicted[:, rows]
-        result = dataclasses.replace(result, **kept)
+        columns = {name: getattr(result, name)[rows] for name in (*names, "group")}
+        columns["predicted"] = result.predicted[:, rows]
+        result = dataclasses.replace(result, **columns)
     _draw_losses(axes[0, 0], result)
     _draw_residuals(axes[0, 1], result)
     _draw_groups(axes[1, 0], result)
@@ -53,11 +53,11 @@ def _draw_losses(ax: Any, result: LogFits) -> None:
     )
     held = ~result.is_fitted
     _scatter(ax, x, result.loss, shade, held, held_out="held out" if held.any() else "")
-    known = np.log(np.concatenate([result.num_params, result.sizes]))
+    log_sizes = np.log(np.concatenate([result.num_params, result.sizes]))
     lines = zip(result.sizes, result.curves.x, result.curves.y, strict=True)
     styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
-        color = sequential_colors(known)[i]
+        color = sequential_colors(log_sizes)[i]
         look = {"linestyle": next(styles), "linewidth": 1}
         ax.plot(flops, loss, color=color, label=format_count(size), **look)
     if result.frontier.x.size:
@@ -85,8 +85,8 @@ def _draw_residuals(ax: Any, result: LogFits) -> None:
         off = 100 * np.log(result.loss / result.predicted[i])
         mark = "os^dvP"[i % 6]
         _scatter(ax, x, off, np.tile(color, (x.size, 1)), held, fitted=law, mark=mark)
-        known = np.abs(off[np.isfinite(off)])
-        worst = max(worst, float(known.max(initial=0.0)))
+        abs_residuals = np.abs(off[np.isfinite(off)])
+        worst = max(worst, float(abs_residuals.max(initial=0.0)))
     draw_reference_line(ax, 0)
     title = f"Residuals: at most {worst:.2g} %"
     title += " (hollow: held out)" if held.any() else ""

@@ -129,21 +129,21 @@ def _document(
     rules = (config.where, config.hold_out, config.ignore)
     picks = (config.last_of, config.best_of, config.by)
     used = [x for x in (*rules, *picks, *config.columns) if x]
-    seen = log.take(is_fitted)
+    fit_log = log.take(is_fitted)
     notes = []
     frontiers = []
     warnings = []
     shifts = []
     for part in parts:
         group = {"group": part.label} if config.by else {}
-        notes += map(part.label_line, part.found.notes)
-        every = [*part.found.frontiers, *part.found.windows]
-        frontiers += [report.frontier_json(each) | group for each in every]
-        warnings += map(part.label_line, part.found.warnings)
+        notes += map(part.label_line, part.frontier_set.notes)
+        every = [*part.frontier_set.frontiers, *part.frontier_set.windows]
+        frontiers += [report.frontier_json(frontier) | group for frontier in every]
+        warnings += map(part.label_line, part.frontier_set.warnings)
         warnings += map(
-            part.label_line, report.disjoint_intervals(part.fits, part.found)
+            part.label_line, report.disjoint_intervals(part.fits, part.frontier_set)
         )
-        if shift := report.expected_shift(part.found):
+        if shift := report.expected_shift(part.frontier_set):
             shifts.append(part.label_line(shift))
     notes += [
         part.label_line(
@@ -157,7 +157,7 @@ def _document(
         "others": others,
         **({"by": config.by} if config.by else {}),
         "log": config.log,
-        "log_warnings": [*unfitted, *find_doubts(seen, _columns(config), used)],
+        "log_warnings": [*unfitted, *find_doubts(fit_log, _columns(config), used)],
         "count": log.count,
         "shape": shared_shape(Path(config.log)),
         "notes": [*log.notes, *_choices(config, log, is_fitted), *notes],
@@ -174,18 +174,18 @@ def _choices(config: FitConfig, log: Log, is_fitted: np.ndarray) -> Iterator[str
     num_rows = is_fitted.size
     if line := describe_thinning(num_fitted):
         yield line
-    if num_fitted > (most := grids.MAX_ROWS):
-        yield f"the contour of the objective is not drawn: more than {most:,} rows"
-    if num_rows > (most := drawing.MAX_DOTS):
-        yield f"the figure has dots for {most:,} of {num_rows:,} rows"
+    if num_fitted > (limit := grids.MAX_ROWS):
+        yield f"the contour of the objective is not drawn: more than {limit:,} rows"
+    if num_rows > (limit := drawing.MAX_DOTS):
+        yield f"the figure has dots for {limit:,} of {num_rows:,} rows"
     rules_text = " ".join((config.where, config.hold_out, config.ignore))
     for name, unit in log.units.items():
         if mentions(rules_text, name):
             yield f"rules compare {name} times {unit:g}, the unit of its flag"
     if is_fitted.all() and (rule := config.where or config.hold_out):
         yield f"the rule {rule!r} holds out no run"
-    seen = log.take(is_fitted)
-    num_raw = sum(row.cells.get("decayed") is False for row in seen.raw)
+    fit_log = log.take(is_fitted)
+    num_raw = sum(row.cells.get("decayed") is False for row in fit_log.raw)
     if 0 < num_raw < num_fitted:
         yield f"{num_raw} of {num_fitted} runs ended before their learning rate decayed"
     if not log.has_one_row_per_run:

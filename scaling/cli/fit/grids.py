@@ -75,7 +75,7 @@ def optimum_curve(parts: Sequence[FitGroup], columns: Columns) -> PlotCurve:
     lines = [_frontier(part.fits[0], part.rows, columns) for part in parts]
     gap = np.array([np.nan])
     x, y = (
-        [piece for each in axis for piece in (each, gap)]
+        [piece for line in axis for piece in (line, gap)]
         for axis in zip(*lines, strict=True)
     )
     return PlotCurve(np.concatenate(x[:-1]), np.concatenate(y[:-1]))
@@ -86,12 +86,12 @@ def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
     selected = {name: x[rows] for name, x in columns.items()}
     empty = PlotCurve(np.empty(0), np.empty(0))
     if not {*SIZES} <= columns.keys():
-        there = [name for name in SIZES if name in columns]
-        if [*law.inputs] != there:
+        size_names = [name for name in SIZES if name in columns]
+        if [*law.inputs] != size_names:
             return empty
-        seen = selected[there[0]]
-        x = np.geomspace(seen.min() / 2, seen.max() * 10, NUM_POINTS)
-        return PlotCurve(x, predict(fit, {there[0]: x})[0])
+        sizes = selected[size_names[0]]
+        x = np.geomspace(sizes.min() / 2, sizes.max() * 10, NUM_POINTS)
+        return PlotCurve(x, predict(fit, {size_names[0]: x})[0])
     if law.two_powers is None:
         return empty
     flops = selected["flops"]
@@ -134,33 +134,37 @@ def find_parabolas(parts: Sequence[FitGroup], is_fitted: np.ndarray) -> GridGrou
     """Returns the parabolas through the isoFLOP groups of all parts of a log."""
     group = np.full(is_fitted.size, -1)
     num_groups = 0
-    found = []
+    grid_groups = []
     for part in parts:
-        each = _parabolas(part.found, int((part.rows & is_fitted).sum()))
-        there = each.group >= 0
-        each.group[there] += num_groups
-        group[part.rows & is_fitted] = each.group
-        num_groups += len(part.found.groups.groups)
-        found.append(each)
+        part_groups = _parabolas(part.frontier_set, int((part.rows & is_fitted).sum()))
+        mask = part_groups.group >= 0
+        part_groups.group[mask] += num_groups
+        group[part.rows & is_fitted] = part_groups.group
+        num_groups += len(part.frontier_set.groups.groups)
+        grid_groups.append(part_groups)
     return GridGroups(
         group,
-        PlotCurve(*map(np.concatenate, zip(*(x.curves for x in found), strict=True))),
-        PlotCurve(*map(np.concatenate, zip(*(x.minima for x in found), strict=True))),
+        PlotCurve(
+            *map(np.concatenate, zip(*(x.curves for x in grid_groups), strict=True))
+        ),
+        PlotCurve(
+            *map(np.concatenate, zip(*(x.minima for x in grid_groups), strict=True))
+        ),
     )
 
 
-def _parabolas(found: FrontierSet, num_runs: int) -> GridGroups:
-    groups = found.groups.groups
+def _parabolas(frontier_set: FrontierSet, num_runs: int) -> GridGroups:
+    groups = frontier_set.groups.groups
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
     y = x.copy()
     for i, each in enumerate(groups):
-        group[found.groups.rows[each.places]] = i
+        group[frontier_set.groups.rows[each.places]] = i
         loss, weight = average_by_size(each, np.ones((1, each.places.size)))
         vertex = fit_parabola(np.log10(each.sizes), loss, weight)
         x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
-    plain = [each for each in found.frontiers if each.method == PARABOLA]
+    plain = [each for each in frontier_set.frontiers if each.method == PARABOLA]
     if not plain:
         return GridGroups(group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0)))
     best = plain[0].minima
@@ -181,9 +185,9 @@ def objective_contour(fit: FitResult, columns: Columns) -> Contour:
     for i, place in enumerate(places):  # about twice as wide as the samples
         value = [*fit.coefficients.values()][place]
         half = 0.0
-        known = samples[np.isfinite(samples[:, i]), i]
-        if known.size:
-            low, high = np.quantile(known, (0.02, 0.98))
+        draws = samples[np.isfinite(samples[:, i]), i]
+        if draws.size:
+            low, high = np.quantile(draws, (0.02, 0.98))
             half = 1.5 * max(value - low, high - value)
         elif np.isfinite(fit.covariance[place, place]):
             half = 4 * float(np.sqrt(max(fit.covariance[place, place], 0.0)))

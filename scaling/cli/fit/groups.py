@@ -42,7 +42,7 @@ class FitGroup(NamedTuple):
     label: str
     rows: Bool[np.ndarray, " runs"]
     fits: list[FitResult]
-    found: FrontierSet
+    frontier_set: FrontierSet
 
     def label_line(self, line: str) -> str:
         """Returns a sentence with the label of its group."""
@@ -105,15 +105,17 @@ def _fit_group(
     """Fits all laws to one group, and finds its frontiers."""
     if not (rows & is_fitted).any():
         raise ValueError(f"{config.log}: the rule selects no row to fit")
-    seen = log.take(rows & is_fitted)
+    fit_log = log.take(rows & is_fitted)
     held_out_log = log.take(rows & ~is_fitted)
-    if label and seen.curves is not None:
+    if label and fit_log.curves is not None:
         selected = {log.runs[i] for i in np.flatnonzero(rows)}
-        curves = seen.curves.take(np.array([x in selected for x in seen.curves.runs]))
-        seen = seen._replace(curves=curves if curves.runs else None)
-    fits = [_fit_law(config, law, seen, held_out_log, progress) for law in chosen]
-    found = find_frontiers(
-        seen,
+        curves = fit_log.curves.take(
+            np.array([x in selected for x in fit_log.curves.runs])
+        )
+        fit_log = fit_log._replace(curves=curves if curves.runs else None)
+    fits = [_fit_law(config, law, fit_log, held_out_log, progress) for law in chosen]
+    frontier_set = find_frontiers(
+        fit_log,
         tolerance=config.tolerance,
         smoothing=config.smoothing,
         resamples=config.bootstrap,
@@ -121,11 +123,11 @@ def _fit_group(
         seed=config.seed,
         progress=progress,
     )
-    return FitGroup(label, rows, fits, found)
+    return FitGroup(label, rows, fits, frontier_set)
 
 
 def _fit_law(
-    config: FitConfig, law: Law, seen: Log, held_out_log: Log, progress: Progress
+    config: FitConfig, law: Law, fit_log: Log, held_out_log: Log, progress: Progress
 ) -> FitResult:
     """Fits a law to the given rows, and scores it on the held-out ones.
 
@@ -137,14 +139,14 @@ def _fit_law(
         "space": config.space,
         "level": config.level,
         "seed": config.seed,
-        "cluster": seen.labels(),  # runs are resampled, not rows
+        "cluster": fit_log.labels(),  # runs are resampled, not rows
         "fixed": config.fixed,
         "bounds": config.bounds,
     }
-    fit = _resampled(law, seen, config.bootstrap, options, progress)
+    fit = _resampled(law, fit_log, config.bootstrap, options, progress)
     if held_out_log.runs:
         return score_held_out(fit, held_out_log.columns)
-    flops = run_flops(law, seen.columns)
+    flops = run_flops(law, fit_log.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
         return fit
@@ -152,7 +154,7 @@ def _fit_law(
     options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
     try:
         options["held_out"] = is_large
-        held_out = fit_law(law, seen.columns, **options).held_out
+        held_out = fit_law(law, fit_log.columns, **options).held_out
     except ValueError:  # such as a single size among the small runs
         return fit
     assert held_out is not None

@@ -50,7 +50,7 @@ OPTIONAL = ("group", "fixed", "bounds")
 def metrics(result: LogFits) -> dict[str, Any]:
     """Returns the keys of the first fit; `fits` has all fits if there are several."""
     document = json.loads(result.document)
-    fits = [_keys(document)] + [_keys(each) for each in document["others"]]
+    fits = [_keys(document)] + [_keys(fit) for fit in document["others"]]
     by = {"by": document["by"]} if "by" in document else {}
     return {
         **fits[0],
@@ -96,10 +96,10 @@ def _name(fit: dict[str, Any]) -> str:
 
 
 def _coefficients(fit: dict[str, Any]) -> Sheet:
-    given = fit.get("fixed", {})
+    fixed_values = fit.get("fixed", {})
     intervals = fit["intervals"]
     rows = [
-        (x, _short(y), "given" if x in given else _interval(intervals.get(x), y))
+        (x, _short(y), "given" if x in fixed_values else _interval(intervals.get(x), y))
         for x, y in fit["coefficients"].items()
     ]
     intervals = fit["exponent_intervals"]
@@ -159,14 +159,14 @@ def _laws(fits: Sequence[dict[str, Any]], scored: str) -> Sheet:
 def _frontiers(document: dict[str, Any]) -> Sheet:
     rows = [
         (
-            ", ".join(filter(None, (each["method"], each.get("group")))),
-            f"{each['num_minima']} of {each['num_budgets']}",
-            format_number(each["a"]),
-            _interval(each["a_interval"], share=True),
-            format_number(each["b"]),
-            format_number(each["loss_exponent"]),
+            ", ".join(filter(None, (frontier["method"], frontier.get("group")))),
+            f"{frontier['num_minima']} of {frontier['num_budgets']}",
+            format_number(frontier["a"]),
+            _interval(frontier["a_interval"], share=True),
+            format_number(frontier["b"]),
+            format_number(frontier["loss_exponent"]),
         )
-        for each in document["frontiers"]
+        for frontier in document["frontiers"]
     ]
     heads = ("method", "minima", "a", "interval of a", "b", "of L*")
     note = "N* ~ C^a, D* ~ C^b, by least squares through the minima. "
@@ -224,8 +224,8 @@ def is_informative(low: float, high: float, value: float | None = None) -> bool:
     """Returns True if an interval has finite ends at a plausible distance."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
-    most = max(abs(low), abs(high))
-    return value is None or most <= _FAR * max(abs(value), 1e-3)
+    bound = max(abs(low), abs(high))
+    return value is None or bound <= _FAR * max(abs(value), 1e-3)
 
 
 def _short(value: float | None) -> str:
@@ -237,20 +237,24 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.2f} %"
 
 
-def frontier_json(each: Frontier) -> dict[str, Any]:
+def frontier_json(frontier: Frontier) -> dict[str, Any]:
     """Returns a frontier as JSON values."""
-    laws = {"a": each.num_params, "b": each.num_tokens, "loss_exponent": each.loss}
+    laws = {
+        "a": frontier.num_params,
+        "b": frontier.num_tokens,
+        "loss_exponent": frontier.loss,
+    }
     return {
-        "method": each.method,
+        "method": frontier.method,
         **{name: law and law.exponent for name, law in laws.items()},
         **{f"{name}_interval": law and law.interval for name, law in laws.items()},
-        "num_minima": int((each.minima.reason[0] == 0).sum()),
-        "num_budgets": len(each.flops),
-        "num_resamples": each.num_resamples,
+        "num_minima": int((frontier.minima.reason[0] == 0).sum()),
+        "num_budgets": len(frontier.flops),
+        "num_resamples": frontier.num_resamples,
     }
 
 
-def expected_shift(found: FrontierSet) -> str:
+def expected_shift(frontier_set: FrontierSet) -> str:
     """Returns a sentence about the bias of parabola vertices.
 
     The bias is relative to the minima of the fitted surface.
@@ -258,15 +262,15 @@ def expected_shift(found: FrontierSet) -> str:
     Returns:
       The sentence; empty without a parabola or a correction.
     """
-    by_name = {each.method: each.minima for each in found.frontiers}
-    if found.exponents is None:
+    by_name = {frontier.method: frontier.minima for frontier in frontier_set.frontiers}
+    if frontier_set.exponents is None:
         return ""
     with np.errstate(invalid="ignore"):
         ratio = by_name[PARABOLA].num_params[0] / by_name[CORRECTED].num_params[0]
     ratio = ratio[np.isfinite(ratio)]
     if not ratio.size:
         return ""
-    alpha, beta = found.exponents
+    alpha, beta = frontier_set.exponents
     off = 100 * (np.exp(np.log(ratio).mean()) - 1)
     centred = 100 * (10 ** vertex_shift(alpha, beta, 1.0, 9) - 1)
     return (
@@ -277,13 +281,15 @@ def expected_shift(found: FrontierSet) -> str:
     )
 
 
-def disjoint_intervals(fits: Sequence[FitResult], found: FrontierSet) -> list[str]:
+def disjoint_intervals(
+    fits: Sequence[FitResult], frontier_set: FrontierSet
+) -> list[str]:
     """Warns about methods whose intervals of the optimum's growth do not overlap.
 
     Args:
       fits: fits of laws; a law without an optimum, or at a bound, is not compared.
-      found: frontiers with intervals; an envelope, whose runs are not decayed, is not
-        compared. Contradictions among the frontiers have their own warning.
+      frontier_set: frontiers with intervals; an envelope, whose runs are not decayed,
+        is not compared. Contradictions among the frontiers have their own warning.
     """
     laws = [
         (fit.law, fit.exponents["a"], fit.exponent_intervals["a"])
@@ -291,11 +297,13 @@ def disjoint_intervals(fits: Sequence[FitResult], found: FrontierSet) -> list[st
         if "a" in fit.exponent_intervals and not fit.bounds_hit
     ]
     methods = [
-        (each.method, each.num_params.exponent, each.num_params.interval)
-        for each in found.frontiers
-        if each.num_params and each.num_params.interval and each.method != ENVELOPE
+        (frontier.method, frontier.num_params.exponent, frontier.num_params.interval)
+        for frontier in frontier_set.frontiers
+        if frontier.num_params
+        and frontier.num_params.interval
+        and frontier.method != ENVELOPE
     ]
-    if any("contradict each other" in line for line in found.doubts):
+    if any("contradict each other" in line for line in frontier_set.doubts):
         pairs = [*itertools.combinations(laws, 2), *itertools.product(laws, methods)]
     else:
         pairs = [*itertools.combinations([*laws, *methods], 2)]

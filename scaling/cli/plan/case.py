@@ -46,9 +46,11 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
             f"serving takes {served:.4g} tokens' worth: must be at most {MOST:g}"
         )
     # Properties of architectures: the options, or else those of the fitted runs.
-    asked = {name: getattr(options, name) for name in USUAL}
-    given = {name: value for name, value in asked.items() if value is not None}
-    shared: dict[str, Any] = {**USUAL, **loss_model.shape, **given}
+    shape_options = {name: getattr(options, name) for name in USUAL}
+    overrides = {
+        name: value for name, value in shape_options.items() if value is not None
+    }
+    shared: dict[str, Any] = {**USUAL, **loss_model.shape, **overrides}
     if options.tie_embeddings:
         shared["tie_embeddings"] = True
     count = options.count or loss_model.count or "total"
@@ -113,7 +115,7 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
         raise ValueError("not a fit.json: nested too deeply") from None
     document = _of_group(document, group)
     fit = from_json(document)
-    found = make_loss_model(str(path), fit.find_law(), fit.coefficients)
+    loss_model = make_loss_model(str(path), fit.find_law(), fit.coefficients)
     if not {"num_params", "num_tokens"} <= {*fit.inputs}:
         raise ValueError(
             f"the fit has inputs {', '.join(fit.inputs)}; N and D are needed"
@@ -128,11 +130,13 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
     if not isinstance(doubts, list) or not all(isinstance(x, str) for x in doubts):
         raise ValueError("log_warnings must be sentences")
     if document.get("by"):
-        found = found._replace(name=f"{path} ({document['by']} {document['group']})")
-    known = get_args(Count.__value__)
-    return found._replace(
+        loss_model = loss_model._replace(
+            name=f"{path} ({document['by']} {document['group']})"
+        )
+    conventions = get_args(Count.__value__)
+    return loss_model._replace(
         fit=fit,
-        count=count if count in known else None,
+        count=count if count in conventions else None,
         doubts=tuple(doubts),
         shape=shape,
     )
@@ -147,11 +151,11 @@ def _unknown_law(name: str) -> str:
         )
     path = Path(name)
     is_path = "/" in name or name.endswith(".json")
-    known = [] if is_path else [*CONSTANTS, *LAWS]
+    names = [] if is_path else [*CONSTANTS, *LAWS]
     with contextlib.suppress(OSError):
-        known += [str(path.parent / x) for x in os.listdir(path.parent)]
+        names += [str(path.parent / x) for x in os.listdir(path.parent)]
     line = f": {'' if is_path else f'unknown law {name!r}, '}no such file or folder"
-    if near := difflib.get_close_matches(name, known):
+    if near := difflib.get_close_matches(name, names):
         return f"{line}; did you mean {' or '.join(near)}?"
     return line if is_path else f"{line}; one of: {', '.join(CONSTANTS)}"
 
@@ -170,29 +174,29 @@ def _of_group(document: Any, group: str | None) -> Any:
     by_group: dict[str, Any] = {}
     for fit in fits:
         by_group.setdefault(str(fit.get("group")), fit)
-    known = [*by_group]
-    if group is None and len(known) > 1:
+    names = [*by_group]
+    if group is None and len(names) > 1:
         raise ValueError(
             f"it has a law for each {document['by']}; give --group, one of: "
-            f"{', '.join(known)}"
+            f"{', '.join(names)}"
         )
-    if group is not None and group not in known:
-        raise ValueError(format_unknown_name("--group", group, known))
-    return document | by_group[known[0] if group is None else group]
+    if group is not None and group not in names:
+        raise ValueError(format_unknown_name("--group", group, names))
+    return document | by_group[names[0] if group is None else group]
 
 
 def _flops(options: PlanOptions, offer: Offer | None) -> float:
     """Returns the budget in operations; NaN if it follows from the law."""
     both_times = options.days is not None and options.devices is not None
-    given = {
+    is_set = {
         "--budget-usd": options.budget_usd is not None,
         "--flops": options.flops is not None,
         "--days with --devices": both_times,
         "--target-loss": options.target_loss is not None,
     }
-    names = [name for name, is_given in given.items() if is_given]
+    names = [name for name, is_given in is_set.items() if is_given]
     if not names:
-        raise ValueError(f"a budget is missing; one of: {', '.join(given)}")
+        raise ValueError(f"a budget is missing; one of: {', '.join(is_set)}")
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)}: give exactly one budget")
     if options.flops is not None or options.target_loss is not None:

@@ -46,9 +46,11 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         # Vocabularies that have small enough designs, or the origin of this one.
         size = family.vocab_size
         way_out = ""
-        most = max_vocab_size(family, best.num_params)
-        if most is not None and 1 <= most < size:
-            way_out = f"; with --vocab-size in [1, {most:,}] there are smaller designs"
+        max_vocab = max_vocab_size(family, best.num_params)
+        if max_vocab is not None and 1 <= max_vocab < size:
+            way_out = (
+                f"; with --vocab-size in [1, {max_vocab:,}] there are smaller designs"
+            )
             if size == loss_model.shape.get("vocab_size"):
                 way_out = f", that of the runs of {loss_model.name}"
         raise _refusal(case, error, way_out) from None
@@ -59,7 +61,10 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
     sure = optimum_spread(case, best)
     train = case.bill(6 * best.num_params * best.num_tokens)
-    whole, (number, duration_s) = case.bill(case.flops), case.division(train.device_s)
+    total_bill, (number, duration_s) = (
+        case.bill(case.flops),
+        case.division(train.device_s),
+    )
     document = {
         "device": case.offer and case.offer.name,
         "devices": [
@@ -96,15 +101,15 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         "epochs": unique and max(1.0, best.num_tokens / unique),
         "architecture": _architecture(case, best, design),
         "exact_optimum": _shape(other) | {"num_tokens": tokens, "loss": loss},
-        "cost_usd": whole.usd,
+        "cost_usd": total_bill.usd,
         "train_cost_usd": train.usd,
         "device_s": train.device_s,
         "serve_device_s": None,
         "num_devices": number,
         "duration_s": duration_s,
     }
-    if whole.device_s is not None and train.device_s is not None:
-        left = max(whole.device_s - train.device_s, 0.0)
+    if total_bill.device_s is not None and train.device_s is not None:
+        left = max(total_bill.device_s - train.device_s, 0.0)
         document["serve_device_s"] = left if options.inference_tokens else 0.0
     document["memory_bytes"] = document["architecture"]["memory_bytes"]["total"]
     document["warnings"] = [*_warnings(case, document, sure)]
@@ -224,10 +229,10 @@ def _warnings(
     if fit is not None:
         yield from loss_model.doubts
         yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
-        most = fit.ranges.get("flops", (math.nan, math.nan))[1]
-        if document["train_flops"] > 10 * most:
+        max_flops = fit.ranges.get("flops", (math.nan, math.nan))[1]
+        if document["train_flops"] > 10 * max_flops:
             yield (
-                f"training takes {document['train_flops'] / most:,.3g} times the "
+                f"training takes {document['train_flops'] / max_flops:,.3g} times the "
                 "operations of the largest run that was fitted"
             )
     if sure is not None and sure.num_without:

@@ -35,8 +35,8 @@ def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
     yield "operations", f"{document['flops']:.4g} FLOPs"
     if document["flops_interval"] is not None:
         low, high = document["flops_interval"]
-        most = "infinity" if math.isinf(high) else f"{high:.4g}"
-        yield level, f"{low:.4g} to {most} FLOPs"
+        upper = "infinity" if math.isinf(high) else f"{high:.4g}"
+        yield level, f"{low:.4g} to {upper} FLOPs"
     num_params = format_count(document["num_params"], ".4g", " ")
     yield "parameters N", f"{num_params} ({document['count']})"
     yield "tokens D", format_count(document["num_tokens"], ".4g", " ")
@@ -252,9 +252,9 @@ def _plain(loss_model: LossModel) -> str:
 
 
 def _numbers(loss_model: LossModel) -> str:
-    given = {} if loss_model.fit is None else loss_model.fit.fixed
+    fixed_names = {} if loss_model.fit is None else loss_model.fit.fixed
     return ", ".join(
-        f"{name} = {value:.4g}{' (given)' if name in given else ''}"
+        f"{name} = {value:.4g}{' (given)' if name in fixed_names else ''}"
         for name, value in loss_model.coefficients.items()
     )
 
@@ -307,12 +307,12 @@ def _exact(case: PlanCase, document: PlanDocument) -> str:
     has = document["architecture"]
     other = document["exact_optimum"]
     tokens = document["num_tokens"]
-    each = has["train_flops_per_token"]
+    token_flops = has["train_flops_per_token"]
     text = (
         "With all products counted, including attention over "
         f"{case.family.sequence:,} tokens ({case.family.attention}), this design takes "
-        f"{each:.4g} FLOPs per token to train, "
-        f"{each / (6 * _counted(document, 'architecture')):.3f} times 6 N. "
+        f"{token_flops:.4g} FLOPs per token to train, "
+        f"{token_flops / (6 * _counted(document, 'architecture')):.3f} times 6 N. "
     )
     if has["loss"] is not None:
         text += (

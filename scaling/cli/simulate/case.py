@@ -64,12 +64,16 @@ def load_coefficients(options: SimulateOptions) -> ServerPosterior:
       ValueError: it cannot be read or has fewer draws.
     """
     posterior = load_posterior(options.coefficients or PUBLISHED_SERVERS)
-    most = len(posterior.deviations)
+    num_available = len(posterior.deviations)
     num = options.draws
     if num is None:
-        num = most if options.stages is not None else min(MAX_DRAWS, most)
-    if num > most:
-        raise ValueError(f"--draws {num}: the coefficients have {most}")
+        num = (
+            num_available
+            if options.stages is not None
+            else min(MAX_DRAWS, num_available)
+        )
+    if num > num_available:
+        raise ValueError(f"--draws {num}: the coefficients have {num_available}")
     return take_draws(posterior, num)
 
 
@@ -166,12 +170,12 @@ def _find_degree(options: SimulateOptions) -> int:
             f"--parallel {options.parallel}: the cost model of servers has tensor "
             "parallelism only, tp=N"
         )
-    given = {
+    degrees = {
         "--parallel tp": layout.tensor if options.parallel else None,
         "--tp": options.tp,
         "--devices": options.devices,
     }
-    values = {flag: x for flag, x in given.items() if x is not None}
+    values = {flag: x for flag, x in degrees.items() if x is not None}
     if len(set(values.values())) > 1:
         shown = " and ".join(f"{flag} {x}" for flag, x in values.items())
         raise ValueError(

@@ -111,10 +111,10 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
     if name:
         raise ValueError(f"{name}: --stages has the models of its rows")
     plain = SimulateOptions()
-    kept = ("stages", "coefficients", "draws", "seed", "out")
+    stage_options = ("stages", "coefficients", "draws", "seed", "out")
     for field in dataclasses.fields(SimulateOptions):
-        given = getattr(options, field.name)
-        if field.name not in kept and given != getattr(plain, field.name):
+        setting = getattr(options, field.name)
+        if field.name not in stage_options and setting != getattr(plain, field.name):
             flag = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{flag} and --stages exclude each other")
     with Terminal() as bars:

@@ -82,11 +82,13 @@ def _draw_sweep_first_token(
     """Draws the statistics of the first token against the load."""
     looks = (("p50", GREEN, "s"), ("p99", ORANGE, "^"))
     for name, color, mark in looks:
-        kept = [x for x in rows if x["ttft_s"][name] is not None]
-        at = [x["rate_per_s"] for x in kept]
-        draw_curve(ax, at, [x["ttft_s"][name] for x in kept], color, name, marker=mark)
+        valid_rows = [x for x in rows if x["ttft_s"][name] is not None]
+        at = [x["rate_per_s"] for x in valid_rows]
+        draw_curve(
+            ax, at, [x["ttft_s"][name] for x in valid_rows], color, name, marker=mark
+        )
         low, high = (
-            [x["ttft_s"]["interval"][name][side] for x in kept] for side in (0, 1)
+            [x["ttft_s"]["interval"][name][side] for x in valid_rows] for side in (0, 1)
         )
         shade_band(ax, at, low, high, plotting.colors()[color], _ALPHA)
     for limit in (x for x in case.objectives if x.latency == "ttft"):

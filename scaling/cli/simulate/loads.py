@@ -83,7 +83,7 @@ def draw_loads(
                 arrival_s[:num],
                 prefix + tokens.prompt,
                 tokens.output,
-                known=np.full(num, prefix if options.prefix_caching else 0),
+                prefix_tokens=np.full(num, prefix if options.prefix_caching else 0),
                 block_size=block,
                 warm_up_s=warm_up_s,
                 window_s=window_s,
@@ -190,7 +190,7 @@ def read_loads(
         )
     rates = parse_sweep(options.sweep) or (options.rate,)
     loads = []
-    found = []
+    load_rates = []
     for rate in rates:
         scaled = recording if rate is None else recording.at_rate(rate)
         load = _cut_trace(
@@ -208,12 +208,12 @@ def read_loads(
                 f"{setup.max_model_len:,}"
             )
         loads.append(load)
-        found.append(int(load.is_measured.sum()) / load.window_s)
+        load_rates.append(int(load.is_measured.sum()) / load.window_s)
     _, num_slots = _expect(
-        options, setup, posterior, max(found), _mean_tokens(loads[-1])
+        options, setup, posterior, max(load_rates), _mean_tokens(loads[-1])
     )
-    kept = tuple(x or y for x, y in zip(rates, found, strict=True))
-    return Loads(tuple(loads), kept, num_slots, recording.doubts)
+    final_rates = tuple(x or y for x, y in zip(rates, load_rates, strict=True))
+    return Loads(tuple(loads), final_rates, num_slots, recording.doubts)
 
 
 def _mean_tokens(load: ServerLoad) -> tuple[float, float, float]:

@@ -160,7 +160,7 @@ def parse_objectives(text: str) -> tuple[LatencyObjective, ...]:
       ValueError: a latency or statistic is unknown or given twice, or a limit is not a
         number above 0.
     """
-    found: dict[tuple[str, str], LatencyObjective] = {}
+    objectives: dict[tuple[str, str], LatencyObjective] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = word.partition("=")
         latency, _, statistic = name.partition("_")
@@ -176,10 +176,10 @@ def parse_objectives(text: str) -> tuple[LatencyObjective, ...]:
             limit_s = math.nan
         if not 0 < limit_s < math.inf:
             raise ValueError(f"--objective {word}: needs a limit above 0 s")
-        if (latency, statistic) in found:
+        if (latency, statistic) in objectives:
             raise ValueError(f"--objective {text}: {name} is given twice")
-        found[latency, statistic] = LatencyObjective(latency, statistic, limit_s)
-    return tuple(found.values())
+        objectives[latency, statistic] = LatencyObjective(latency, statistic, limit_s)
+    return tuple(objectives.values())
 
 
 def parse_sweep(text: str) -> tuple[float, ...]:

@@ -83,14 +83,14 @@ def _predict_row(
     outside = find_outside_sizes(posterior, sizes)
     row["outside_fitted"] = {name: x._asdict() for name, x in outside.items()}
     for key, (field, compared) in _STATISTICS.items():
-        found: LatencySummary = getattr(predicted, field)
+        summary: LatencySummary = getattr(predicted, field)
         real: LatencySummary | None = getattr(stage, field)
         intervals = {
             name: np.quantile(values, [tail, 1 - tail]).tolist()
-            for name, values in found._asdict().items()
+            for name, values in summary._asdict().items()
         }
         middle = {
-            name: float(np.median(values)) for name, values in found._asdict().items()
+            name: float(np.median(values)) for name, values in summary._asdict().items()
         }
         row[key] = middle | {
             "compared": compared,
@@ -118,10 +118,10 @@ def stage_sheet(document: dict[str, Any]) -> Sheet:
         mark = " *" if row["is_overloaded"] else ""
         cell = [row["model"] + mark, format_rate(row["rate_per_s"])]
         for key, scale in (("e2e_s", 1.0), ("ttft_s", 1e3)):
-            found = row[key]
-            cell.append(format_estimate(found, found["compared"], scale))
+            estimate = row[key]
+            cell.append(format_estimate(estimate, estimate["compared"], scale))
             if has_measured:
-                cell.append(f"{100 * found['error']:+.1f} %")
+                cell.append(f"{100 * estimate['error']:+.1f} %")
         cells.append(tuple(cell))
     note = f"Median of the draws, and the interval that holds {100 * LEVEL:.0f} %."
     if any(row["is_overloaded"] for row in rows):

@@ -49,12 +49,12 @@ class RunSummary:
         )
         self.outside = find_outside_sizes(case.posterior, sizes)
         factors = find_latency_factors(case.posterior, case.fitted_model or "", sizes)
-        drawn = factors.draw(_NUM_FACTORS)
+        draws = factors.draw(_NUM_FACTORS)
         self._case = case
         self._factors = {
-            "e2e": drawn[..., 0],
-            "ttft": drawn[..., 1],
-            "tpot": drawn[..., 0],
+            "e2e": draws[..., 0],
+            "ttft": draws[..., 1],
+            "tpot": draws[..., 0],
         }
         self.run = run
         self.num_measured = int(run.load.is_measured.sum())
@@ -73,10 +73,10 @@ class RunSummary:
             return None
         values = self.latencies[latency]
         if statistic == "mean":
-            each = values.mean(axis=1)
+            per_draw = values.mean(axis=1)
         else:
-            each = np.percentile(values, float(statistic[1:]), axis=1)
-        return each * self._factors[latency]
+            per_draw = np.percentile(values, float(statistic[1:]), axis=1)
+        return per_draw * self._factors[latency]
 
     def probability(self, objectives: tuple[LatencyObjective, ...]) -> float | None:
         """Returns the share of samples that meet all objectives; None without any.
@@ -87,9 +87,9 @@ class RunSummary:
             return None
         met = np.broadcast_to(~self.overloaded, self._factors["e2e"].shape)
         for x in objectives:
-            found = self.samples(x.latency, x.statistic)
-            assert found is not None
-            met = met & (found <= x.limit_s)
+            samples = self.samples(x.latency, x.statistic)
+            assert samples is not None
+            met = met & (samples <= x.limit_s)
         return float(met.mean())
 
     def goodput(self, objectives: tuple[LatencyObjective, ...]) -> Samples | None:
@@ -106,7 +106,7 @@ class RunSummary:
         """Returns the numbers as a JSON document."""
         case = self._case
         load = self.run.load
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "rate_per_s": rate,
             "num_requests": self.num_measured,
             "warm_up_s": load.warm_up_s,
@@ -114,14 +114,14 @@ class RunSummary:
         }
         for latency in LATENCIES:
             samples = {x: self.samples(latency, x) for x in REQUESTS_FOR}
-            found[f"{latency}_s"] = {
+            fields[f"{latency}_s"] = {
                 **{name: _middle(x) for name, x in samples.items()},
                 "interval": {name: _interval(x) for name, x in samples.items()},
             }
         finished = self.run.num_finished()
         tokens = self.run.num_tokens()
         good = self.goodput(case.objectives)
-        return found | {
+        return fields | {
             "requests_per_s": _middle(finished / load.window_s),
             "tokens_per_s": _middle(tokens / load.window_s),
             "goodput": None
@@ -150,7 +150,7 @@ class RunSummary:
 
     def _memory(self) -> dict[str, Any]:
         setup = self._case.setup
-        found: dict[str, Any] = {
+        memory: dict[str, Any] = {
             "num_blocks": setup.num_kv_blocks,
             "block_size": setup.block_size,
             "mean_share": _middle(self.run.used_share),
@@ -160,14 +160,14 @@ class RunSummary:
         }
         if (curves := self.memory_curves()) is not None:
             _, used = curves
-            each = {
+            shares = {
                 "mean_share": used.mean(axis=1),
                 "p99_share": np.percentile(used, 99, axis=1),
                 "peak_share": used.max(axis=1),
             }
-            found |= {name: _middle(x) for name, x in each.items()}
-            found["interval"] = {name: _interval(x) for name, x in each.items()}
-        return found
+            memory |= {name: _middle(x) for name, x in shares.items()}
+            memory["interval"] = {name: _interval(x) for name, x in shares.items()}
+        return memory
 
 
 def _find_sizes(case: ServerCase, run: ServerRun, end_to_end_s: float) -> LoadSizes:
@@ -192,7 +192,7 @@ def find_largest_rates(
 
     The probability is interpolated linearly between two rates.
     """
-    found = {}
+    rate_by_level = {}
     for level in PROBABILITIES:
         relation = "is"
         if probabilities[0] < level:
@@ -200,8 +200,8 @@ def find_largest_rates(
         elif min(probabilities) >= level:
             relation = "at least"
         rate = goodput(np.array(rates), np.array(probabilities), share=level)
-        found[level] = SustainedRate(max(rate, rates[0]), relation)
-    return found
+        rate_by_level[level] = SustainedRate(max(rate, rates[0]), relation)
+    return rate_by_level
 
 
 def _middle(samples: np.ndarray | None) -> float | None:

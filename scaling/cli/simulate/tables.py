@@ -130,12 +130,12 @@ def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
         ),
         *fitted_rows(case.posterior),
     ]
-    known = f"{case.fitted_model} is one of the fitted models"
+    model_note = f"{case.fitted_model} is one of the fitted models"
     if case.fitted_model is None:
-        known = (
+        model_note = (
             "not fitted: the intervals have the assumed discrepancy of an unseen model"
         )
-    rows.append(("model", known))
+    rows.append(("model", model_note))
     if device not in case.posterior.devices:
         rows.append(
             (
@@ -183,12 +183,12 @@ def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:
     ]
 
 
-def format_estimate(found: dict[str, Any], name: str, scale: float) -> str:
+def format_estimate(estimate: dict[str, Any], name: str, scale: float) -> str:
     """Formats a statistic with its interval: 4.62 [4.31, 4.98]; "-" for none."""
-    if found[name] is None:
+    if estimate[name] is None:
         return "-"
-    low, high = (_short(scale * x) for x in found["interval"][name])
-    return f"{_short(scale * found[name])} [{low}, {high}]"
+    low, high = (_short(scale * x) for x in estimate["interval"][name])
+    return f"{_short(scale * estimate[name])} [{low}, {high}]"
 
 
 def _short(value: float) -> str:

@@ -202,8 +202,8 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
                 lines = [f"jaxkv generate {out / MODEL} --prompt 'def '"]
     stopped = bars.status or RESUMABLE
     if result.status == "stopped":
-        asked = gather_numbers(bars.status)
-        stopped = bars.status or next(filter(None, asked), RESUMABLE)
+        statuses = gather_numbers(bars.status)
+        stopped = bars.status or next(filter(None, statuses), RESUMABLE)
         why = bars.reason if bars.status else "another process was stopped"
         lines = [f"{why}; run the same command to continue"]
     if result.status == "diverged":
@@ -245,8 +245,8 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
       ValueError: the config is unknown, or `sweep.run_sweep` rejects it.
     """
     config = find_config(name, SweepConfig, SWEEPS)
-    given = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
-    config = dataclasses.replace(config, **{x: y for x, y in given.items() if y})
+    overrides = {x: getattr(options, x) for x in ("executor", "mode", "keep_models")}
+    config = dataclasses.replace(config, **{x: y for x, y in overrides.items() if y})
     if options.print_config:
         return _printed(config)
     out = options.out or Path("runs") / f"sweep-{Path(name).stem}"

@@ -60,14 +60,14 @@ def sample_hidden_chain(
     hidden: HiddenChain, num_tokens: int, random: np.random.Generator
 ) -> Int[np.ndarray, " tokens"]:
     """Samples tokens, from a state drawn from the stationary distribution."""
-    drawn = random.random((num_tokens + 1, 2))
-    start = _choose(hidden.share[None], drawn[:1, 0])[0]
-    states = markov.sample_chain(_states(hidden.moves), int(start), drawn[1:, 0])
-    found = np.empty(num_tokens, np.int64)
+    uniforms = random.random((num_tokens + 1, 2))
+    start = _choose(hidden.share[None], uniforms[:1, 0])[0]
+    states = markov.sample_chain(_states(hidden.moves), int(start), uniforms[1:, 0])
+    tokens = np.empty(num_tokens, np.int64)
     for state in range(len(hidden.share)):
-        here = states == state
-        found[here] = _choose(hidden.writes[[state]], drawn[1:, 1][here])
-    return found
+        mask = states == state
+        tokens[mask] = _choose(hidden.writes[[state]], uniforms[1:, 1][mask])
+    return tokens
 
 
 def entropy_rate(
@@ -98,36 +98,38 @@ def entropy_rate(
         [sample_hidden_chain(hidden, length, random) for _ in range(num_texts)]
     )
     belief = np.broadcast_to(hidden.share, (num_texts, len(hidden.share)))
-    found = np.zeros(num_texts)
+    entropies = np.zeros(num_texts)
     for t in range(length):
         expected = belief @ hidden.writes
         if t >= burn_in:
-            found += markov.row_entropies(expected)
+            entropies += markov.row_entropies(expected)
         belief = _filtered(hidden, belief, text[:, t])
-    found /= length - burn_in
-    return EntropyRate(float(found.mean()), float(found.std(ddof=1) / num_texts**0.5))
+    entropies /= length - burn_in
+    return EntropyRate(
+        float(entropies.mean()), float(entropies.std(ddof=1) / num_texts**0.5)
+    )
 
 
 def hidden_conditional_entropies(
-    hidden: HiddenChain, most: int = 2
+    hidden: HiddenChain, max_order: int = 2
 ) -> tuple[float, ...]:
-    """Returns entropies of a token given the last 0, ..., `most` tokens, in nats.
+    """Returns entropies of a token given the last 0, ..., `max_order` tokens, in nats.
 
     Stops early if the number of token sequences exceeds a limit.
     """
     num_tokens = hidden.writes.shape[1]
     joint = hidden.share[None]  # token sequences, next state
-    found = []
+    entropies = []
     before = 0.0
-    for length in range(1, most + 2):
+    for length in range(1, max_order + 2):
         if num_tokens**length > _MAX_BLOCKS:
             break
         joint = (joint[:, None] * hidden.writes.T).reshape(-1, len(hidden.share))
         total = markov.entropy(joint.sum(1))
-        found.append(total - before)
+        entropies.append(total - before)
         joint = joint @ hidden.moves
         before = total
-    return tuple(found)
+    return tuple(entropies)
 
 
 def hidden_code_lengths(
@@ -135,18 +137,18 @@ def hidden_code_lengths(
 ) -> Float64[np.ndarray, " tokens"]:
     """Returns the negative log probability of each token by the filter, in nats."""
     belief = hidden.share[None]
-    found = np.empty(len(stream))
+    code_lengths = np.empty(len(stream))
     for t in range(len(stream)):
         token = stream[t : t + 1].astype(np.int64)
-        found[t] = -np.log(belief @ hidden.writes[:, token[0]])[0]
+        code_lengths[t] = -np.log(belief @ hidden.writes[:, token[0]])[0]
         belief = _filtered(hidden, belief, token)
-    return found
+    return code_lengths
 
 
 def _filtered(hidden: HiddenChain, belief: np.ndarray, token: np.ndarray) -> np.ndarray:
     """Returns the probability of each next state after one more token."""
-    seen = belief * hidden.writes[:, token].T
-    return seen / seen.sum(1, keepdims=True) @ hidden.moves
+    joint = belief * hidden.writes[:, token].T
+    return joint / joint.sum(1, keepdims=True) @ hidden.moves
 
 
 def _states(moves: np.ndarray) -> markov.Chain:
@@ -159,5 +161,5 @@ def _states(moves: np.ndarray) -> markov.Chain:
 def _choose(probs: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     """Returns the index of each uniform number in one row of probabilities."""
     cumulative = np.cumsum(probs[0])
-    found = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
-    return np.minimum(found, len(cumulative) - 1)
+    indices = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
+    return np.minimum(indices, len(cumulative) - 1)

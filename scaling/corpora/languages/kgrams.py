@@ -35,8 +35,8 @@ def make_kgram_chain(
         last = context % np.uint64(size**length)
         for atom, weight in enumerate(ATOM_WEIGHTS):
             place = hashed_uniform(last, (seed, length, atom)) * cumulative[-1]
-            drawn = np.searchsorted(cumulative, place, side="right")
-            tokens.append(np.minimum(drawn, size - 1))
+            index = np.searchsorted(cumulative, place, side="right")
+            tokens.append(np.minimum(index, size - 1))
             weights.append(np.full(len(context), share * weight))
     return markov.make_chain(size, order, np.stack(tokens, 1), np.stack(weights, 1))
 
@@ -48,10 +48,10 @@ def hashed_uniform(
 
     Source: the finalizer of splitmix64, Steele, Lea and Flood 2014 (OOPSLA), figure 15.
     """
-    found = keys
+    bits = keys
     for extra in (*salt, 0):
-        found = found + np.uint64(0x9E3779B97F4A7C15)
-        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        found = (found ^ (found >> np.uint64(31))) + np.uint64(extra)
-    return (found >> np.uint64(11)) * 2.0**-53
+        bits = bits + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = (bits ^ (bits >> np.uint64(31))) + np.uint64(extra)
+    return (bits >> np.uint64(11)) * 2.0**-53

@@ -103,15 +103,15 @@ def open_language(config: LanguageConfig) -> streams.Corpus:
       ValueError: the language has no unique entropy, or `num_unique_tokens` is more
         than `num_tokens`.
     """
-    found = optimal_loss(config)
+    optimum = optimal_loss(config)
     return streams.make_corpus(
         _written(config, config.num_tokens, 1),
         _written(config, config.num_held_out, 2),
         vocab_size=config.vocab_size,
         name=f"{config.kind} language of {config.vocab_size} tokens",
         num_unique_tokens=config.num_unique_tokens,
-        floor=found.floor,
-        floor_se=found.floor_se,
+        floor=optimum.floor,
+        floor_se=optimum.floor_se,
     )
 
 
@@ -171,8 +171,8 @@ def _chain(config: LanguageConfig) -> markov.Chain:
         order = 0
     else:
         order = config.order
-        drawn = _random(config, 0).random((size**order, size))
-        probs = hidden_markov.random_rows(drawn, config.sharpness)
+        uniforms = _random(config, 0).random((size**order, size))
+        probs = hidden_markov.random_rows(uniforms, config.sharpness)
     tokens = np.broadcast_to(np.arange(size), probs.shape)
     return markov.make_chain(size, order, tokens, probs)
 
@@ -181,22 +181,22 @@ def _hidden(config: LanguageConfig) -> hidden_markov.HiddenChain:
     random = _random(config, 0)
     states = config.num_states
     moves = hidden_markov.random_rows(random.random((states,) * 2), config.sharpness)
-    drawn = random.random((states, config.vocab_size))
+    uniforms = random.random((states, config.vocab_size))
     return hidden_markov.make_hidden_chain(
-        moves, hidden_markov.random_rows(drawn, config.sharpness)
+        moves, hidden_markov.random_rows(uniforms, config.sharpness)
     )
 
 
 def _written(config: LanguageConfig, num_tokens: int, part: int) -> np.ndarray:
     random = _random(config, part)
     if config.kind == "hidden_markov":
-        found = hidden_markov.sample_hidden_chain(_hidden(config), num_tokens, random)
+        tokens = hidden_markov.sample_hidden_chain(_hidden(config), num_tokens, random)
     else:
         chain = _chain(config)
         share = np.cumsum(markov.stationary_distribution(chain))
         start = min(int(np.searchsorted(share, random.random())), len(share) - 1)
-        found = markov.sample_chain(chain, start, random.random(num_tokens))
-    return found.astype(np.uint16)
+        tokens = markov.sample_chain(chain, start, random.random(num_tokens))
+    return tokens.astype(np.uint16)
 
 
 def _random(config: LanguageConfig, part: int) -> np.random.Generator:

@@ -149,7 +149,7 @@ def sample_chain(
     drive[:num] = uniforms
     drive = np.ascontiguousarray(drive.reshape(segments, length).T)
     contexts = np.full((length, segments), -1, np.int64)  # after each token
-    found = np.zeros((length, segments), np.int32)
+    tokens = np.zeros((length, segments), np.int32)
     begun = np.full(segments, start, np.int64)
     active = np.arange(segments)
     while len(active):
@@ -159,7 +159,7 @@ def sample_chain(
             token = chain.tokens[now, below.sum(1)]
             now = _following(chain, now, token)
             going = contexts[t, active] != now
-            found[t, active] = token
+            tokens[t, active] = token
             contexts[t, active] = now
             if not going.all():
                 active = active[going]
@@ -169,7 +169,7 @@ def sample_chain(
         ends = np.concatenate([[start], contexts[-1, :-1]])
         active = np.flatnonzero(ends != begun)
         begun = ends
-    return found.T.reshape(-1)[:num]
+    return tokens.T.reshape(-1)[:num]
 
 
 def chain_code_lengths(

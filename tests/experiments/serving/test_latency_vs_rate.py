@@ -91,7 +91,7 @@ def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> No
     load = runs.draw_load(ALPACA, 1.0, 10.0, 0)
     even = np.array([1.0, 2.0, 3.0])
     systems = ("paged", "Orca (Max)")
-    found = runs.explore_rates(setting, load, systems, even, num_near=2, most=5.0)
+    found = runs.explore_rates(setting, load, systems, even, num_near=2, max_rate=5.0)
     near = asked[1]["paged"]
     beyond = asked[1]["Orca (Max)"]
     assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])

@@ -334,7 +334,7 @@ def test_control_characters_do_not_reach_the_terminal(
 def test_ranked_answers_are_written_whole_and_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write = AnswerWriter(("a", "b", "c"), whole=True)
+    write = AnswerWriter(("a", "b", "c"), is_whole=True)
     write(2, "z", True, -3.0)
     write(1, "y", True, -2.0)
     assert capsys.readouterr().out == ""

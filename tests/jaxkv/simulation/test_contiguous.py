@@ -126,7 +126,7 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     batches = trace[-1].num_running
     for i in range(3):
         twin = Buddies(203, 64)
-        blocks = {}
+        blocks: dict[int, Any] = {}
         steps = zip(trace[0][i], trace[1][i], trace[-1].drew[i], strict=True)
         for sequence, block, drew in steps:
             there = dict(zip(sequence.tolist(), block.tolist(), strict=True))

@@ -246,10 +246,11 @@ def test_large_scores_do_not_overflow() -> None:
 def refused(message: str, **changes: Any) -> None:
     """Checks that a valid call with one change raises an error of one line."""
     case, _ = plain()
-    arrays = dict(zip(case._fields, map(jnp.asarray, case), strict=True))
+    arrays: Any = dict(zip(case._fields, map(jnp.asarray, case), strict=True))
+    # Without the type checks of the tests, like a user's call.
+    function = inspect.unwrap(api.paged_attention)
     with pytest.raises(ValueError, match=message) as caught:
-        # Without the type checks of the tests, like a user's call.
-        inspect.unwrap(api.paged_attention)(**arrays | changes)
+        attend_arrays(**arrays | changes, function=function)
     assert "\n" not in str(caught.value)
 
 

@@ -16,6 +16,7 @@ from tests.support.attention_cases import (
     Case,
     assert_same,
     attend,
+    attend_arrays,
     check,
     make_case,
     oracle,
@@ -334,7 +335,9 @@ def test_other_layers_of_a_flat_pool_do_not_matter() -> None:
 
 def test_numbers_for_heads_must_be_one_for_each() -> None:
     case = make_case(np.random.default_rng(19), [(3, 1)], decode=True)
-    with pytest.raises(ValueError, match=r"alibi.shape=\(3,\) must be \(4,\), one for"):
-        inspect.unwrap(paged_attention)(
-            *map(jnp.asarray, case[:5]), alibi=jnp.zeros(3, jnp.float32)
+    with pytest.raises(ValueError, match=r"slopes.shape=\(3,\) must be \(4,\)"):
+        attend_arrays(
+            *map(jnp.asarray, case[:5]),
+            alibi=jnp.zeros(3, jnp.float32),
+            function=inspect.unwrap(paged_attention),
         )

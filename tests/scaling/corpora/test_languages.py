@@ -167,7 +167,7 @@ def test_filter_is_between_the_bounds_of_all_short_texts() -> None:
     assert 0 < rate.se < 1e-3
     assert lower - 4 * rate.se < rate.mean < upper + 4 * rate.se
     # Exact blocks, longest first: each token helps, none is below the bounds.
-    steps = hidden_markov.hidden_conditional_entropies(hidden, most=9)
+    steps = hidden_markov.hidden_conditional_entropies(hidden, max_order=9)
     assert (np.diff(steps)[:4] < 0).all()
     assert steps[-1] == pytest.approx(upper, abs=1e-12)
     # States that determine the token make a Markov chain of the tokens.

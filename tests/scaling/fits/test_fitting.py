@@ -441,7 +441,7 @@ def test_no_optimum_of_collinear_sets_is_missed() -> None:
         found = fitting.fit(CHINCHILLA, data)
         seen = make_observations(CHINCHILLA, data)
         problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen)
-        weights = np.tile(problem.seen.weights, (1024, 1))
+        weights = np.tile(problem.runs.weights, (1024, 1))
         starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
         ends = levenberg_marquardt.solve_weightings(problem, weights, starts)
         for _ in range(4):

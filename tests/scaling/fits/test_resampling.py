@@ -66,13 +66,13 @@ WIDTHS = intervals, "widening", test_an_interval_has_its_level
 @pytest.mark.parametrize(
     ("place", "removed", "added"),
     [
-        (RESAMPLES, "int(seen.cluster.max()) + 1", "len(seen.cluster)"),
-        (RESAMPLES, "seen.cluster] * seen.weights", "seen.cluster] * 1.0"),
+        (RESAMPLES, "int(runs.cluster.max()) + 1", "len(runs.cluster)"),
+        (RESAMPLES, "runs.cluster] * runs.weights", "runs.cluster] * 1.0"),
         (RESAMPLES, "multinomial(num_runs,", "multinomial(num_runs - 1,"),
         (
             RESAMPLES,
             "np.full(num_runs, 1 / num_runs)",
-            "np.bincount(seen.cluster) / len(seen.cluster)",
+            "np.bincount(runs.cluster) / len(runs.cluster)",
         ),
         (LEVELS, "(1 - level) / 2, (1 + level) / 2", "1 - level, level"),
         (LEVELS, "axis=0", "axis=-1"),

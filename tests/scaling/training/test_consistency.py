@@ -82,7 +82,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
         for i in range(6)
     ]
     sizes: Any = {"text_tokens": 5, "seed": 1}
-    stream = make_records(found, text, each=9, **sizes)
+    stream = make_records(found, text, num_guesses=9, **sizes)
     size = OBJECTIVE.record_tokens
     rows = stream.reshape(-1, size)
     # The final block is not an intermediate guess.
@@ -91,7 +91,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
     )
     assert (rows[:, 3:7] == rows[:, :1] - 40).all()
     assert (np.diff(rows[:, 11:], axis=1) == 1).all()
-    assert len(make_records(found, text, each=1, **sizes)) == 6 * size
+    assert len(make_records(found, text, num_guesses=1, **sizes)) == 6 * size
     seen = [
         np.asarray(
             streams.draw_windows(
@@ -159,7 +159,7 @@ def test_a_model_learns_to_predict_a_block_in_one_iteration() -> None:
     stream = make_records(
         [*map(Trajectory, prompts.tolist(), found)],
         text,
-        each=8,
+        num_guesses=8,
         text_tokens=12,
         seed=0,
     )
@@ -189,7 +189,7 @@ def test_invalid_records_are_refused() -> None:
     same = [Trajectory([1], np.array([[2], [2]]))]
     text = np.arange(9, dtype=np.uint16)
     with pytest.raises(ValueError, match="no trajectory has a guess"):
-        make_records(same, text, each=1, text_tokens=3, seed=0)
+        make_records(same, text, num_guesses=1, text_tokens=3, seed=0)
     with pytest.raises(ValueError, match="are not whole records of seq_len=4"):
         streams.draw_windows(
             jnp.arange(9, dtype=jnp.uint16),

@@ -78,8 +78,8 @@ class FlashInfer(TorchPeer):
         lists = [self._starts(shape.rows, shape.batch), *self._lists(shape, tables)]
         if not shape.is_tree:
             return wrapper, lists, {"causal": True}
-        seen = [shape.seen(i, n).flatten() for i, n in enumerate(shape.lengths)]
-        return wrapper, lists, {"custom_mask": torch.cat(seen)}
+        masks = [shape.seen(i, n).flatten() for i, n in enumerate(shape.lengths)]
+        return wrapper, lists, {"custom_mask": torch.cat(masks)}
 
     def _cascade(self, shape, tables):
         """Two levels: the shared prefix, and the own pages of each sequence."""
@@ -87,9 +87,9 @@ class FlashInfer(TorchPeer):
             2, self._workspace, "HND"
         )
         num_shared = shape.shared // shape.page_size
-        own = self._lists(shape, [table[num_shared:] for table in tables])
+        suffixes = self._lists(shape, [table[num_shared:] for table in tables])
         prefix = ([0, num_shared], tables[0][:num_shared], [shape.page_size])
-        levels = [[self._ints(x), y] for x, y in zip(prefix, own, strict=True)]
+        levels = [[self._ints(x), y] for x, y in zip(prefix, suffixes, strict=True)]
         rows = [self._ints([0, shape.batch]), self._starts(1, shape.batch)]
         return wrapper, [rows, *levels], {}
 

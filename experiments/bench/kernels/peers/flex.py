@@ -101,8 +101,8 @@ def _mask(shape, length, **blocks):
         below = place <= contexts[b] + last
         return (place < contexts[b]) | (below & kin[b, row.clamp(0, last), node])
 
-    seen = tree if shape.is_tree else causal
+    mask_mod = tree if shape.is_tree else causal
     batch = shape.batch
     return create_block_mask(
-        seen, batch, None, shape.rows, length, device=shape.device, **blocks
+        mask_mod, batch, None, shape.rows, length, device=shape.device, **blocks
     )

@@ -31,8 +31,8 @@ class Sdpa(TorchPeer):
         length = max(shape.lengths)
         options = {}
         if not shape.is_equal or shape.is_tree:
-            seen = [shape.seen(i, length) for i in range(shape.batch)]
-            options["attn_mask"] = torch.stack(seen)[:, None]
+            masks = [shape.seen(i, length) for i in range(shape.batch)]
+            options["attn_mask"] = torch.stack(masks)[:, None]
         elif shape.rows > 1 and shape.contexts[0] == 0:
             options["is_causal"] = True
         elif shape.rows > 1:

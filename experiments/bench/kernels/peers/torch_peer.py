@@ -28,20 +28,20 @@ class Shape:
       device: device of the arrays.
     """
 
-    def __init__(self, asked, device):
-        self.contexts = asked["contexts"]
-        self.rows = asked["rows"]
-        self.q_heads, self.kv_heads, self.head_dim = asked["heads"]
-        self.page_size = asked["page_size"]
-        self.shared = asked["shared"]
+    def __init__(self, question, device):
+        self.contexts = question["contexts"]
+        self.rows = question["rows"]
+        self.q_heads, self.kv_heads, self.head_dim = question["heads"]
+        self.page_size = question["page_size"]
+        self.shared = question["shared"]
         self.device = device
-        self.dtype = getattr(torch, asked["dtype"])
+        self.dtype = getattr(torch, question["dtype"])
         self.batch = len(self.contexts)
         self.lengths = [context + self.rows for context in self.contexts]
         self.is_equal = len(set(self.contexts)) == 1
-        self.is_tree = asked["ancestors"] is not None
+        self.is_tree = question["ancestors"] is not None
         ones = torch.ones(self.batch, self.rows, self.rows, dtype=torch.bool)
-        kin = torch.tensor(asked["ancestors"]) if self.is_tree else ones.tril()
+        kin = torch.tensor(question["ancestors"]) if self.is_tree else ones.tril()
         self.kin = kin.to(device)
 
     def random(self, *shape):
@@ -56,9 +56,9 @@ class Shape:
         """Returns the mask of visible positions of sequence i: `[rows, length]`."""
         context = self.contexts[i]
         place = torch.arange(length, device=self.device)
-        seen = (place < context).repeat(self.rows, 1)
-        seen[:, context : context + self.rows] = self.kin[i]
-        return seen
+        mask = (place < context).repeat(self.rows, 1)
+        mask[:, context : context + self.rows] = self.kin[i]
+        return mask
 
     def tables(self, *, may_share):
         """Returns the pages of each sequence in random order, and the number of pages.
@@ -67,10 +67,14 @@ class Shape:
           may_share: True if all sequences share the pages of the common prefix.
         """
         num_shared = self.shared // self.page_size if may_share else 0
-        own = [-(-length // self.page_size) - num_shared for length in self.lengths]
-        prefix, *rest = torch.randperm(num_shared + sum(own)).split([num_shared, *own])
-        tables = [[*prefix.tolist(), *pages.tolist()] for pages in rest]
-        return tables, num_shared + sum(own)
+        page_counts = [
+            -(-length // self.page_size) - num_shared for length in self.lengths
+        ]
+        prefix, *suffixes = torch.randperm(num_shared + sum(page_counts)).split(
+            [num_shared, *page_counts]
+        )
+        tables = [[*prefix.tolist(), *pages.tolist()] for pages in suffixes]
+        return tables, num_shared + sum(page_counts)
 
     def error(self, q, keys, out):
         """Returns the error of the last rows of the first and the longest sequence.
@@ -128,11 +132,11 @@ class TorchPeer(abc.ABC):
         and the seconds of the preparation for a step, or None.
         """
 
-    def answer(self, asked):
+    def answer(self, question):
         """Checks every variant and times the correct ones."""
         torch.manual_seed(0)
         try:
-            return self._best(Shape(asked, self.device), asked)
+            return self._best(Shape(question, self.device), question)
         except Exception as error:  # of any kind: the next shapes run
             message = " ".join(str(error).split())[:200]
             refusal = isinstance(error, ValueError)
@@ -143,25 +147,25 @@ class TorchPeer(abc.ABC):
             if self.device == "cuda":
                 torch.cuda.empty_cache()  # for the other processes
 
-    def _best(self, shape, asked):
-        turns = [self.draw(shape) for _ in range(asked["num_turns"])]
-        found = []
+    def _best(self, shape, question):
+        turns = [self.draw(shape) for _ in range(question["num_turns"])]
+        answers = []
         refusals = []
         q, keys, *_ = turns[0]
         for how, calls, plan_s in self.ways(shape, turns):
             try:
                 error = shape.error(q, keys, calls[0]())
-                if not error <= asked["max_error"]:
+                if not error <= question["max_error"]:
                     raise RuntimeError(f"incorrect result: error={error:.2g}")
-                timing = measure_calls(calls, asked["num_calls"], self.device)
+                timing = measure_calls(calls, question["num_calls"], self.device)
             except RuntimeError as error:  # unsupported shapes, out of memory
                 message = " ".join(str(error).split())[:120]
                 refusals.append(f"{how}: {message}" if how else message)
                 continue
-            found.append(dict(error=error, timing=timing, plan_s=plan_s, how=how))
-        if not found:
+            answers.append(dict(error=error, timing=timing, plan_s=plan_s, how=how))
+        if not answers:
             raise ValueError("; ".join(refusals))
-        return min(found, key=lambda answer: answer["timing"]["seconds"])
+        return min(answers, key=lambda answer: answer["timing"]["seconds"])
 
 
 def time_work(work, device):
