@@ -11,6 +11,8 @@
 # PYTHON=/path/to/python   the interpreter to build .venv from (3.12 or newer)
 # EXTRAS=dev,cuda          the extras to install
 # JAX='>=0.12,<0.13'       another jax than the one constraints.txt pins
+# TYPE_CHECKS=1            check the annotations of arrays at run time; CI does so for
+#                          the thorough tests. It costs an eighth of the time
 # DEVICELESS=1             with a compiler for GPUs that are not there (0.7 GB), for the
 #                          tests of the kernels' programs
 
@@ -20,12 +22,24 @@ JAX ?=
 DEVICELESS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+TYPE_CHECKS ?=
 export PYTHON EXTRAS JAX DEVICELESS
 # Compiled modules are kept, also where the variable forbids it: subprocesses of tests
 # import them, and the thorough tests those of the quick ones.
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
+# The packages that compute; commands, reports and figures have no arrays to check.
+CHECKED := jaxkv.arrays jaxkv.clock jaxkv.decoding jaxkv.disaggregation jaxkv.engine \
+    jaxkv.files jaxkv.ledger jaxkv.memory jaxkv.models jaxkv.parallel jaxkv.progress \
+    jaxkv.sampling jaxkv.scheduling jaxkv.server jaxkv.serving jaxkv.simulation \
+    jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.workloads pallas_kernels \
+    scaling.calibration scaling.corpora scaling.costs scaling.fits scaling.frontiers \
+    scaling.laws scaling.logs scaling.plan scaling.shapes scaling.sweeps \
+    scaling.training
+comma := ,
+space := $(subst ,, )
+TYPE_FLAG = $(if $(TYPE_CHECKS),--jaxtyping-packages=$(subst $(space),$(comma),$(strip $(CHECKED)))$(comma)beartype.beartype)
 
 .PHONY: setup demo test lint docs
 
@@ -36,7 +50,7 @@ demo: setup
 	$(BIN)/jaxkv demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(TYPE_FLAG) $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
