@@ -74,9 +74,9 @@ def take(
         lead = values.shape[: len(index)]
         flat = jnp.int32(0)
         inside = True
-        for size, each in zip(lead, index, strict=True):
-            inside &= (each >= 0) & (each < size)
-            flat = flat * size + each
+        for size, column in zip(lead, index, strict=True):
+            inside &= (column >= 0) & (column < size)
+            flat = flat * size + column
         values = values.reshape(-1, *values.shape[len(index) :])
         index = jnp.where(inside, flat, NONE)
     return values.at[index].get(
@@ -140,39 +140,39 @@ def inverse_index(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
 
 
 def update_if[T](
-    wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *given: Any
+    wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *operands: Any
 ) -> T:
-    """Applies `change(carry, *given)` if `wanted`, updating the carry in place.
+    """Applies `change(carry, *operands)` if `wanted`, updating the carry in place.
 
     For work that few steps need. It is a loop of zero or one trip, because `lax.cond`
     copies a carry that it may return unchanged. The condition is part of the loop's
     state, so that testing it launches no kernel. Arrays that `change` reads should be
-    passed in `carry` or `given`: XLA hoists computations on captured arrays out of the
-    loop and executes them even if `wanted` is False.
+    passed in `carry` or `operands`: XLA hoists computations on captured arrays out of
+    the loop and executes them even if `wanted` is False.
 
     Args:
       wanted: True if the change is applied.
-      change: a function of the carry and `given` that returns the new carry.
+      change: a function of the carry and `operands` that returns the new carry.
       carry: a pytree, donated or carried by the caller.
-      *given: further pytrees that `change` reads.
+      *operands: further pytrees that `change` reads.
     """
 
     def once(state: tuple[Array, T, Any]) -> tuple[Array, T, Any]:
-        seen = state[0]
+        is_first = state[0]
 
         # Leaf by leaf, so that unused leaves and their layouts stay out of the loop.
         def tied(leaf: Array) -> Array:
-            return lax.optimization_barrier((seen, leaf))[1]
+            return lax.optimization_barrier((is_first, leaf))[1]
 
-        old, rest = jax.tree.map(tied, state[1:])
-        new = change(old, *rest)
+        old, operands = jax.tree.map(tied, state[1:])
+        new = change(old, *operands)
         # Leaves returned unchanged stay out of the loop's carry.
         new = jax.tree.map(
             lambda new, old, outer: outer if new is old else new, new, old, state[1]
         )
-        return jnp.zeros_like(seen), new, state[2]
+        return jnp.zeros_like(is_first), new, state[2]
 
-    return lax.while_loop(lambda state: state[0], once, (wanted, carry, given))[1]
+    return lax.while_loop(lambda state: state[0], once, (wanted, carry, operands))[1]
 
 
 def pack_leaves(tree: Any) -> jax.tree_util.Partial:
@@ -189,14 +189,16 @@ def pack_leaves(tree: Any) -> jax.tree_util.Partial:
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in kinds}
 
     def unpack(*rows: Array) -> Any:
-        found: dict[int, Array] = {}
+        leaf_by_index: dict[int, Array] = {}
         for row, members in zip(rows, of_kind.values(), strict=True):
             ends = itertools.accumulate(sizes[i] for i in members)
             parts = jnp.split(row, list(ends)[:-1], axis=-1)
             for i, part in zip(members, parts, strict=True):
                 shape, dtype = shapes[i]
-                found[i] = part.reshape(*row.shape[:-1], *shape).astype(dtype)
-        return jax.tree.unflatten(structure, [found[i] for i in range(len(shapes))])
+                leaf_by_index[i] = part.reshape(*row.shape[:-1], *shape).astype(dtype)
+        return jax.tree.unflatten(
+            structure, [leaf_by_index[i] for i in range(len(shapes))]
+        )
 
     rows = [
         jnp.concatenate([leaves[i].astype(kind).reshape(-1) for i in members])

@@ -24,10 +24,10 @@ def advance(
     Returns:
       The new clock, and the duration in microseconds.
     """
-    whole = jnp.floor(seconds)
+    whole_seconds = jnp.floor(seconds)
     # Only the fraction is rounded: a float32 of microseconds is exact up to 16 s.
-    part = jnp.round((seconds - whole) * MICROS_PER_SECOND).astype(jnp.int32)
-    full = whole.astype(jnp.int32)
+    part = jnp.round((seconds - whole_seconds) * MICROS_PER_SECOND).astype(jnp.int32)
+    full = whole_seconds.astype(jnp.int32)
     total = clock[1] + part
     clock = jnp.stack(
         [clock[0] + full + total // MICROS_PER_SECOND, total % MICROS_PER_SECOND]

@@ -76,22 +76,22 @@ def format_unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
 
 
 def check_keywords(
-    function: str, given: Mapping[str, Any], known: Iterable[str]
+    function: str, arguments: Mapping[str, Any], names: Iterable[str]
 ) -> None:
     """Checks the names of keyword arguments.
 
     Args:
       function: name of the function in the message.
-      given: the keyword arguments.
-      known: names of the parameters of the function.
+      arguments: the keyword arguments.
+      names: names of the parameters of the function.
 
     Raises:
       UnknownKeyword: a keyword is not known; the message has the closest known name.
     """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    names = list(names)
+    for name in arguments:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else "see its help"
             raise UnknownKeyword(
                 f"{function}() got an unexpected keyword argument {name!r}; {hint}"
@@ -108,28 +108,28 @@ def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
     Former spellings (`RENAMED`) are replaced, with a `DeprecationWarning`.
     """
     if isinstance(function, type):
-        own: Any = function
-        own.__init__ = _suggesting(own.__init__, own.__name__)
+        decorated: Any = function
+        decorated.__init__ = _suggesting(decorated.__init__, decorated.__name__)
         return function
     return _suggesting(function, getattr(function, "__qualname__", "function"))
 
 
 def _suggesting(function: Any, title: str) -> Any:
-    known = frozenset(inspect.signature(function).parameters)
+    names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: Any, **fields: Any) -> Any:
-        for old in fields.keys() & RENAMED.keys() - known:
+        for old in fields.keys() & RENAMED.keys() - names:
             new = RENAMED[old]
-            if new in known and new not in fields:
+            if new in names and new not in fields:
                 warnings.warn(
                     f"{title}: {old} is now called {new}",
                     DeprecationWarning,
                     stacklevel=2,
                 )
                 fields[new] = fields.pop(old)
-        if not fields.keys() <= known:
-            check_keywords(title, fields, sorted(known - {"self", "cls"}))
+        if not fields.keys() <= names:
+            check_keywords(title, fields, sorted(names - {"self", "cls"}))
         return function(*args, **fields)
 
     return checked
@@ -148,10 +148,10 @@ def check_installed(user: str, extra: str, *modules: str) -> None:
     """
     for module in modules:
         try:
-            found = importlib.util.find_spec(module) is not None
+            is_installed = importlib.util.find_spec(module) is not None
         except ValueError:  # imported, without a spec
-            found = True
-        if not found:
+            is_installed = True
+        if not is_installed:
             raise ValueError(f"{user} needs {module}: pip install 'jaxkv[{extra}]'")
 
 
@@ -228,9 +228,9 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
       ValueError: the value is not one of them.
     """
     plain = _plain(value)
-    for each in allowed:
-        if isinstance(plain, type(each)) and plain == each:
-            return each
+    for option in allowed:
+        if isinstance(plain, type(option)) and plain == option:
+            return option
     *first, last = map(repr, allowed)
     raise ValueError(
         f"{name}={format_value(value)} must be {', '.join(first)} or {last}"
@@ -253,9 +253,9 @@ def check_fields(owner: Any, **bounds: int | tuple[int, int]) -> None:
       ValueError: a field has another value; the message names the first such field.
     """
     for field in dataclasses.fields(owner):
-        given = getattr(owner, field.name)
-        value = _of_type(field.name, given, field.type, bounds.get(field.name))
-        if type(given) not in (bool, int, float, str):
+        raw_value = getattr(owner, field.name)
+        value = _of_type(field.name, raw_value, field.type, bounds.get(field.name))
+        if type(raw_value) not in (bool, int, float, str):
             object.__setattr__(owner, field.name, value)
 
 
@@ -394,7 +394,7 @@ def ascending(
     owner: object,
     *names: str,
     low: int | float = -math.inf,
-    least: int = 1,
+    minimum: int = 1,
     strictly: bool = True,
 ) -> None:
     """Checks that fields of a config are ascending tuples of numbers.
@@ -403,7 +403,7 @@ def ascending(
       owner: the config.
       *names: names of the fields.
       low: smallest allowed number.
-      least: smallest allowed number of entries.
+      minimum: smallest allowed number of entries.
       strictly: True if equal neighbours are refused.
 
     Raises:
@@ -411,32 +411,36 @@ def ascending(
         the first such field.
     """
     order = "ascending" if strictly else "in order"
-    count = f"{least} or more, " if least > 1 else ""
+    count = f"{minimum} or more, " if minimum > 1 else ""
     start = f", from {low}" if low > -math.inf else ""
     for name in names:
         values = attrgetter(name)(owner)
         ordered = sorted({*values} if strictly else values) == [*values]
-        if len(values) < least or not ordered or not all(x >= low for x in values):
+        if len(values) < minimum or not ordered or not all(x >= low for x in values):
             raise ValueError(
                 f"{name}={format_value(values)} must be {count}{order}{start}"
             )
 
 
-def among(owner: object, *names: str, known: Iterable[str], least: int = 0) -> None:
+def among(
+    owner: object, *names: str, allowed_values: Iterable[str], minimum: int = 0
+) -> None:
     """Checks that fields of a config are tuples of known names.
 
-    `least` is the smallest allowed number of names.
+    `minimum` is the smallest allowed number of names.
 
     Raises:
       ValueError: a field has an unknown name or too few names; the message names the
         first such field.
     """
-    allowed = [*known]
+    allowed = [*allowed_values]
     for name in names:
         values = attrgetter(name)(owner)
-        if len(values) < least or not {*values} <= {*allowed}:
-            some = f"{least} or more of" if least else "of"
-            raise ValueError(f"{name}={format_value(values)} must be {some} {allowed}")
+        if len(values) < minimum or not {*values} <= {*allowed}:
+            quantifier = f"{minimum} or more of" if minimum else "of"
+            raise ValueError(
+                f"{name}={format_value(values)} must be {quantifier} {allowed}"
+            )
 
 
 def instance(name: str, value: object, *kinds: Any) -> Any:
@@ -485,15 +489,15 @@ def integers(
       ValueError: the value is not such a sequence.
     """
     try:
-        found = token_sequence(name, value).tolist()
+        numbers = token_sequence(name, value).tolist()
     except ValueError:
-        found = None
-    if found is None or not all(low <= x < below for x in found):
+        numbers = None
+    if numbers is None or not all(low <= x < below for x in numbers):
         allowed = f" in [{low}, {below - 1}]" if low > -INT32 else ""
         raise ValueError(
             f"{name}={format_value(value)} must be a sequence of whole numbers{allowed}"
         )
-    return tuple(found)
+    return tuple(numbers)
 
 
 def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:

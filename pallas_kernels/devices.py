@@ -61,11 +61,13 @@ def current_target() -> Target:
     A program that is lowered for an absent device thus gets that device. A mesh has
     device names only, and only those of Hopper GPUs imply a compute capability.
     """
-    there = jax.sharding.get_abstract_mesh().abstract_device
-    if there is not None and there.platform is not None:
-        kind = there.device_kind
+    device_of_mesh = jax.sharding.get_abstract_mesh().abstract_device
+    if device_of_mesh is not None and device_of_mesh.platform is not None:
+        kind = device_of_mesh.device_kind
         capability = HOPPER if _HOPPER_NAMES.search(kind) else ""
-        return Target(there.platform, kind, there.num_cores or 1, capability)
+        return Target(
+            device_of_mesh.platform, kind, device_of_mesh.num_cores or 1, capability
+        )
     device = jax.devices()[0]
     return Target(
         platform=device.platform,
@@ -114,7 +116,7 @@ def varying_like(x: Array, *others: Array) -> Array:
 
     Inside `jax.shard_map` the carry of a loop must have one type from the start.
     """
-    axes = frozenset[str]().union(*(_axes(each) for each in others))
+    axes = frozenset[str]().union(*(_axes(other) for other in others))
     missing = tuple(sorted(axes - _axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 

@@ -87,19 +87,19 @@ def transform_scores(
 def update_softmax(
     state: SoftmaxState,
     scores: Float[Array, "*queries places"],
-    seen: Bool[Array, "..."] | None,
+    mask: Bool[Array, "..."] | None,
 ) -> tuple[Float[Array, "*queries places"], SoftmaxState]:
     """Returns the weights of a block and the state rescaled to the new maximum.
 
-    `seen` is the mask of keys; None means that every query attends to every key.
+    `mask` is the mask of keys; None means that every query attends to every key.
     """
-    if seen is not None:
+    if mask is not None:
         lowest = jnp.asarray(jnp.finfo(scores.dtype).min, scores.dtype)
-        scores = jnp.where(seen, scores, lowest)
+        scores = jnp.where(mask, scores, lowest)
     top = jnp.maximum(state.top, scores.max(-1))
     weights = jnp.exp(scores - top[..., None])
-    if seen is not None:
-        weights = jnp.where(seen, weights, jnp.zeros((), scores.dtype))
+    if mask is not None:
+        weights = jnp.where(mask, weights, jnp.zeros((), scores.dtype))
     decay = jnp.exp(state.top - top)
     total = state.total * decay + weights.sum(-1)
     return weights, SoftmaxState(top, total, state.out * decay[..., None])
@@ -125,7 +125,7 @@ def normalize_softmax(
     Returns:
       Both; 0 and -inf for queries without a key, even with a sink.
     """
-    some = state.total > 0
+    has_keys = state.total > 0
     top = state.top
     total = state.total
     out = state.out
@@ -135,7 +135,9 @@ def normalize_softmax(
         decay = jnp.exp(state.top - top)
         total = total * decay + jnp.exp(sinks - top)
         out = out * decay[..., None]
-    total = jnp.where(some, total, jnp.ones_like(total))
-    out = jnp.where(some[..., None], out / total[..., None], jnp.zeros((), out.dtype))
-    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+    total = jnp.where(has_keys, total, jnp.ones_like(total))
+    out = jnp.where(
+        has_keys[..., None], out / total[..., None], jnp.zeros((), out.dtype)
+    )
+    lse = jnp.where(has_keys, top + jnp.log(total), -jnp.inf)
     return out.astype(dtype), lse.astype(total.dtype)

@@ -73,10 +73,10 @@ def quantize(
     axes = (-1,) if per == "token" else (-2, -1)
     top = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
     # A smaller scale would be subnormal, which a CPU may flush to 0.
-    some = ~(top < 1e-36)
+    is_nonzero = ~(top < 1e-36)
     one = jnp.ones_like(top)
-    scales = jnp.where(some, top / _LARGEST[kind], jnp.zeros_like(top))
-    numbers = jnp.where(some, wide / jnp.where(some, scales, one), 0.0)
+    scales = jnp.where(is_nonzero, top / _LARGEST[kind], jnp.zeros_like(top))
+    numbers = jnp.where(is_nonzero, wide / jnp.where(is_nonzero, scales, one), 0.0)
     if kind == "int8":
         numbers = jnp.round(numbers).astype(jnp.int8)
     else:

@@ -63,13 +63,13 @@ def find_slot_runs(slots: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Sl
     nth = same & (index[None, :] < index[:, None])
     begin = jnp.where(same, index[None, :], slots.shape[0])
     end = jnp.where(same, index[None, :] + 1, 0)
-    found = reduce_together(
+    runs = reduce_together(
         (lax.add, 0, same),
         (lax.add, 0, nth),
         (lax.min, slots.shape[0], begin),
         (lax.max, 0, end),
     )
-    return SlotRuns(*found)
+    return SlotRuns(*runs)
 
 
 def reduce_together(
@@ -121,8 +121,8 @@ def pack_one_row_per_slot(live: Bool[Array, " rows"]) -> Packing:
     """Packs row i, of slot i, into block i, of one token, if it is live."""
     num_rows = live.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    kept = jnp.where(live, row, num_rows)
-    return Packing(kept[:, None], row, kept, jnp.zeros_like(row))
+    index = jnp.where(live, row, num_rows)
+    return Packing(index[:, None], row, index, jnp.zeros_like(row))
 
 
 def pack_rows(
@@ -186,11 +186,11 @@ def pack_queries(
     """
     (num_blocks, tokens), (_, q_heads, head_dim) = packing.row.shape, q.shape
     group = q_heads // kv_heads
-    found = q.at[packing.row].get(mode="fill", fill_value=0)
-    found = found.reshape(num_blocks, tokens, kv_heads, group, head_dim)
-    found = found.swapaxes(1, 2).reshape(num_blocks, kv_heads, -1, head_dim)
+    blocks = q.at[packing.row].get(mode="fill", fill_value=0)
+    blocks = blocks.reshape(num_blocks, tokens, kv_heads, group, head_dim)
+    blocks = blocks.swapaxes(1, 2).reshape(num_blocks, kv_heads, -1, head_dim)
     padding = num_block_rows(tokens=tokens, group=group) - tokens * group
-    return jnp.pad(found, [(0, 0), (0, 0), (0, padding), (0, 0)])
+    return jnp.pad(blocks, [(0, 0), (0, 0), (0, padding), (0, 0)])
 
 
 def pack_values(
@@ -209,9 +209,9 @@ def expand_to_packed_rows(
     """
     num_blocks, tokens = packed.shape
     # Not `repeat`, which is a scatter.
-    found = jnp.broadcast_to(packed[..., None], (num_blocks, tokens, group))
-    found = found.reshape(num_blocks, tokens * group)
-    return jnp.pad(found, [(0, 0), (0, -tokens * group % WGMMA_ROWS)])
+    packed_rows = jnp.broadcast_to(packed[..., None], (num_blocks, tokens, group))
+    packed_rows = packed_rows.reshape(num_blocks, tokens * group)
+    return jnp.pad(packed_rows, [(0, 0), (0, -tokens * group % WGMMA_ROWS)])
 
 
 def unpack_rows(
@@ -222,14 +222,14 @@ def unpack_rows(
     fill: float,
 ) -> Shaped[Array, "rows q_heads *rest"]:
     """Unpacks results to rows and query heads; rows that are not packed get `fill`."""
-    num_blocks, kv_heads, _, *rest = blocks.shape
+    num_blocks, kv_heads, _, *tail_shape = blocks.shape
     tokens = packing.row.shape[1]
     blocks = blocks[:, :, : tokens * group]
-    blocks = blocks.reshape(num_blocks, kv_heads, tokens, group, *rest)
+    blocks = blocks.reshape(num_blocks, kv_heads, tokens, group, *tail_shape)
     # Padding is undefined, so rows that are not packed are selected, not multiplied by
     # 0.
     kept = packing.block < num_blocks
     index = jnp.where(kept, packing.block, 0), slice(None), packing.token
-    found = blocks[index].reshape(kept.shape[0], kv_heads * group, *rest)
-    mask = kept.reshape(-1, *(1,) * (found.ndim - 1))
-    return jnp.where(mask, found, jnp.asarray(fill, found.dtype))
+    rows = blocks[index].reshape(kept.shape[0], kv_heads * group, *tail_shape)
+    mask = kept.reshape(-1, *(1,) * (rows.ndim - 1))
+    return jnp.where(mask, rows, jnp.asarray(fill, rows.dtype))

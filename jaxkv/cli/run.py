@@ -59,26 +59,26 @@ def run_study(
         with console.Terminal(last_words, max_seconds=max_seconds) as bars:
             goes_on = bool(getattr(config, "folder", ""))  # has resumable results
             try:
-                kept = _carry_out(experiment, config, folder, bars, config_name)
+                saved_run = _carry_out(experiment, config, folder, bars, config_name)
             except BaseException as error:
                 line = _give_up(folder, error)
                 if isinstance(error, KeyboardInterrupt):
                     status = _status(bars, goes_on) or STATUS
                     raise WorkStopped(line, status) from None
                 raise
-    was_stopped = kept.env["status"] == "interrupted"
+    was_stopped = saved_run.env["status"] == "interrupted"
     document = {
         "out": folder,
         "interrupted": was_stopped,
-        "claims": kept.claims,
-        "metrics": kept.metrics,
+        "claims": saved_run.claims,
+        "metrics": saved_run.metrics,
     }
     status = _status(bars, goes_on)
     lines = ["interrupted; the result is partial"] if was_stopped else []
     if status == RESUMABLE:
         lines = ["time limit reached; run the same command to continue"]
     lines.append(f"report: {folder / 'report.md'}")
-    return CommandOutput(document, kept.parts, lines, status)
+    return CommandOutput(document, saved_run.parts, lines, status)
 
 
 def _carry_out(

@@ -38,12 +38,12 @@ class PagePrefix(NamedTuple):
 
 
 def pack(
-    pages: Any, tokens: Sequence[int], salt: int, own: dict[str, str]
+    pages: Any, tokens: Sequence[int], salt: int, identity: dict[str, str]
 ) -> PageMessage:
     """Packs the pages of `Engine.take_prefix` with the identity of the engine."""
     leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(pages)]
     header = {
-        "identity": own,
+        "identity": identity,
         "tokens": list(tokens),
         "salt": salt,
         "leaves": [[leaf.dtype.name, leaf.shape] for leaf in leaves],
@@ -52,13 +52,15 @@ def pack(
     return PageMessage(json.dumps(header), payload)
 
 
-def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
+def unpack(
+    message: PageMessage, like: Any, expected_identity: dict[str, str]
+) -> PagePrefix:
     """Validates a message and returns its content.
 
     Args:
       message: result of `pack`, possibly of another process.
       like: page arrays of the receiver, `[layers, pages, ...]` each, or their shapes.
-      own: identity of the receiver.
+      expected_identity: identity of the receiver.
 
     Raises:
       ValueError: the message is damaged, or of another model or layout.
@@ -77,7 +79,9 @@ def unpack(message: PageMessage, like: Any, own: dict[str, str]) -> PagePrefix:
         shapes = [(str(name), tuple(map(int, shape))) for name, shape in leaves]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"header of pages is damaged: {error!r}") from None
-    if (wrong := identity.describe_difference(fields.get("identity"), own)) is not None:
+    if (
+        wrong := identity.describe_difference(fields.get("identity"), expected_identity)
+    ) is not None:
         raise ValueError(f"pages of {wrong}")
     check_content(like, shapes)
     wanted, structure = jax.tree.flatten(like)

@@ -115,15 +115,15 @@ class _Dispatcher:
         try:
             if call.method not in METHODS:
                 raise ValueError(f"method={call.method!r} must be one of {METHODS}")
-            found = getattr(self._router, call.method)(*call.args, **call.fields)
+            result = getattr(self._router, call.method)(*call.args, **call.fields)
             if call.method == "stream":
-                async with contextlib.aclosing(found) as events:
+                async with contextlib.aclosing(result) as events:
                     async for event in events:
                         self.send(Reply(number, "item", event))
-                found = None
-            elif asyncio.iscoroutine(found):
-                found = await found
-            self.send(Reply(number, "result", found))
+                result = None
+            elif asyncio.iscoroutine(result):
+                result = await result
+            self.send(Reply(number, "result", result))
         except asyncio.CancelledError:
             self.send(Reply(number, "error", RuntimeError("the call was cancelled")))
         except Exception as error:
@@ -165,11 +165,11 @@ async def run_router(connection: Connection, setup: Setup) -> None:
             await asyncio.wait({start, over}, return_when=asyncio.FIRST_COMPLETED)
             if not over.done():
                 start.result()
-                found = {"head": cluster.head_address(), "service": setup.service}
+                details = {"head": cluster.head_address(), "service": setup.service}
                 receive = dispatcher.receive
                 for call in early:
                     receive(call)
-                ready = functools.partial(dispatcher.send, Reply(0, "result", found))
+                ready = functools.partial(dispatcher.send, Reply(0, "result", details))
                 if setup.http is None:
                     ready()
                     await over

@@ -47,12 +47,12 @@ def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
     s = state.sequences
     sequence = state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    here = is_beam(state)
+    is_in_beam = is_beam(state)
     first = find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
-    at = (jnp.where(here, first, NO_SEQUENCE), s.params.sample[row])
+    at = (jnp.where(is_in_beam, first, NO_SEQUENCE), s.params.sample[row])
     no_slots = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
-    begins = here & (first == every)
+    begins = is_in_beam & (first == every)
     return BeamGroups(
         lead=jnp.where(begins, s.group[row], NO_SEQUENCE),
         slot=arrays.put(no_slots, at, every),
@@ -82,47 +82,47 @@ def step_beams(
     blank = jnp.full((config.max_slots,), NOT_ENDED, jnp.int32)
     if state.search is None:
         return state, blank
-    here = emits & is_beam(state)
+    is_beam_row = emits & is_beam(state)
 
     def search(_: Array, carry: Any) -> Any:
-        return _search(carry[0], choose(logits), here, config)
+        return _search(carry[0], choose(logits), is_beam_row, config)
 
-    trips = jnp.any(here).astype(jnp.int32)
+    trips = jnp.any(is_beam_row).astype(jnp.int32)
     return lax.fori_loop(0, trips, search, (state, blank))
 
 
 def _search(
     state: EngineState,
     choices: tuple[Array, Array],
-    here: Bool[Array, " slots"],
+    is_beam_row: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Advances the searches, then slots and histories; returns as `step_beams`."""
     s = state.sequences
     sequence = state.slots.sequence
-    found = find_beams(state, config.max_beams)
+    beam_groups = find_beams(state, config.max_beams)
     first = find_slot_groups(state).first
     sample = s.params.sample[sequence]
-    after, parents, tokens, active = _step(state, found, choices, here)
-    mine = here & active[first]
-    done = mine & after.done[first]
+    after, parents, tokens, active = _step(state, beam_groups, choices, is_beam_row)
+    is_searched = is_beam_row & active[first]
+    done = is_searched & after.done[first]
     # By slot: the slot of its parent, and its history.
     beam = parents[first, sample]
-    source = jnp.where(mine & ~done, found.slot[first, beam], NO_SEQUENCE)
+    source = jnp.where(is_searched & ~done, beam_groups.slot[first, beam], NO_SEQUENCE)
     # Pages reserved ahead are released before slots take over their parents' pages.
     every = jnp.arange(config.max_slots, dtype=jnp.int32)
     source = jnp.where(source == every, NO_SEQUENCE, source)
     length = state.table.length
-    keep = jnp.where(mine, length, length + config.max_length)
+    keep = jnp.where(is_searched, length, length + config.max_length)
     pool, table = memory.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
     pool, table = memory.reorder(pool, table, source)
     state = state._replace(pool=pool, table=table)
-    row = jnp.where(mine, sequence, NO_SEQUENCE)
+    row = jnp.where(is_searched, sequence, NO_SEQUENCE)
     num_tokens = state.slots.num_tokens
-    place = jnp.where(mine, num_tokens, NO_SEQUENCE)
-    lead = jnp.where(active, found.lead, NO_SEQUENCE)
+    place = jnp.where(is_searched, num_tokens, NO_SEQUENCE)
+    lead = jnp.where(active, beam_groups.lead, NO_SEQUENCE)
     old = state.search
     assert old is not None
     new = old._replace(
@@ -130,19 +130,22 @@ def _search(
         parents=arrays.put(old.parents, (row, place), beam),
     )
     s = s._replace(tokens=arrays.put(s.tokens, (row, place), tokens[first, sample]))
-    slots = state.slots._replace(num_tokens=num_tokens + mine.astype(jnp.int32))
+    slots = state.slots._replace(num_tokens=num_tokens + is_searched.astype(jnp.int32))
     state = state._replace(search=new, sequences=s).with_slots(slots)
-    return _finish(state, found, done, config)
+    return _finish(state, beam_groups, done, config)
 
 
 def _step(
-    state: EngineState, found: BeamGroups, choices: tuple[Array, Array], here: Array
+    state: EngineState,
+    beam_groups: BeamGroups,
+    choices: tuple[Array, Array],
+    is_beam_row: Array,
 ) -> tuple[Beams, Array, Array, Array]:
     """Advances the beams of all requests; also returns which were active."""
     s = state.sequences
     search = state.search
     assert search is not None
-    lead = jnp.maximum(found.lead, 0)
+    lead = jnp.maximum(beam_groups.lead, 0)
     params = BeamParams(
         width=search.width[lead],
         length_penalty=search.length_penalty[lead],
@@ -150,18 +153,20 @@ def _step(
         stop_tokens=s.stop_tokens[lead],
         limit=s.limit[lead] - s.prompt_length[lead],
     )
-    ready = jnp.sum(arrays.take(here, found.slot, fill=False), axis=1, dtype=jnp.int32)
-    active = (found.lead >= 0) & (ready == params.width)
+    ready = jnp.sum(
+        arrays.take(is_beam_row, beam_groups.slot, fill=False), axis=1, dtype=jnp.int32
+    )
+    active = (beam_groups.lead >= 0) & (ready == params.width)
     group = jax.tree.map(lambda x: x[lead], search.groups)
-    slot = jnp.maximum(found.slot, 0)
+    slot = jnp.maximum(beam_groups.slot, 0)
     tokens, logprobs = (x[slot] for x in choices)
-    logprobs = jnp.where((found.slot >= 0)[..., None], logprobs, -jnp.inf)
+    logprobs = jnp.where((beam_groups.slot >= 0)[..., None], logprobs, -jnp.inf)
     return *jax.vmap(advance_beams)(group, params, tokens, logprobs, active), active
 
 
 def _finish(
     state: EngineState,
-    found: BeamGroups,
+    beam_groups: BeamGroups,
     done: Bool[Array, " slots"],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
@@ -172,8 +177,8 @@ def _finish(
     first = find_slot_groups(state).first
     row = jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
-    lead = jnp.maximum(found.lead, 0)
-    rows = sequence[jnp.maximum(found.slot, 0)]
+    lead = jnp.maximum(beam_groups.lead, 0)
+    rows = sequence[jnp.maximum(beam_groups.slot, 0)]
     group = jax.tree.map(lambda x: x[lead], search.groups)
     start = state.sequences.prompt_length[lead]
 
@@ -199,8 +204,8 @@ def _finish(
     reason = jnp.where(full, FULL, STOPPED)
     reason = jnp.where(length == 0, NOT_A_NUMBER, reason)
     reason = jnp.where(done, reason, NOT_ENDED)
-    known = jnp.where(done, start[first] + length, state.slots.num_tokens)
-    slots = state.slots._replace(num_tokens=known)
+    num_tokens = jnp.where(done, start[first] + length, state.slots.num_tokens)
+    slots = state.slots._replace(num_tokens=num_tokens)
     return state._replace(sequences=s).with_slots(slots), reason
 
 
@@ -219,15 +224,15 @@ def store_paths(
         assert state.search is not None
         s = state.sequences
         sequence = state.slots.sequence
-        found = find_beams(state, config.max_beams)
+        beam_groups = find_beams(state, config.max_beams)
         first = find_slot_groups(state).first
         sample = s.params.sample[jnp.maximum(sequence, 0)]
-        slot = jnp.maximum(found.slot, 0)
+        slot = jnp.maximum(beam_groups.slot, 0)
         rows = sequence[slot]
-        known = state.slots.num_tokens[slot]
+        num_tokens = state.slots.num_tokens[slot]
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
-        held = jax.vmap(follow_parents)(state.search.parents[rows], ends, known)[
+        held = jax.vmap(follow_parents)(state.search.parents[rows], ends, num_tokens)[
             first, sample
         ]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]

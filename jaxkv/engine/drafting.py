@@ -298,8 +298,8 @@ def propose(
     s = state.sequences
     sequence = state.slots.sequence
     index = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
-    known = state.slots.num_tokens
-    place = jnp.where(index < drafts.num[:, None], known[:, None] + index, -1)
+    num_tokens = state.slots.num_tokens
+    place = jnp.where(index < drafts.num[:, None], num_tokens[:, None] + index, -1)
     tokens = arrays.put(s.tokens, (sequence[:, None], place), drafts.tokens)
     s = s._replace(tokens=tokens)
     return state._replace(sequences=s, pages=pages, memory=memory), drafts
@@ -327,10 +327,10 @@ def find_children(drafts: Drafts, width: int) -> Int32[Array, "slots places each
         return jnp.where(is_parent, place[None, :] + 1, -1)[:, :, None]
     if not num:
         return jnp.full((num_slots, 1, width), -1, jnp.int32)
-    there = place[None, 1:] <= drafts.num[:, None]
+    is_draft = place[None, 1:] <= drafts.num[:, None]
     is_child = drafts.parents[:, None, :] == place[None, :, None]
-    is_child &= there[:, None, :]
+    is_child &= is_draft[:, None, :]
     rank = jnp.cumsum(is_child, axis=2, dtype=jnp.int32) - 1
     wanted = jnp.arange(width, dtype=jnp.int32)[None, None, :, None]
-    found = is_child[:, :, None, :] & (rank[:, :, None, :] == wanted)
-    return jnp.max(jnp.where(found, place[None, None, None, 1:], -1), axis=3)
+    is_match = is_child[:, :, None, :] & (rank[:, :, None, :] == wanted)
+    return jnp.max(jnp.where(is_match, place[None, None, None, 1:], -1), axis=3)

@@ -42,10 +42,10 @@ def tokens_to_feed(state: EngineState) -> Int32[Array, " slots"]:
     fork = fork_of(state)
     group = group_of_slots(state)
     beam = is_beam(state)
-    known = slots.num_tokens
+    num_tokens = slots.num_tokens
     prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
     # Before the first fork a group has no beam that is ahead.
-    lags = beam & (state.table.length < known - 1) & (known > prompt)
+    lags = beam & (state.table.length < num_tokens - 1) & (num_tokens > prompt)
     late = jnp.zeros(s.group.shape, bool)
     late = arrays.put(late, jnp.where(lags, group, NO_SEQUENCE), True)
     waits = arrays.take(late, group, fill=False) & beam & ~fork.reads & ~fork.waits
@@ -129,7 +129,9 @@ def accept_drafts(
     return state._replace(pool=pool, table=table)
 
 
-def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> EngineState:
+def promote_fork_waiter(
+    state: EngineState, leaves: Bool[Array, " slots"]
+) -> EngineState:
     """Removes slots from a shared prefill before they are emptied.
 
     If the sequence that feeds the common tokens is removed, the first waiting sequence
@@ -138,17 +140,17 @@ def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> Engi
 
     Args:
       state: the engine.
-      gone: mask of the slots to remove.
+      leaves: mask of the slots to remove.
     """
     fork = fork_of(state)
     group = group_of_slots(state)
     size = state.pages.page_size
-    slot = jnp.arange(gone.shape[0], dtype=jnp.int32)
+    slot = jnp.arange(leaves.shape[0], dtype=jnp.int32)
     same = (group[:, None] == group[None, :]) & (group >= 0)[None, :]
     reader = jnp.where(same & fork.reads[:, None], slot[:, None], NO_SEQUENCE)
     reader = jnp.max(reader, axis=0)
-    waits = fork.waits & ~gone
-    orphan = waits & arrays.take(gone, reader, fill=False)
+    waits = fork.waits & ~leaves
+    orphan = waits & arrays.take(leaves, reader, fill=False)
     earlier = same & orphan[:, None] & (slot[:, None] < slot[None, :])
     succeeds = orphan & ~jnp.any(earlier, axis=0)
     source = jnp.where(succeeds, reader, NO_SEQUENCE)
@@ -156,7 +158,7 @@ def promote_fork_waiter(state: EngineState, gone: Bool[Array, " slots"]) -> Engi
     waits &= ~succeeds
     followed = jnp.any(same & waits[:, None], axis=0)
     fork = fork._replace(
-        reads=((fork.reads & ~gone) | succeeds) & followed,
+        reads=((fork.reads & ~leaves) | succeeds) & followed,
         waits=waits,
         num_given=jnp.where(succeeds, table.length, fork.num_given),
     )
@@ -186,16 +188,20 @@ def num_common(
     def compare(_: Array, common: Array) -> Array:
         row = jnp.maximum(slots.sequence, 0)
         num = slots.num_tokens
-        mine, theirs = (tokens_of(row[x], num[x]) for x in (slot, group.first))
-        known = jnp.minimum(num, num[group.first])
-        index = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :]
-        differs = (mine != theirs) | (index >= known[:, None])
+        slot_tokens, first_tokens = (
+            tokens_of(row[x], num[x]) for x in (slot, group.first)
+        )
+        num_tokens = jnp.minimum(num, num[group.first])
+        index = jnp.arange(slot_tokens.shape[1], dtype=jnp.int32)[None, :]
+        differs = (slot_tokens != first_tokens) | (index >= num_tokens[:, None])
         same = jnp.min(jnp.where(differs, index, index.size), axis=1)
         # The minimum of each group, in all of its slots.
-        least = jnp.full_like(same, mine.shape[1])
-        least = arrays.put(least, jnp.where(follows, group.first, -1), same, "min")
+        shortest = jnp.full_like(same, slot_tokens.shape[1])
+        shortest = arrays.put(
+            shortest, jnp.where(follows, group.first, -1), same, "min"
+        )
         several = arrays.put(jnp.zeros_like(follows), group.first, follows, "max")
-        return jnp.where(several[group.first], least[group.first], common)
+        return jnp.where(several[group.first], shortest[group.first], common)
 
     trips = jnp.any(follows).astype(jnp.int32)
     prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)

@@ -138,21 +138,23 @@ def _feed_fast(
 ) -> tuple[Logits, DraftLogits, Pages]:
     """Runs the smallest program that has room for the step's rows."""
     busy = jnp.any(wanted.num_rows > 0)
-    many = jnp.any(wanted.num_rows > 1)
+    has_chunks = jnp.any(wanted.num_rows > 1)
 
     def several(length: int | None) -> Callable[[_Carry, _RowCounts], _Carry]:
         return functools.partial(_run_packed, run, config, length)
 
     def verify(carry: _Carry, wanted: _RowCounts) -> _Carry:
         """Runs the program of the smallest draft length that has room."""
-        many = jnp.any(wanted.num_rows > 1)
+        has_chunks = jnp.any(wanted.num_rows > 1)
         for length in config.draft_buckets:
             few = jnp.all(wanted.num_rows <= 1 + length)
             with jax.named_scope("verify"):
-                carry = arrays.update_if(many & few, several(length), carry, wanted)
-            many &= ~few
+                carry = arrays.update_if(
+                    has_chunks & few, several(length), carry, wanted
+                )
+            has_chunks &= ~few
         with jax.named_scope("mixed"):
-            return arrays.update_if(many, several(None), carry, wanted)
+            return arrays.update_if(has_chunks, several(None), carry, wanted)
 
     # The inputs of the rows are in the loops' carries. Else the compiler would hoist
     # rows, embedding and first products, which do not change from trip to trip, out of
@@ -160,13 +162,13 @@ def _feed_fast(
     carry = (*_split_drafts(blank, config), state)
     decode = functools.partial(_decode, run, config)
     with jax.named_scope("decode"):
-        carry = arrays.update_if(busy & ~many, decode, carry, wanted)
+        carry = arrays.update_if(busy & ~has_chunks, decode, carry, wanted)
     if config.draft_buckets:
         # One outer loop, so that decode steps skip all of these programs at once.
-        carry = arrays.update_if(many, verify, carry, wanted)
+        carry = arrays.update_if(has_chunks, verify, carry, wanted)
     else:
         with jax.named_scope("mixed"):
-            carry = arrays.update_if(many, several(None), carry, wanted)
+            carry = arrays.update_if(has_chunks, several(None), carry, wanted)
     logits, drafted, state = carry
     return logits, drafted, state.pages
 
@@ -213,9 +215,9 @@ def _run_packed(
         rows = _mask_trees(rows, state.table.length, num_drafts, tree)
     logit_rows = arrays.write_prefix(rows.logit_rows, rows.logit_rows[source])
     result = run(state.pages, rows._replace(logit_rows=logit_rows))
-    logits, found = _split_drafts(result.logits, config)
-    if drafted is not None and found is not None:
-        drafted = arrays.write_prefix(drafted, found)
+    logits, draft_logits = _split_drafts(result.logits, config)
+    if drafted is not None and draft_logits is not None:
+        drafted = arrays.write_prefix(drafted, draft_logits)
     return logits, drafted, state._replace(pages=result.pages)
 
 
@@ -306,13 +308,13 @@ def _pack(
         position = jnp.where(used, start + row, -1)
         sequence = arrays.take(state.slots.sequence, slot, fill=NO_SEQUENCE)
     else:
-        each = 1 + length
+        rows_per_slot = 1 + length
         slot = None
-        index = jnp.arange(each, dtype=jnp.int32)[None, :]
+        index = jnp.arange(rows_per_slot, dtype=jnp.int32)[None, :]
         position = state.table.length[:, None] + index
         position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
-        sequence = jnp.repeat(state.slots.sequence, each)
-        end = jnp.arange(config.max_slots, dtype=jnp.int32) * each + num_rows
+        sequence = jnp.repeat(state.slots.sequence, rows_per_slot)
+        end = jnp.arange(config.max_slots, dtype=jnp.int32) * rows_per_slot + num_rows
     # Logit rows: the last known token of each slot, spare rows, drafts.
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
     last = jnp.where(num_rows > 0, last, -1)
@@ -331,8 +333,8 @@ def _pack(
         logit_rows.append(jnp.full((last.shape[0] * length,), -1, jnp.int32))
     elif num_drafts is not None:
         index = jnp.arange(1, length + 1, dtype=jnp.int32)[None, :]
-        there = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
-        drafts = jnp.where(there, last[:, None] + index, -1).reshape(-1)
+        is_draft = (index <= num_drafts[:, None]) & (last >= 0)[:, None]
+        drafts = jnp.where(is_draft, last[:, None] + index, -1).reshape(-1)
         logit_rows.append(drafts)
     logit_rows = jnp.concatenate(logit_rows)
     index = jnp.arange(logit_rows.shape[0], dtype=jnp.int32)
@@ -360,9 +362,9 @@ def _tokens(
     # A beam's own row has its last token; earlier tokens may be in rows of other beams.
     group = arrays.take(s.group, sequence, fill=NO_SEQUENCE)
     beam = arrays.take(search.width, group, fill=0) > 0
-    known = jnp.zeros(s.group.shape, jnp.int32)
-    known = arrays.put(known, state.slots.sequence, state.slots.num_tokens)
-    again = position < arrays.take(known, sequence, fill=0) - 1
+    num_tokens = jnp.zeros(s.group.shape, jnp.int32)
+    num_tokens = arrays.put(num_tokens, state.slots.sequence, state.slots.num_tokens)
+    again = position < arrays.take(num_tokens, sequence, fill=0) - 1
     again &= position >= arrays.take(s.prompt_length, sequence, fill=0)
     path = arrays.take(search.path, (sequence, position), fill=0)
     return jnp.where(beam & again, path, tokens)

@@ -117,7 +117,7 @@ def is_pinned(
 
 
 def start_on_cached_pages(
-    state: EngineState, found: PrefixMatch, slot: Int32[Array, " head"]
+    state: EngineState, prefix_match: PrefixMatch, slot: Int32[Array, " head"]
 ) -> EngineState:
     """Starts admitted requests on their cached pages.
 
@@ -125,7 +125,7 @@ def start_on_cached_pages(
     """
     if state.prefixes is None:
         return state
-    ids = jnp.where((slot >= 0)[:, None], found.page_ids, NO_PAGE)
+    ids = jnp.where((slot >= 0)[:, None], prefix_match.page_ids, NO_PAGE)
     table = state.table
     s = state.sequences
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
@@ -135,19 +135,22 @@ def start_on_cached_pages(
     # A request that comes back from a preemption has fed these tokens before; they do
     # not count as cached.
     new = arrays.take(slots.num_fed, slot, fill=0) == 0
-    given = arrays.put(fork.num_given, slot, found.num_tokens)
-    slots = slots._replace(fork=fork._replace(num_given=given))
+    num_given = arrays.put(fork.num_given, slot, prefix_match.num_tokens)
+    slots = slots._replace(fork=fork._replace(num_given=num_given))
     return state._replace(
         prefixes=mark_used(state.prefixes, ids),
         pool=memory.share(state.pool, ids),
         table=Table(
             page_ids=arrays.put(table.page_ids, slot, ids),
-            length=arrays.put(table.length, slot, found.num_tokens),
+            length=arrays.put(table.length, slot, prefix_match.num_tokens),
             ahead=table.ahead,
         ),
         sequences=s._replace(
             num_cached=arrays.put(
-                s.num_cached, sequence, jnp.where(new, found.num_tokens, 0), "add"
+                s.num_cached,
+                sequence,
+                jnp.where(new, prefix_match.num_tokens, 0),
+                "add",
             )
         ),
     ).with_slots(slots)
@@ -163,15 +166,15 @@ def evict_until_free(state: EngineState, wanted: Int32[Array, ""]) -> EngineStat
 
 
 def release_slots(
-    state: EngineState, gone: Bool[Array, " slots"], rule: Eviction | None
+    state: EngineState, is_released: Bool[Array, " slots"], rule: Eviction | None
 ) -> EngineState:
     """Empties the page tables of slots; their cached pages stay in the cache."""
-    rows = jnp.where(gone[:, None], state.table.page_ids, NO_PAGE)
+    rows = jnp.where(is_released[:, None], state.table.page_ids, NO_PAGE)
     pool, left = release_counted(state.pool, rows)
     cache = state.prefixes
     if cache is not None:
         cache = mark_idle(cache, rows, left, rule)
-    table = clear_slots(state.table, gone)
+    table = clear_slots(state.table, is_released)
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
@@ -234,19 +237,21 @@ def _insert(
     ) -> tuple[PrefixCache, Pool, Array]:
         cache, pool, page_ids = carry
         place = jnp.where(index < num_filled, first + index, -1)
-        own = arrays.take(page_ids, (slot, place), fill=NO_PAGE)
+        page = arrays.take(page_ids, (slot, place), fill=NO_PAGE)
         parent = arrays.take(page_ids, (slot, place - 1), fill=NO_PAGE)
         at = (sequence[:, None], place[:, None] * size + offset)
         tokens = arrays.take(s.tokens, at, fill=0)
-        given = (own, parent, tokens, salt)
-        cache, entered, kept = insert_unpinned(cache, *given)
-        other = (kept != NO_PAGE) & (kept != own)
-        kept, own = (jnp.where(other, ids, NO_PAGE) for ids in (kept, own))
-        gained = jnp.concatenate([entered, kept])
-        pool, _ = release_counted(pool, own, shared=gained)
-        cache = mark_used(cache, kept)
+        fields = (page, parent, tokens, salt)
+        cache, entered, cached_page = insert_unpinned(cache, *fields)
+        other = (cached_page != NO_PAGE) & (cached_page != page)
+        cached_page, page = (
+            jnp.where(other, ids, NO_PAGE) for ids in (cached_page, page)
+        )
+        gained = jnp.concatenate([entered, cached_page])
+        pool, _ = release_counted(pool, page, shared=gained)
+        cache = mark_used(cache, cached_page)
         at = (slot, jnp.where(other, place, -1))
-        return cache, pool, arrays.put(page_ids, at, kept)
+        return cache, pool, arrays.put(page_ids, at, cached_page)
 
     carry = (state.prefixes, state.pool, state.table.page_ids)
     cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)

@@ -99,8 +99,8 @@ def submit(
     fits &= ~r.keep_prompt_logprobs | (config.num_logit_rows > config.max_slots)
     fits &= r.beam_width <= config.max_beams
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
-    shared, own = max_pages(r.prompt_length, r.limit, page_size=config.page_size)
-    pages = shared[first] + arrays.reduce_groups(own, first, "add")
+    shared, slot_pages = max_pages(r.prompt_length, r.limit, page_size=config.page_size)
+    pages = shared[first] + arrays.reduce_groups(slot_pages, first, "add")
     fits &= (size <= config.max_slots) & (pages <= config.num_pages)
     # A request is refused as a whole.
     taken = ~arrays.reduce_groups(~fits, first, "max")
@@ -122,11 +122,13 @@ def submit(
     place = jnp.where(
         begins, books.num_waiting + arrays.number_marked(begins), NO_SEQUENCE
     )
-    asked = {name: x for name, x in r._asdict().items() if name in Sequences._fields}
+    request_fields = {
+        name: x for name, x in r._asdict().items() if name in Sequences._fields
+    }
     # Log-probabilities of a prompt need a prefill of all of it.
-    asked["use_prefix_cache"] = r.use_prefix_cache & ~r.keep_prompt_logprobs
+    request_fields["use_prefix_cache"] = r.use_prefix_cache & ~r.keep_prompt_logprobs
     lead = row[first]
-    new = no_sequences(row.shape[0], config)._replace(group=lead, **asked)
+    new = no_sequences(row.shape[0], config)._replace(group=lead, **request_fields)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
     members = arrays.put(sequences.members, (lead, index - first), row)
     progress = SequenceProgress(
@@ -211,9 +213,9 @@ def cancel(
         ended |= alive & beam & _any_in_group(s, ended)
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     goes_on = _any_in_group(s, alive & ~ended)
-    gone = arrays.take(ended, slots.sequence, fill=False)
+    is_cancelled = arrays.take(ended, slots.sequence, fill=False)
     again = ledger.num_recomputed(slots, state.table.length)
-    at = jnp.where(gone, slots.sequence, NO_SEQUENCE)
+    at = jnp.where(is_cancelled, slots.sequence, NO_SEQUENCE)
     events = ledger.unpack_columns(SequenceEvents, books.events)
     now = books.clock
     events = events._replace(
@@ -236,9 +238,9 @@ def cancel(
     )
     state = swapping.discard_ended(state, ended)
     state = prefix_caching.release_slots(
-        groups.promote_fork_waiter(state, gone), gone, eviction
+        groups.promote_fork_waiter(state, is_cancelled), is_cancelled, eviction
     )
-    sequence = jnp.where(gone, NO_SEQUENCE, state.slots.sequence)
+    sequence = jnp.where(is_cancelled, NO_SEQUENCE, state.slots.sequence)
     return state.with_slots(state.slots._replace(sequence=sequence))
 
 
@@ -269,11 +271,11 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     progress = ledger.unpack_columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
-    found = DrainedSequences(
+    drained = DrainedSequences(
         final, s, progress, ledger.unpack_columns(SequenceEvents, books.events)
     )
     left = jnp.where(final[:, None], 0, books.progress)
-    return state._replace(ledger=books._replace(progress=left)), found
+    return state._replace(ledger=books._replace(progress=left)), drained
 
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:

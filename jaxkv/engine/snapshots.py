@@ -139,8 +139,8 @@ def load_state(
     for part in ("config", "arrays", "files"):
         if not isinstance(saved.get(part), dict):
             raise ValueError(f"{folder / HEADER}: {part} must be a JSON object")
-    asked = json.loads(json.dumps(dataclasses.asdict(config)))
-    if different := _differences(saved["config"], asked):
+    config_fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    if different := _differences(saved["config"], config_fields):
         raise ValueError(f"{folder}: is of another configuration: {different}")
     like = _like(config, pages, memory)
     if different := _differences(saved["arrays"], _described(like)):
@@ -185,10 +185,12 @@ def _described(state: EngineState) -> dict[str, str]:
 def _differences(
     first: Mapping[str, Any],
     second: Mapping[str, Any],
-    here: str = "in the snapshot",
-    there: str = "asked",
+    first_place: str = "in the snapshot",
+    second_place: str = "asked",
 ) -> str:
     """Describes entries that differ, with both values; empty if all are equal."""
     names = [*first, *(name for name in second if name not in first)]
     rows = [(n, first.get(n, ABSENT), second.get(n, ABSENT)) for n in names]
-    return "; ".join(f"{n} is {x} {here}, {y} {there}" for n, x, y in rows if x != y)
+    return "; ".join(
+        f"{n} is {x} {first_place}, {y} {second_place}" for n, x, y in rows if x != y
+    )

@@ -112,11 +112,11 @@ def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
         return state
     group = state.sequences.group
     sequence = state.slots.sequence
-    gone = arrays.put(jnp.zeros(group.shape, bool), back, True)
+    is_resumed = arrays.put(jnp.zeros(group.shape, bool), back, True)
     slots = arrays.inverse_index(sequence, group.shape[0])
-    slots = jnp.where(arrays.take(gone, group, fill=False), slots, NO_SEQUENCE)
+    slots = jnp.where(arrays.take(is_resumed, group, fill=False), slots, NO_SEQUENCE)
     pages, pool, table, after = copy_in(
-        state.staging, state.pages, state.pool, state.table, group, gone, slots
+        state.staging, state.pages, state.pool, state.table, group, is_resumed, slots
     )
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
@@ -129,9 +129,9 @@ def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
     if state.staging is None:
         return state
     group = state.sequences.group
-    gone = arrays.put(jnp.zeros_like(ended), group, ended, "max")
-    staging = memory.forget(state.staging, group, gone)
-    members = arrays.take(gone, group, fill=False)
+    is_dropped = arrays.put(jnp.zeros_like(ended), group, ended, "max")
+    staging = memory.forget(state.staging, group, is_dropped)
+    members = arrays.take(is_dropped, group, fill=False)
     return state._replace(staging=staging, ledger=clear_swapped(state.ledger, members))
 
 

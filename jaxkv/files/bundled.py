@@ -47,12 +47,12 @@ def bundled_model(name: str = "stdlib-bytes") -> Path:
     Raises:
       ValueError: no such model is installed.
     """
-    known = _bundled_folders()
-    if name not in known:
+    folders = _bundled_folders()
+    if name not in folders:
         raise ValueError(
-            f"name={name!r} must be one of: {', '.join(known) or '(none)'}"
+            f"name={name!r} must be one of: {', '.join(folders) or '(none)'}"
         )
-    return known[name]
+    return folders[name]
 
 
 def _bundled_folders() -> dict[str, Path]:
@@ -86,20 +86,20 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
         downloads a model from the Hugging Face Hub.
     """
     path = Path(model)
-    known = bundled_models()
+    models = bundled_models()
     if os.fspath(model) and path.is_dir():
         return path
     if not isinstance(model, str) or path.is_absolute():
         raise ValueError(f"{path}: no such folder")
-    if model in known:
-        return known[model]
+    if model in models:
+        return models[model]
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
         raise ValueError(
             f"{model}: no such folder; if it is a model of the Hugging Face Hub, run "
             f"`hf download {model} --local-dir {path.name}` and give {path.name!r}"
         )
-    near = difflib.get_close_matches(model, known, cutoff=0.5)
+    near = difflib.get_close_matches(model, models, cutoff=0.5)
     hint = (
-        f"did you mean {' or '.join(near)}?" if near else f"one of: {', '.join(known)}"
+        f"did you mean {' or '.join(near)}?" if near else f"one of: {', '.join(models)}"
     )
     raise ValueError(f"unknown model {model!r}; {hint} (or the path of a folder)")

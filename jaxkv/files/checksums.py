@@ -29,13 +29,13 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
     Raises:
       ValueError: a file is damaged, missing or not listed; the message names the first.
     """
-    found = digests(folder)
-    for name in [*listed, *found]:
-        if name not in found:
+    actual = digests(folder)
+    for name in [*listed, *actual]:
+        if name not in actual:
             raise ValueError(f"{folder / name}: is missing")
         if name not in listed:
             raise ValueError(f"{folder / name}: is not listed in {where}")
-        if found[name] != listed[name]:
+        if actual[name] != listed[name]:
             raise ValueError(f"{folder / name}: is damaged")
 
 
@@ -64,8 +64,8 @@ def verify_checksums(folder: Path) -> None:
     path = folder / DIGESTS
     if not path.is_file():
         raise ValueError(f"{path}: is missing; it has the files' digests")
-    own = {DIGESTS: _digest(path)}
-    check_digests(folder, _read_list(path) | own, DIGESTS)
+    list_digest = {DIGESTS: _digest(path)}
+    check_digests(folder, _read_list(path) | list_digest, DIGESTS)
 
 
 def verify_listed(folder: Path, *names: str) -> None:
@@ -84,17 +84,17 @@ def verify_listed(folder: Path, *names: str) -> None:
     path = folder / DIGESTS
     if not path.is_file():
         return
-    way = f"delete {DIGESTS} if that is intended, to read the folder unchecked"
+    remedy = f"delete {DIGESTS} if that is intended, to read the folder unchecked"
     try:
         listed = _read_list(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {way}") from None
+        raise ValueError(f"{error}; {remedy}") from None
     for name in listed.keys() & names if names else listed:
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path}: is missing, but {DIGESTS} lists it; {way}")
+            raise ValueError(f"{path}: is missing, but {DIGESTS} lists it; {remedy}")
         if _digest(path) != listed[name]:
-            raise ValueError(f"{path}: is damaged or was changed; {way}")
+            raise ValueError(f"{path}: is damaged or was changed; {remedy}")
 
 
 def _digest(path: Path) -> str:

@@ -85,8 +85,8 @@ def read_delimited(text: str) -> Delimited:
     if comments := reader.comments:
         lines = "comment line" if len(comments) == 1 else "comment lines"
         more = ", ..." if len(comments) > 3 else ""
-        some = ", ".join(map(str, comments[:3])) + more
-        notes = (f"{len(comments)} {lines} left out (line {some})",)
+        line_numbers = ", ".join(map(str, comments[:3])) + more
+        notes = (f"{len(comments)} {lines} left out (line {line_numbers})",)
     return Delimited(names, rows, notes, doubtful)
 
 
@@ -171,9 +171,13 @@ class DelimitedReader:
                 if "#" in line and line.lstrip()[0] == "#":
                     # A # may begin every row, as in a column of issue numbers.
                     if self._labels is None and self._has_header:
-                        rest = io.StringIO(self._sample, newline="")
-                        rest = filter(str.strip, itertools.islice(rest, number, None))
-                        self._labels = all(x.lstrip()[0] == "#" for x in rest)
+                        remaining_lines = io.StringIO(self._sample, newline="")
+                        remaining_lines = filter(
+                            str.strip, itertools.islice(remaining_lines, number, None)
+                        )
+                        self._labels = all(
+                            x.lstrip()[0] == "#" for x in remaining_lines
+                        )
                     if not self._labels:
                         self._last_comment = line
                         self.comments.append(number)
@@ -206,10 +210,10 @@ def _choose_delimiter(text: str) -> str:
         heads = [*heads[-1:], line]
         if not line.startswith("#"):
             break
-    known = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
-    if len(known) > 1:
-        return max(known, key=lambda mark: _rate(text, mark))
-    return known[0] if known else ","
+    delimiters = [mark for mark in _DELIMITERS if any(mark in line for line in heads)]
+    if len(delimiters) > 1:
+        return max(delimiters, key=lambda mark: _rate(text, mark))
+    return delimiters[0] if delimiters else ","
 
 
 def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
@@ -302,9 +306,9 @@ def _read_points(
     if not cells or not all(map(_DOTTED.fullmatch, cells)):
         return {}
     if all(cell.count(".") == 1 for cell in cells):
-        some = min(cells)
+        example = min(cells)
         return {
-            name: f"{name}: {some} is read with a decimal point, and other columns "
+            name: f"{name}: {example} is read with a decimal point, and other columns "
             "have decimal commas: is it between thousands?"
         }
     for _, row in rows:

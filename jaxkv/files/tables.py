@@ -52,15 +52,15 @@ def read_table(
     with reading_table(path):
         data = decompression.read_decompressed(path, max_bytes)
         if columnar.detect_format(data):
-            found = columnar.read_columns(data, max_bytes)
+            column_table = columnar.read_columns(data, max_bytes)
             columns = [
                 (name, column)
-                for name, column in found.values
+                for name, column in column_table.values
                 if keep_lists or not any(isinstance(x, list) for x in column)
             ]
             names = [name for name, _ in columns]
             cells = zip(*(column for _, column in columns), strict=True)
-            return _table(path, names, ((0, row) for row in cells), found.notes)
+            return _table(path, names, ((0, row) for row in cells), column_table.notes)
         text = _decode(data)
     start = next((mark for mark in text if not mark.isspace()), "")
     if start == "{":
@@ -123,15 +123,15 @@ def _table(
     lines = [*lines]
     repeated = {name for name in names if names.count(name) > 1}
     for name in [*repeated]:
-        places = [i for i, each in enumerate(names) if each == name]
+        places = [i for i, other_name in enumerate(names) if other_name == name]
         if all(len({cells[i] for i in places}) == 1 for _, cells in lines):
             repeated.discard(name)
-    kept = [(i, name) for i, name in enumerate(names) if name not in repeated]
+    columns = [(i, name) for i, name in enumerate(names) if name not in repeated]
     rows = [
-        RawRow(number, line, {name: cells[i] for i, name in kept})
+        RawRow(number, line, {name: cells[i] for i, name in columns})
         for number, (line, cells) in enumerate(lines, 1)
     ]
-    unique = tuple(dict.fromkeys(name for _, name in kept))
+    unique = tuple(dict.fromkeys(name for _, name in columns))
     return RawTable(path, unique, rows, notes, frozenset(repeated))
 
 

@@ -47,8 +47,8 @@ class Head(NamedTuple):
     @property
     def num_to_feed(self) -> Int32[Array, " head"]:
         """Tokens that the first sequence of each request has to feed."""
-        known = jnp.max(jnp.where(self.exists, self.slots.num_tokens, 0), axis=1)
-        return jnp.where(self.num_common > 0, self.num_common, known)
+        num_tokens = jnp.max(jnp.where(self.exists, self.slots.num_tokens, 0), axis=1)
+        return jnp.where(self.num_common > 0, self.num_common, num_tokens)
 
 
 def look_up_head(
@@ -148,8 +148,10 @@ class RequestColumns(NamedTuple):
     ) -> RequestAttributes:
         """Returns attributes of some requests, times relative to the clock."""
         row = jnp.maximum(request, 0)
-        found = jax.tree.map(lambda x: x[row] if jnp.ndim(x) else x, self.attributes)
-        return relative_to_clock(found, self.arrival[row], self.limit[row], clock)
+        attributes = jax.tree.map(
+            lambda x: x[row] if jnp.ndim(x) else x, self.attributes
+        )
+        return relative_to_clock(attributes, self.arrival[row], self.limit[row], clock)
 
 
 def observe(
@@ -182,12 +184,12 @@ def observe(
     """
     slots = ledger.slots
     runs = is_running(ledger.slots)
-    known = head.slots.num_tokens
+    num_tokens = head.slots.num_tokens
     exists = head.exists
     is_out = head.swapped_pages > 0
-    fresh = pages_to_start(known, head.num_common, exists, page_size=page_size)
+    fresh = pages_to_start(num_tokens, head.num_common, exists, page_size=page_size)
     back = pages_to_resume(
-        known,
+        num_tokens,
         head.num_common[:, None],
         head.swapped_tokens,
         head.swapped_pages,

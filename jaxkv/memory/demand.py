@@ -42,7 +42,7 @@ def max_pages(
 
 
 def pages_to_start(
-    known: Int32[Array, "#requests sequences"],
+    num_tokens: Int32[Array, "#requests sequences"],
     common: Int32[Array, " requests"],
     waits: Bool[Array, "requests sequences"],
     *,
@@ -53,20 +53,20 @@ def pages_to_start(
     The full pages of the `common` tokens count once.
 
     Args:
-      known: token places that each sequence needs.
+      num_tokens: token places that each sequence needs.
       common: length of the prefix that all sequences of a request share.
       waits: True for entries that are sequences of the request.
       page_size: token places in a page.
     """
     full = common // page_size
-    each = jnp.where(waits, pages_for(known, page_size=page_size), 0)
+    num_pages = jnp.where(waits, pages_for(num_tokens, page_size=page_size), 0)
     # Two sums without further dependencies fuse into one kernel.
-    total = jnp.sum(each, axis=1, dtype=jnp.int32)
+    total = jnp.sum(num_pages, axis=1, dtype=jnp.int32)
     return total - full * (jnp.sum(waits, axis=1, dtype=jnp.int32) - 1)
 
 
 def pages_to_resume(
-    known: Int32[Array, "#requests sequences"],
+    num_tokens: Int32[Array, "#requests sequences"],
     common: Int32[Array, "#requests #sequences"],
     swapped: Int32[Array, "#requests sequences"],
     num_swapped_pages: Int32[Array, " requests"],
@@ -80,7 +80,8 @@ def pages_to_resume(
     The result is at most `num_pages`, so that an idle engine can serve any request.
 
     Args:
-      known: number of tokens of each sequence, including those still to be computed.
+      num_tokens: number of tokens of each sequence, including those still to be
+        computed.
       common: length of the prefix that all sequences of the request share.
       swapped: tokens of each sequence that are swapped out.
       num_swapped_pages: pages that hold the swapped tokens, shared ones counted once.
@@ -89,9 +90,9 @@ def pages_to_resume(
       num_pages: pages in the pool.
     """
     # A sequence that waits to be forked has only the full common pages.
-    own = pages_for(swapped, page_size=page_size)
-    have = jnp.where(swapped > 0, own, common // page_size)
-    growth = jnp.maximum(pages_for(known, page_size=page_size) - have, 0)
+    num_resident = pages_for(swapped, page_size=page_size)
+    have = jnp.where(swapped > 0, num_resident, common // page_size)
+    growth = jnp.maximum(pages_for(num_tokens, page_size=page_size) - have, 0)
     growth = jnp.sum(jnp.where(waits, growth, 0), axis=1, dtype=jnp.int32)
     # Sequences with a partial page may share it; then all but one copy it.
     partial = jnp.sum(waits & (swapped % page_size > 0), axis=1, dtype=jnp.int32)

@@ -45,8 +45,8 @@ def read_features(
     Raises:
       ValueError: the pages have no features.
     """
-    there = rows._replace(position=places, place=None)
-    page, offset = kv_pages.locate(there, page_size=pages.page_size)
+    row_view = rows._replace(position=places, place=None)
+    page, offset = kv_pages.locate(row_view, page_size=pages.page_size)
     where = _checked_features(pages).at[0, page, :, offset]
     halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
     halves = page_parts.broadcast_from_owner(halves)
@@ -63,10 +63,10 @@ def parent_places(rows: Rows) -> Int32[Array, " rows"]:
         return places - 1
     context = arrays.take(rows.context, kv_pages.slots_of(rows), fill=-1)
     column = jnp.arange(rows.ancestors.shape[1], dtype=jnp.int32)[None, :]
-    own = places - context
-    kin = rows.ancestors & (column < own[:, None])
+    column_of_row = places - context
+    kin = rows.ancestors & (column < column_of_row[:, None])
     parent = context + jnp.max(jnp.where(kin, column, -1), axis=1)
-    return jnp.where((context >= 0) & (own >= 0), parent, places - 1)
+    return jnp.where((context >= 0) & (column_of_row >= 0), parent, places - 1)
 
 
 def _checked_features(pages: Pages) -> Float[Array, "1 pages 2 page_size half"]:

@@ -168,8 +168,8 @@ def count_idle_faults(
     first = jnp.where(expected, page, NO_PAGE)
     sound = rebuild(idle._replace(rounds=(first, *idle.rounds[1:])), depth)
     faults = jnp.abs(sound.num - idle.num)
-    for found, wanted in zip(idle.rounds, sound.rounds, strict=True):
-        faults += count(found != wanted)
+    for actual, wanted in zip(idle.rounds, sound.rounds, strict=True):
+        faults += count(actual != wanted)
     before = arrays.take(idle.rank, parent, fill=0) - idle.rank
     early = (parent != NO_PAGE) & (before < 0)
     return faults + count(expected & (early | ~idle.ranked))

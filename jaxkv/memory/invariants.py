@@ -47,22 +47,23 @@ _MEANING = {
 }
 
 
-def raise_if_violated(found: Violations, *, first_step: int = 0) -> None:
+def raise_if_violated(violations: Violations, *, first_step: int = 0) -> None:
     """Raises an error if a step violated an invariant.
 
     Args:
-      found: violations of one step, or of several steps stacked along the first axis.
+      violations: violations of one step, or of several steps stacked along the first
+        axis.
       first_step: number of the first step.
 
     Raises:
       InvariantError: one line with the first step that violated an invariant, and
         which.
     """
-    counts = np.stack([np.atleast_1d(x) for x in found], axis=1)
+    counts = np.stack([np.atleast_1d(x) for x in violations], axis=1)
     broken = np.flatnonzero(counts.any(axis=1))
     if not broken.size:
         return
-    nums = zip(found._fields, counts[broken[0]].tolist(), strict=True)
+    nums = zip(violations._fields, counts[broken[0]].tolist(), strict=True)
     faults = ", ".join(_MEANING[name].format(num) for name, num in nums if num)
     raise InvariantError(f"step {first_step + broken[0]} broke invariants: {faults}")
 

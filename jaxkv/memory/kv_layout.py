@@ -88,13 +88,13 @@ class KVLayout:
             return QuantizedArray(numbers, scales)
 
         width = shape[4]
-        own = self.value_width
-        if own is None:
+        value_width = self.value_width
+        if value_width is None:
             return Pages(leaf(width), leaf(width), self)
-        if self.kv_dtype == "model" or own == width:
+        if self.kv_dtype == "model" or value_width == width:
             return Pages(leaf(width), None, self)
-        rest = jnp.zeros((*shape[:4], width - own), dtype)
-        return Pages(PartlyQuantizedKeys(leaf(own), rest), None, self)
+        full_precision = jnp.zeros((*shape[:4], width - value_width), dtype)
+        return Pages(PartlyQuantizedKeys(leaf(value_width), full_precision), None, self)
 
     def write(
         self,
@@ -127,11 +127,11 @@ class KVLayout:
 
         def put(leaf: Any, new: Array) -> Any:
             numbers, scales = quantizing.split_quantized(flatten_layers(leaf))
-            found = write_rows(numbers, ids, offset, new, scales=scales)
+            written = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
                 lambda old, new: unflatten_layers(new, old.shape),
                 leaf,
-                quantizing.join_quantized(*found),
+                quantizing.join_quantized(*written),
             )
 
         new_v = None if v is None else put(pages.v, v)
@@ -157,17 +157,17 @@ class KVLayout:
 
         def one(leaf: Any) -> Array:
             numbers, scales = quantizing.split_quantized(leaf)
-            found = arrays.take(numbers, (layer, page_ids), fill=0)
+            numbers_read = arrays.take(numbers, (layer, page_ids), fill=0)
             if scales is not None:
                 worth = arrays.take(scales, (layer, page_ids), fill=0)
-                found = quantizing.dequantize(found, worth)
-            num_rows, columns, heads, page_size, width = found.shape
-            tokens = found.swapaxes(2, 3)
+                numbers_read = quantizing.dequantize(numbers_read, worth)
+            num_rows, columns, heads, page_size, width = numbers_read.shape
+            tokens = numbers_read.swapaxes(2, 3)
             return tokens.reshape(num_rows, columns * page_size, heads, width)
 
         if isinstance(pages.k, PartlyQuantizedKeys):
-            v, rest = map(one, pages.k)
-            return jnp.concatenate([v, rest.astype(v.dtype)], axis=-1), v
+            v, full_precision = map(one, pages.k)
+            return jnp.concatenate([v, full_precision.astype(v.dtype)], axis=-1), v
         k = one(pages.k)
         return k, k[..., : self.value_width] if pages.v is None else one(pages.v)
 
@@ -235,9 +235,9 @@ class KVLayout:
           The output of every row that the device keeps, 0 on padding rows.
         """
         keys = flatten_layers(pages.k)
-        rest = None
+        full_precision = None
         if isinstance(keys, PartlyQuantizedKeys):
-            keys, rest = keys
+            keys, full_precision = keys
         k_pages, k_scales = quantizing.split_quantized(keys)
         v_pages, v_scales = quantizing.split_quantized(flatten_layers(pages.v))
         kv = PagedKV(
@@ -246,7 +246,7 @@ class KVLayout:
             k_scales,
             v_scales,
             value_width=self.value_width,
-            k_rest=rest,
+            k_rest=full_precision,
             layer=layer,
             num_layers=pages.num_layers,
         )
@@ -329,8 +329,8 @@ def make_pages(
         pages = KVLayout(kv_dtype, value_width).make(shape, dtype)
         if not width:
             return pages
-        kept = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)
-        return pages._replace(features=kept)
+        features = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)
+        return pages._replace(features=features)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"no room for {num_pages=}: {reason}") from None

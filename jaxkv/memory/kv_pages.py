@@ -221,13 +221,13 @@ def copy(
         place = arrays.marked_indices(wanted, source.shape[0] + size)
         packed = [arrays.take(x, place, fill=NO_PAGE) for x in ids]
 
-        def some(index: Array, pages: Pages) -> Pages:
+        def copy_pages_at(index: Array, pages: Pages) -> Pages:
             ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
             read = pages if origin is None else origin
             return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
 
         trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-        return lax.fori_loop(0, trips, some, pages)
+        return lax.fori_loop(0, trips, copy_pages_at, pages)
 
     return arrays.update_if(jnp.any(wanted), every_one, pages, wanted, source, target)
 
@@ -266,12 +266,12 @@ def move_tokens(
         def one_leaf(leaf: Array) -> Array:
             # A gather and a scatter of the entries' tokens.
             page = jnp.where(written < 0, leaf.shape[1], written)
-            found = leaf[:, jnp.maximum(read, 0), :, at]
+            tokens = leaf[:, jnp.maximum(read, 0), :, at]
             if page_parts.num_page_parts() > 1:
-                has = jnp.expand_dims(read >= 0, tuple(range(1, found.ndim)))
-                found = jnp.where(has, found, jnp.zeros_like(found))
-                found = page_parts.broadcast_from_owner(found)
-            return leaf.at[:, page, :, to].set(found, mode="drop")
+                has = jnp.expand_dims(read >= 0, tuple(range(1, tokens.ndim)))
+                tokens = jnp.where(has, tokens, jnp.zeros_like(tokens))
+                tokens = page_parts.broadcast_from_owner(tokens)
+            return leaf.at[:, page, :, to].set(tokens, mode="drop")
 
         return jax.tree.map(one_leaf, pages)
 
@@ -283,8 +283,8 @@ def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
 
     The content at an id of `NO_PAGE` is undefined.
     """
-    found = jnp.maximum(page_ids, 0)
-    return jax.tree.map(lambda leaf: leaf[:, found], pages)
+    safe_ids = jnp.maximum(page_ids, 0)
+    return jax.tree.map(lambda leaf: leaf[:, safe_ids], pages)
 
 
 def scatter_pages(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
@@ -327,9 +327,9 @@ def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
 
     def one_leaf(leaf: np.ndarray) -> np.ndarray:
         shape = leaf.shape[0], num_pages, *leaf.shape[2:]
-        whole = np.zeros(shape, leaf.dtype)
-        whole[:, page_ids] = leaf
-        return whole
+        slot_leaf = np.zeros(shape, leaf.dtype)
+        slot_leaf[:, page_ids] = leaf
+        return slot_leaf
 
     return jax.tree.map(one_leaf, content)
 

@@ -51,9 +51,9 @@ def last_local_place(
     return place // size * part + inside - 1
 
 
-def global_place(own: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
+def global_place(local: Int32[Array, "*shape"], *, part: int) -> Int32[Array, "*shape"]:
     """Returns the place in the sequence of one of this device's places."""
-    return own // part * (part * num_page_parts()) + first_offset(part) + own % part
+    return local // part * (part * num_page_parts()) + first_offset(part) + local % part
 
 
 def local_window(size: int | None, *, part: int) -> int | None:
@@ -81,16 +81,16 @@ def check_window(size: int | None, *, page_size: int) -> None:
         )
 
 
-def broadcast_from_owner(found: Any) -> Any:
+def broadcast_from_owner(local_rows: Any) -> Any:
     """Returns on all devices the values of the one device that has nonzero values.
 
     The result is exact for every dtype.
     """
     if num_page_parts() == 1:
-        return found
+        return local_rows
 
     def one(x: Array) -> Array:
         wide = np.promote_types(x.dtype, np.float32)
         return lax.psum(x.astype(wide), CONTEXT).astype(x.dtype)
 
-    return jax.tree.map(one, found)
+    return jax.tree.map(one, local_rows)

@@ -102,8 +102,8 @@ def allocate_at(
     # Page k of the request is entry k from the top of the stack: equal ranks use one
     # gather.
     start = jnp.cumsum(want, dtype=jnp.int32) - want
-    asked = (rank >= 0) & (rank < want[:, None]) & enough
-    depth = jnp.where(asked, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
+    is_wanted = (rank >= 0) & (rank < want[:, None]) & enough
+    depth = jnp.where(is_wanted, pool.num_free - 1 - start[:, None] - rank, NO_PAGE)
     ids = take(pool.stack, depth, fill=NO_PAGE)
     num_free = pool.num_free - jnp.where(enough, total, 0)
     changed = ids.reshape(-1)

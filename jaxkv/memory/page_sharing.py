@@ -83,8 +83,8 @@ def holders(
         holder = jnp.where(same, other[:, None], holder)
         return arrays.take(nearest, other, fill=-1), holder
 
-    own = jnp.broadcast_to(slot[:, None], table.page_ids.shape)
-    return lax.while_loop(any_left, compare, (nearest, own))[1]
+    slot_index = jnp.broadcast_to(slot[:, None], table.page_ids.shape)
+    return lax.while_loop(any_left, compare, (nearest, slot_index))[1]
 
 
 def owned_pages(

@@ -313,8 +313,8 @@ def _page_at(page_ids: Array, column: Array) -> Array:
     """Returns the page in one column of each row, `NO_PAGE` for an invalid column."""
     num_slots, num_columns = page_ids.shape
     first = jnp.arange(num_slots, dtype=jnp.int32) * num_columns
-    there = (column >= 0) & (column < num_columns)
-    place = jnp.where(there, first + column, NO_PAGE)
+    is_in_table = (column >= 0) & (column < num_columns)
+    place = jnp.where(is_in_table, first + column, NO_PAGE)
     return arrays.take(page_ids.reshape(-1), place, fill=NO_PAGE)
 
 

@@ -172,21 +172,28 @@ def match(
     ids = jnp.full((rows, -(-max_length // page_size)), NO_PAGE, jnp.int32)
     if max_length <= page_size:  # one token is left, and no full page
         return ids
-    most = jnp.where(wanted, (num_tokens - 1) // page_size, 0)
+    num_columns = jnp.where(wanted, (num_tokens - 1) // page_size, 0)
 
     def growing(carry: tuple[Array, ...]) -> Array:
-        column, most, _, _ = carry
-        return jnp.any(column < most)
+        column, num_columns, _, _ = carry
+        return jnp.any(column < num_columns)
 
     def grow(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        column, most, last, ids = carry
+        column, num_columns, last, ids = carry
         page = lax.dynamic_slice_in_dim(tokens, column * page_size, page_size, axis=1)
-        found = jnp.where(column < most, lookup(cache, last, page, salt), NO_PAGE)
-        most = jnp.where(found == NO_PAGE, 0, most)
-        ids = lax.dynamic_update_slice_in_dim(ids, found[:, None], column, axis=1)
-        return column + 1, most, found, ids
+        page_ids = jnp.where(
+            column < num_columns, lookup(cache, last, page, salt), NO_PAGE
+        )
+        num_columns = jnp.where(page_ids == NO_PAGE, 0, num_columns)
+        ids = lax.dynamic_update_slice_in_dim(ids, page_ids[:, None], column, axis=1)
+        return column + 1, num_columns, page_ids, ids
 
-    first = (jnp.zeros((), jnp.int32), most, jnp.full(rows, NO_PAGE, jnp.int32), ids)
+    first = (
+        jnp.zeros((), jnp.int32),
+        num_columns,
+        jnp.full(rows, NO_PAGE, jnp.int32),
+        ids,
+    )
     return lax.while_loop(growing, grow, first)[3]
 
 
@@ -239,9 +246,9 @@ def insert_unpinned(
     """
     hashed = _hash(cache, parent, tokens, salt)
     key = _content_key(parent, tokens, salt)
-    asked = (page_ids != NO_PAGE) & _can_enter(cache, parent, salt)
-    found = _find(cache, hashed, key)
-    missing = asked & (found == NO_PAGE)
+    is_asked = (page_ids != NO_PAGE) & _can_enter(cache, parent, salt)
+    cached_pages = _find(cache, hashed, key)
+    missing = is_asked & (cached_pages == NO_PAGE)
 
     # Of the missing rows with one hash the first one enters.
     row = jnp.arange(len(missing), dtype=jnp.int32)
@@ -256,15 +263,15 @@ def insert_unpinned(
     rank = jnp.sum(rivals, axis=1, dtype=jnp.int32)
     empty = arrays.take(cache.buckets, bucket, fill=0) == NO_PAGE
     place = jnp.cumsum(empty, axis=1, dtype=jnp.int32) - 1
-    way = way_of(empty & (place == rank[:, None]) & new[:, None])
-    entered = jnp.where(way >= 0, page_ids, NO_PAGE)
+    bucket_way = way_of(empty & (place == rank[:, None]) & new[:, None])
+    entered = jnp.where(bucket_way >= 0, page_ids, NO_PAGE)
     depth = arrays.take(cache.depth, parent, fill=NO_PAGE) + 1
     tick = cache.tick + 1
     idle = cache.idle
     ticks = jnp.broadcast_to(tick, (page_ids.size, 1))
     content = jnp.concatenate([ticks, hashed.astype(jnp.int32), key], axis=1)
     cache = cache._replace(
-        buckets=arrays.put(cache.buckets, (bucket, way), entered, "set"),
+        buckets=arrays.put(cache.buckets, (bucket, bucket_way), entered, "set"),
         depth=arrays.put(cache.depth, entered, depth, "set"),
         content=arrays.put(cache.content, entered, content, "set"),
         num_uses=arrays.put(cache.num_uses, entered, 1, "set"),
@@ -276,7 +283,7 @@ def insert_unpinned(
     # row has the same content, as a lookup in the new cache would.
     same = jnp.all(arrays.take(key, first, fill=0) == key, axis=1)
     new_page = arrays.take(entered, jnp.where(same, first, NO_PAGE), fill=NO_PAGE)
-    cached = jnp.where(asked, jnp.where(missing, new_page, found), NO_PAGE)
+    cached = jnp.where(is_asked, jnp.where(missing, new_page, cached_pages), NO_PAGE)
     return cache, entered, cached
 
 
@@ -301,12 +308,12 @@ def count_prefix_faults(cache: PrefixCache, pool: Pool) -> Int32[Array, ""]:
     page = jnp.arange(pinned.size, dtype=jnp.int32)
     content = (parent, cache.tokens, salt)
     hashed = _hash(cache, *content)
-    found = _find(cache, hashed, _content_key(*content))
+    cached_pages = _find(cache, hashed, _content_key(*content))
     wrong = (
         ~_can_enter(cache, parent, salt)
         | (cache.depth != arrays.take(cache.depth, parent, fill=NO_PAGE) + 1)
         | jnp.any(cache.hash != hashed, axis=1)
-        | (found != page)
+        | (cached_pages != page)
         | (pool.ref < 1)
         | ((pool.ref > 1) & (arrays.take(pool.ref, parent, fill=2) == 1))
     )
@@ -344,8 +351,8 @@ def hash_of(cache: PrefixCache, ids: Int32[Array, " n"]) -> UInt32[Array, "n 2"]
 
 def way_of(chosen: Bool[Array, "n ways"]) -> Int32[Array, " n"]:
     """Returns the chosen way of each row's bucket, -1 if none is chosen."""
-    way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
-    return jnp.where(jnp.any(chosen, axis=1), way, -1)
+    column = jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.any(chosen, axis=1), column, -1)
 
 
 def _hash(cache: PrefixCache, parent: Array, tokens: Array, salt: Array) -> Array:
@@ -358,8 +365,8 @@ def _hash(cache: PrefixCache, parent: Array, tokens: Array, salt: Array) -> Arra
 def _can_enter(cache: PrefixCache, parent: Array, salt: Array) -> Array:
     """Returns True if the parent is `NO_PAGE` or is cached under the same salt."""
     parent_salt = arrays.take(cache.content, (parent, _SALT), fill=0)
-    known = is_cached(cache, parent) & (parent_salt.astype(jnp.uint32) == salt)
-    return known | (parent == NO_PAGE)
+    has_parent = is_cached(cache, parent) & (parent_salt.astype(jnp.uint32) == salt)
+    return has_parent | (parent == NO_PAGE)
 
 
 def _content_key(parent: Array, tokens: Array, salt: Array) -> Int32[Array, "n _"]:

@@ -156,7 +156,7 @@ def evict(
     """
     num = jnp.minimum(num, cache.idle.num)
 
-    def some(
+    def evict_chunk(
         num: Array, i: Array, carry: tuple[Array, Array, IdlePages, Pool]
     ) -> tuple[Array, Array, IdlePages, Pool]:
         buckets, depth, idle, pool = carry
@@ -176,7 +176,9 @@ def evict(
         )
 
     def all_of_them(carry: Any, num: Array) -> Any:
-        return lax.fori_loop(0, -(-num // CHUNK), functools.partial(some, num), carry)
+        return lax.fori_loop(
+            0, -(-num // CHUNK), functools.partial(evict_chunk, num), carry
+        )
 
     carry = (cache.buckets, cache.depth, cache.idle, pool)
     buckets, depth, idle, pool = arrays.update_if(num > 0, all_of_them, carry, num)
@@ -215,8 +217,8 @@ def rerank(cache: PrefixCache, priority: Int32[Array, " pages"]) -> PrefixCache:
 
 def _priority(rule: Eviction, uses: Uses) -> Array:
     """Returns the rule's ranks; raises a ValueError unless they are int32."""
-    given: Any = rule.priority(uses)
-    kind = getattr(given, "dtype", type(given).__name__)
+    priorities: Any = rule.priority(uses)
+    kind = getattr(priorities, "dtype", type(priorities).__name__)
     if kind != jnp.int32:
         raise ValueError(f"{type(rule).__name__} ranks pages by {kind}, not by int32")
-    return jnp.broadcast_to(given, uses.depth.shape)
+    return jnp.broadcast_to(priorities, uses.depth.shape)

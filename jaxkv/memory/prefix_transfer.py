@@ -111,12 +111,12 @@ def _enter(
     size = cache.page_size
 
     def one(index: Array, carry: tuple[PrefixCache, Pool]) -> tuple[PrefixCache, Pool]:
-        own, before = (
+        page_id, before = (
             arrays.take(ids, place[None], fill=NO_PAGE) for place in (index, index - 1)
         )
         tokens = lax.dynamic_slice_in_dim(prefix.tokens, index * size, size)
         cache, pool, _ = prefix_cache.insert(
-            *carry, own, before, tokens[None], prefix.salt[None]
+            *carry, page_id, before, tokens[None], prefix.salt[None]
         )
         return cache, pool
 

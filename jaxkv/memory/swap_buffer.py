@@ -114,15 +114,17 @@ def copy_out(
     leaves = row >= 0
     slot, column = (jnp.arange(n, dtype=jnp.int32) for n in holder.shape)
     mapped = leaves[:, None] & is_written(table, page_size=page_size)
-    own = mapped & (holder == slot[:, None])
-    leaves &= (jnp.sum(own, dtype=jnp.int32) <= num_free(staging)) & jnp.any(own)
+    is_held = mapped & (holder == slot[:, None])
+    leaves &= (jnp.sum(is_held, dtype=jnp.int32) <= num_free(staging)) & jnp.any(
+        is_held
+    )
 
     def copy(_: Array, s: Staging) -> Staging:
         # Page k gets free place k: equal ranks use one gather.
         order = arrays.marked_indices(s.owner < 0, s.owner.shape[0])
-        rank = arrays.number_marked(own.reshape(-1)).reshape(own.shape)
+        rank = arrays.number_marked(is_held.reshape(-1)).reshape(is_held.shape)
         place = arrays.take(order, rank, fill=NO_PAGE)
-        source = jnp.where(own, table.page_ids, NO_PAGE).reshape(-1)
+        source = jnp.where(is_held, table.page_ids, NO_PAGE).reshape(-1)
         owners = jnp.broadcast_to(group[:, None], place.shape)
         at = (holder, jnp.broadcast_to(column[None, :], holder.shape))
         shared = jnp.where(mapped, place[at], NO_PAGE)
@@ -188,20 +190,20 @@ def copy_in(
 def forget(
     staging: Staging,
     group: Int32[Array, " sequences"],
-    gone: Bool[Array, " sequences"],
+    is_forgotten: Bool[Array, " sequences"],
 ) -> Staging:
     """Frees the places of requests whose pages are in the pool again, or lost.
 
-    `group` is the request of each sequence; `gone` is True for these requests, in the
-    row of their first sequence.
+    `group` is the request of each sequence; `is_forgotten` is True for these requests,
+    in the row of their first sequence.
     """
-    freed = arrays.take(gone, staging.owner, fill=False)
-    members = arrays.take(gone, group, fill=False)
+    freed = arrays.take(is_forgotten, staging.owner, fill=False)
+    members = arrays.take(is_forgotten, group, fill=False)
     return staging._replace(
         owner=jnp.where(freed, NO_SEQUENCE, staging.owner),
         page_ids=jnp.where(members[:, None], NO_PAGE, staging.page_ids),
         length=jnp.where(members, 0, staging.length),
-        on_host=staging.on_host & ~gone,
+        on_host=staging.on_host & ~is_forgotten,
     )
 
 

@@ -40,23 +40,25 @@ def draw_normals(
     Returns:
       The arrays, bit for bit equal to `jax.random.normal` of each key and shape.
     """
-    found: dict[int, Array] = {}
+    arrays_by_place: dict[int, Array] = {}
     sizes = [_num_drawn(math.prod(shape), keys) for shape in shapes]
     for size in dict.fromkeys(sizes):
         places = [place for place, other in enumerate(sizes) if other == size]
-        drawn = lax.map(
+        normals = lax.map(
             lambda key, size=size: jax.random.normal(key, (size,), dtype),
             keys[np.array(places)],
         )
         # Otherwise XLA folds a later factor into the polynomial of the inverse normal
         # CDF.
-        drawn = lax.optimization_barrier(drawn)
+        normals = lax.optimization_barrier(normals)
         for row, place in enumerate(places):
             shape = shapes[place]
             start = (index[row], jnp.int32(0))
             many = (1, math.prod(shape))
-            found[place] = lax.dynamic_slice(drawn, start, many).reshape(shape)
-    return [found[place] for place in range(len(shapes))]
+            arrays_by_place[place] = lax.dynamic_slice(normals, start, many).reshape(
+                shape
+            )
+    return [arrays_by_place[place] for place in range(len(shapes))]
 
 
 def _num_drawn(size: int, keys: Key[Array, " arrays"]) -> int:

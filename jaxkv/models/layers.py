@@ -121,9 +121,9 @@ class Orientation:
         rows = jax.lax.optimization_barrier(x.T) @ linear.transposed[...]
         return jax.lax.optimization_barrier(rows).T
 
-    def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
-        """Sums over devices, if each has the sum over `part` of `whole` numbers."""
-        return partition.sum_parts(x, part=part, whole=whole)
+    def add_up(self, x: Activations, *, part: int, full_size: int) -> Activations:
+        """Sums over devices, if each has the sum over `part` of `full_size` numbers."""
+        return partition.sum_parts(x, part=part, full_size=full_size)
 
     def expand(self, linear: Any, x: Activations, then: Function | None = None) -> Any:
         """Applies a product with divided outputs, followed by `then(y, axis)`.
@@ -167,16 +167,18 @@ class Orientation:
         self, mixture: "Mixture", x: Activations, routing: moe.Routing
     ) -> Activations:
         """Sums the outputs of routed experts; each device computes its own experts."""
-        own = mixture.down.weight.shape[0]
+        num_local = mixture.down.weight.shape[0]
         num_experts = routing.probs.shape[1]
         own_routing = (
-            partition.own_experts(routing, part=own) if own < num_experts else routing
+            partition.own_experts(routing, part=num_local)
+            if num_local < num_experts
+            else routing
         )
         answer = functools.partial(mixture.answer, numerics=self.numerics)
         y = self.transpose(
             moe.mix(self.transpose(x), own_routing, answer, live=self.live)
         )
-        return y if own == num_experts else jax.lax.psum(y, partition.EXPERT)
+        return y if num_local == num_experts else jax.lax.psum(y, partition.EXPERT)
 
     def unembed(
         self, table: Table, x: Activations, num_words: int
@@ -222,7 +224,9 @@ class Linear(nnx.Module):
     def __call__(self, x: Activations, orientation: Orientation) -> Activations:
         """Multiplies every row, sums the devices' terms, and adds the bias."""
         y = orientation.product(self, x)
-        y = orientation.add_up(y, part=x.shape[orientation.axis], whole=self.num_inputs)
+        y = orientation.add_up(
+            y, part=x.shape[orientation.axis], full_size=self.num_inputs
+        )
         return self.add_bias(y, orientation.axis)
 
     def add_bias(self, y: Activations, axis: int) -> Activations:
@@ -267,7 +271,7 @@ class Mixture(nnx.Module):
         x = config.experts
         assert x is not None  # only models with experts have such layers
         make = functools.partial(Linear, rngs=rngs, dtype=dtype)
-        each = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
+        make_linear = functools.partial(ExpertLinear, rngs=rngs, dtype=dtype)
         # The bias is for selection only, see `moe.route`. It is at least float32 for
         # any weights, since training changes it by thousandths.
         self.router = make(
@@ -278,13 +282,13 @@ class Mixture(nnx.Module):
             bias_dtype=np.promote_types(dtype, np.float32),
         )
         # Gate and up are one matrix, so that one product computes both.
-        self.up = each(
+        self.up = make_linear(
             x.num_experts,
             c.hidden_size,
             (1 + c.gated) * x.size,
             axes=("experts", "hidden", "mlp"),
         )
-        self.down = each(
+        self.down = make_linear(
             x.num_experts,
             x.size,
             c.hidden_size,
@@ -326,7 +330,7 @@ class Mixture(nnx.Module):
             shared = orientation.product(self.shared_down, hidden)
             y = y + (shared if gate is None else shared * gate)
         part = self.down.weight.shape[1]
-        return orientation.add_up(y, part=part, whole=experts.size), routing
+        return orientation.add_up(y, part=part, full_size=experts.size), routing
 
     def answer(
         self,

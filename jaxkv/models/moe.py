@@ -71,8 +71,8 @@ def route(
         _, group = lax.top_k(jnp.sum(best, axis=2), top_groups)
         every = jnp.arange(num_groups, dtype=group.dtype)
         is_allowed = jnp.any(group[:, :, None] == every[None, None, :], axis=1)
-        least = jnp.asarray(-jnp.inf, selection.dtype)
-        selection = jnp.where(is_allowed[:, :, None], grouped, least)
+        lowest = jnp.asarray(-jnp.inf, selection.dtype)
+        selection = jnp.where(is_allowed[:, :, None], grouped, lowest)
         selection = selection.reshape(scores.shape)
     share, expert = lax.top_k(selection, experts.top_k)
     if bias is not None:
@@ -129,10 +129,10 @@ def mix(
     # Repeated, then permuted, so that a gradient is summed in a fixed order on any
     # device.
     repeated = jnp.broadcast_to(x[:, None, :], (num_rows, top_k, x.shape[1]))
-    found = answer(_permute(repeated.reshape(-1, x.shape[1]), order), sizes)
-    found = _permute(found, place).reshape(num_rows, top_k, -1)
+    expert_rows = answer(_permute(repeated.reshape(-1, x.shape[1]), order), sizes)
+    expert_rows = _permute(expert_rows, place).reshape(num_rows, top_k, -1)
     share = routing.share[:, :, None]
-    return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
+    return jnp.sum(expert_rows.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
 def expert_load(routing: Routing) -> Float[Array, " experts"]:

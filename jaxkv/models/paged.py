@@ -152,12 +152,12 @@ class PagedForward:
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
         parts = row_parts.divide_rows(rows, self.numerics)
-        found = self.states(model, pages, rows)
-        pages = found.carry
+        result = self.states(model, pages, rows)
+        pages = result.carry
         if self.taps:
-            tapped = parts.whole(jnp.concatenate(found.taps))
+            tapped = parts.whole(jnp.concatenate(result.taps))
             pages = write_features(pages, tapped.T, rows)
-        hidden = parts.pick(found.last, jnp.maximum(rows.logit_rows, 0))
+        hidden = parts.pick(result.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def states(
@@ -260,8 +260,8 @@ class PagedForward:
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            found, pages = rotate_and_write(pages, layer, qkv, cos_sin, *places)
-            q = found.q.reshape(found.q.shape[0], -1, found.q.shape[3])
-            return q, found.packed_q, pages
+            rotated, pages = rotate_and_write(pages, layer, qkv, cos_sin, *places)
+            q = rotated.q.reshape(rotated.q.shape[0], -1, rotated.q.shape[3])
+            return q, rotated.packed_q, pages
 
         return write

@@ -103,9 +103,9 @@ def add_transposed_weights(params: Params) -> Params:
         weight = part["weight"]
         return {**part, "transposed": weight.reshape(-1, weight.shape[-1]).T}
 
-    each = jax.vmap(both) if is_stacked(params) else both
+    add = jax.vmap(both) if is_stacked(params) else both
     layers = {
-        index: {name: each(part) for name, part in layer.items()}
+        index: {name: add(part) for name, part in layer.items()}
         for index, layer in params["layers"].items()
     }
     changed = {"layers": layers}
@@ -124,5 +124,5 @@ def drop_transposed_weights(params: Params) -> Params:
     """Inverts `add_transposed_weights`; returns other parameters unchanged."""
     if not isinstance(params, dict):
         return params
-    kept = [name for name in params if name != "transposed"]
-    return {name: drop_transposed_weights(params[name]) for name in kept}
+    names = [name for name in params if name != "transposed"]
+    return {name: drop_transposed_weights(params[name]) for name in names}

@@ -22,9 +22,11 @@ EXPERT = "expert"
 """Mesh axis over which experts are divided."""
 
 
-def sum_parts(x: Float[Array, "..."], *, part: int, whole: int) -> Float[Array, "..."]:
-    """Sums over devices, if each has the sum over `part` of `whole` numbers."""
-    return x if part >= whole else lax.psum(x, TENSOR)
+def sum_parts(
+    x: Float[Array, "..."], *, part: int, full_size: int
+) -> Float[Array, "..."]:
+    """Sums over devices, if each has the sum over `part` of `full_size` numbers."""
+    return x if part >= full_size else lax.psum(x, TENSOR)
 
 
 def embed_tokens(
@@ -40,18 +42,18 @@ def embed_own_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"]
 ) -> Float[Array, "*rows hidden"]:
     """Returns embeddings of this device's words, and zeros for other words."""
-    own, is_here = own_words(table.shape[0], tokens)
-    found = table[own]
-    return jnp.where(is_here[..., None], found, jnp.zeros_like(found))
+    local_words, is_here = own_words(table.shape[0], tokens)
+    embeddings = table[local_words]
+    return jnp.where(is_here[..., None], embeddings, jnp.zeros_like(embeddings))
 
 
 def own_words(
     part: int, tokens: Int[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
     """Returns the indices of tokens among this device's `part` words, and a mask."""
-    own = tokens - part * lax.axis_index(TENSOR).astype(tokens.dtype)
-    is_here = (own >= 0) & (own < part)
-    return jnp.where(is_here, own, 0), is_here
+    local = tokens - part * lax.axis_index(TENSOR).astype(tokens.dtype)
+    is_here = (local >= 0) & (local < part)
+    return jnp.where(is_here, local, 0), is_here
 
 
 def gather_words(x: Float[Array, "words rows"], num_words: int) -> Float[Array, "..."]:
@@ -67,11 +69,11 @@ def own_experts(routing: moe.Routing, *, part: int) -> moe.Routing:
     Other experts are replaced by the invalid number `part` with a share of zero; the
     probabilities are zeros.
     """
-    own = routing.expert - lax.axis_index(EXPERT).astype(jnp.int32) * part
-    is_own = (own >= 0) & (own < part)
+    local_expert = routing.expert - lax.axis_index(EXPERT).astype(jnp.int32) * part
+    is_own = (local_expert >= 0) & (local_expert < part)
     share = jnp.where(is_own, routing.share, jnp.zeros_like(routing.share))
     return moe.Routing(
-        probs=jnp.zeros((len(own), part), share.dtype),
-        expert=jnp.where(is_own, own, part),
+        probs=jnp.zeros((len(local_expert), part), share.dtype),
+        expert=jnp.where(is_own, local_expert, part),
         share=share,
     )

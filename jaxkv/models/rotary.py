@@ -118,10 +118,10 @@ def angles(
     pace = frequencies(config, wide)
     position = positions.astype(wide)
     turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
-    found = Angles(jnp.cos(turned), jnp.sin(turned))
+    values = Angles(jnp.cos(turned), jnp.sin(turned))
     if (s := config.rope_scaling) is None or s.kind != "yarn":
-        return found
-    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in found))
+        return values
+    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in values))
 
 
 def split_heads(

@@ -49,10 +49,12 @@ class RowParts(NamedTuple):
         """Returns some of all rows, on every device; exact in any dtype."""
         if self.num == 1:
             return x[:, wanted]
-        own = wanted - _begin(x.shape[-1])
-        is_here = (own >= 0) & (own < x.shape[-1])
-        found = x[:, jnp.where(is_here, own, 0)]
-        return broadcast_from_owner(jnp.where(is_here, found, jnp.zeros_like(found)))
+        local = wanted - _begin(x.shape[-1])
+        is_here = (local >= 0) & (local < x.shape[-1])
+        columns = x[:, jnp.where(is_here, local, 0)]
+        return broadcast_from_owner(
+            jnp.where(is_here, columns, jnp.zeros_like(columns))
+        )
 
 
 WHOLE = RowParts()

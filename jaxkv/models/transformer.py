@@ -142,9 +142,9 @@ class Transformer(nnx.Module):
         if not c.tie_embeddings:
             self.head = table(c.vocab_size, c.hidden_size, axes=("vocab", "hidden"))
         if c.num_ahead_layers:
-            each = range(c.num_ahead_layers)
+            layers = range(c.num_ahead_layers)
             module = functools.partial(AheadModule, c, rngs=rngs, dtype=dtype)
-            self.ahead = nnx.List([module() for _ in each])
+            self.ahead = nnx.List([module() for _ in layers])
         self.config = config
         self.scanned = scanned
 
@@ -183,10 +183,12 @@ class Transformer(nnx.Module):
         """
         o = Orientation(numerics, live)
         x = self.embedded(tokens, positions, o, inputs)
-        found = self.run(x, positions, attend, carry, o, only=only, tapped=bool(taps))
-        last = self.final_norm(found.last, o.axis)
-        states = [*found.taps, last] if taps else []
-        return found._replace(last=last, taps=[states[tap] for tap in taps])
+        run_result = self.run(
+            x, positions, attend, carry, o, only=only, tapped=bool(taps)
+        )
+        last = self.final_norm(run_result.last, o.axis)
+        states = [*run_result.taps, last] if taps else []
+        return run_result._replace(last=last, taps=[states[tap] for tap in taps])
 
     def embedded(
         self,
@@ -230,9 +232,9 @@ class Transformer(nnx.Module):
         """
         angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
-        def _run_layer(graph: Any, carried: Any, each: Any) -> Any:
-            """Runs one layer of a kind: `each` is its number and its weights."""
-            (index, weights), (x, carry) = each, carried
+        def _run_layer(graph: Any, carried: Any, indexed_weights: Any) -> Any:
+            """Runs one layer of a kind, with its number and its weights."""
+            (index, weights), (x, carry) = indexed_weights, carried
             layer = nnx.merge(graph, weights)
             with jax.named_scope("layer"):
                 x = orientation.arrange(x)
@@ -270,15 +272,18 @@ class Transformer(nnx.Module):
         ):
             graph, weights = nnx.split(layer)
 
-            def one(carried: Any, each: Any, graph: Any = graph) -> Any:
-                new, routing = run(graph, carried, each)
+            def one(carried: Any, indexed_weights: Any, graph: Any = graph) -> Any:
+                new, routing = run(graph, carried, indexed_weights)
                 return new, (routing, carried[0] if tapped else None)
 
             indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
-                (x, carry), found = jax.lax.scan(one, (x, carry), (indices, weights))
+                (x, carry), layer_routings = jax.lax.scan(
+                    one, (x, carry), (indices, weights)
+                )
             every = [
-                param_forms.index_leaves(found, number) for number in range(len(kind))
+                param_forms.index_leaves(layer_routings, number)
+                for number in range(len(kind))
             ]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
@@ -339,7 +344,7 @@ def merge_ahead(
       with `only=(index,)`.
     """
     modules = params["ahead"]
-    own = {
+    module_params = {
         "layers": {number: modules[number]["layer"] for number in modules},
         "final_norm": modules[index]["final_norm"],
     }
@@ -349,11 +354,11 @@ def merge_ahead(
         config,
         rngs=initialization.ShapeRecorder(),
         dtype=jnp.float32,
-        with_transposed=param_forms.has_transposed_weights(own),
+        with_transposed=param_forms.has_transposed_weights(module_params),
     )
     graph, _ = nnx.split(nnx.eval_shape(build), nnx.Param)
     module = nnx.merge(graph, nnx.State(modules[index]))
-    return module, merge(config.ahead_config, own | shared)
+    return module, merge(config.ahead_config, module_params | shared)
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = "float32"):
@@ -448,9 +453,9 @@ def outputs(
     """
     config.check_length(tokens.shape[1], "seq")
     model = merge(config, params)
-    found = run_sequences(model, tokens)
-    logits = model.logits(found.last)
-    routings = found.routings
+    sequences = run_sequences(model, tokens)
+    logits = model.logits(sequences.last)
+    routings = sequences.routings
     logits = logits.reshape(*tokens.shape, -1)
     if config.experts is None:
         return Outputs(logits, jnp.zeros((), logits.dtype), None)

@@ -110,31 +110,31 @@ def _walk(
             yield Collective(base, operands, _devices(line), trips, is_sure)
             continue
         if kind == "while":
-            known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            inner = trips * int(known.group(1)) if known else trips
-            sure = is_sure and known is not None
+            trip_count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            inner = trips * int(trip_count.group(1)) if trip_count else trips
+            sure = is_sure and trip_count is not None
         else:
             inner = trips
             sure = is_sure and kind != "conditional"
-        called = [found for _, found in _CALLED.findall(line)]
-        for found in _BRANCHES.findall(line):
-            called += [part.strip().lstrip("%") for part in found.split(",")]
-        for each in called:
-            yield from _walk(bodies, each, inner, sure)
+        called = [called_names for _, called_names in _CALLED.findall(line)]
+        for called_names in _BRANCHES.findall(line):
+            called += [part.strip().lstrip("%") for part in called_names.split(",")]
+        for callee in called:
+            yield from _walk(bodies, callee, inner, sure)
 
 
 def _devices(line: str) -> int:
     """Returns the number of devices that exchange data."""
     # HLO writes groups in three ways: by mesh axes, by counts, one by one.
     by_axes = r"replica_groups=mesh\[(.*?)\] \{(.*?)\}"
-    if (found := re.search(by_axes, line)) is not None:
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
-        names = re.findall(r"'(\w+)'", found.group(2))
+    if (mesh_match := re.search(by_axes, line)) is not None:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh_match.group(1)))
+        names = re.findall(r"'(\w+)'", mesh_match.group(2))
         return math.prod(int(sizes[name]) for name in names)
-    if (found := re.search(r"replica_groups=\[\d+,(\d+)\]", line)) is not None:
-        return int(found.group(1))
-    if (found := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:
-        return len(found.group(1).split(","))
+    if (mesh_match := re.search(r"replica_groups=\[\d+,(\d+)\]", line)) is not None:
+        return int(mesh_match.group(1))
+    if (mesh_match := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:
+        return len(mesh_match.group(1).split(","))
     if "source_target_pairs=" in line:
         return 2
     raise ValueError(f"no devices are named in {line.strip()[:300]!r}")

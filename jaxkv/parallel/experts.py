@@ -80,15 +80,15 @@ def exchange(
         beyond it contribute zero.
     """
     num_experts = routing.probs.shape[1]
-    found = assign_places(routing.expert, num_experts=num_experts, capacity=capacity)
-    sent = x.at[found.row].get(mode="fill", fill_value=0)
+    places = assign_places(routing.expert, num_experts=num_experts, capacity=capacity)
+    sent = x.at[places.row].get(mode="fill", fill_value=0)
     sent = sent.reshape(num_experts, capacity, -1)
     come = lax.all_to_all(sent, EXPERT, split_axis=0, concat_axis=1, tiled=True)
     back = lax.all_to_all(answer(come), EXPERT, split_axis=1, concat_axis=0, tiled=True)
     back = back.reshape(num_experts * capacity, -1)
-    found = back.at[found.place].get(mode="fill", fill_value=0)
+    places = back.at[places.place].get(mode="fill", fill_value=0)
     share = routing.share[:, :, None]
-    return jnp.sum(found.astype(share.dtype) * share, axis=1).astype(x.dtype)
+    return jnp.sum(places.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
 def gather_rows(
@@ -112,7 +112,7 @@ def gather_rows(
       num_own: number of experts of a device.
     """
     rows, expert, share = jax.tree.map(
-        lambda each: lax.all_gather(each, EXPERT, tiled=True),
+        lambda values: lax.all_gather(values, EXPERT, tiled=True),
         (x, routing.expert, routing.share),
     )
     every = Routing(routing.probs, expert, share)

@@ -28,10 +28,10 @@ def check_mesh(mesh: object) -> None:
       ValueError: the argument is not a mesh, or has another axis.
     """
     validation.instance("mesh", mesh, Mesh, type(None))
-    known = (TENSOR, CONTEXT, EXPERT)
-    if isinstance(mesh, Mesh) and not {*mesh.axis_names} <= {*known}:
+    axis_names = (TENSOR, CONTEXT, EXPERT)
+    if isinstance(mesh, Mesh) and not {*mesh.axis_names} <= {*axis_names}:
         raise ValueError(
-            f"mesh.axis_names={mesh.axis_names} must be of {known}, see "
+            f"mesh.axis_names={mesh.axis_names} must be of {axis_names}, see "
             "parallel.make_mesh"
         )
 
@@ -61,7 +61,9 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
         check_window(window, page_size=page_size)
 
 
-def map_over_mesh(function: Callable, mesh: Mesh, given: Any, made: Any) -> Callable:
+def map_over_mesh(
+    function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable:
     """Returns a function that every device runs on its parts, as the specs divide them.
 
     Results with a replicated spec must be equal on all devices, which is not checked.
@@ -74,9 +76,9 @@ def map_over_mesh(function: Callable, mesh: Mesh, given: Any, made: Any) -> Call
         # XLA's partitioner (jax 0.11.2) aborts on an empty array passed through.
         return jax.tree.map(copy_if_empty, function(*jax.tree.map(copy_if_empty, args)))
 
-    given, made = (_on(mesh, specs) for specs in (given, made))
+    in_specs, out_specs = (_on(mesh, specs) for specs in (in_specs, out_specs))
     return jax.shard_map(
-        run, mesh=mesh, in_specs=given, out_specs=made, check_vma=False
+        run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
@@ -105,13 +107,13 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
     """
 
     def spec(path: Any, array: Array) -> PartitionSpec:
-        found = getattr(array, "sharding", None)
-        if not isinstance(found, NamedSharding) or found.mesh != mesh:
+        sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} must be on {mesh=}: "
                 "parallel.tensor.place_params puts it there"
             )
-        return found.spec
+        return sharding.spec
 
     return jax.tree_util.tree_map_with_path(spec, params)
 
@@ -129,8 +131,10 @@ def state_specs(state: EngineState) -> Any:
     specs: Any = EngineState(*(WHOLE for _ in state))  # ty: ignore[invalid-argument-type]
     specs = specs._replace(pages=pages_specs(state.pages))
     if (staging := state.staging) is not None:
-        own: Any = Staging(*(WHOLE for _ in staging))  # ty: ignore[invalid-argument-type]
-        specs = specs._replace(staging=own._replace(pages=pages_specs(staging.pages)))
+        staging_specs: Any = Staging(*(WHOLE for _ in staging))  # ty: ignore[invalid-argument-type]
+        specs = specs._replace(
+            staging=staging_specs._replace(pages=pages_specs(staging.pages))
+        )
     return specs
 
 

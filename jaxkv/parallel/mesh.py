@@ -45,11 +45,12 @@ def make_mesh(*, tensor: int = 1, context: int = 1, expert: int = 1) -> Mesh:
         validation.integer(name, degree, low=1)
     axes = {name: x for name, x in degrees.items() if x > 1 or name == TENSOR}
     num = math.prod(axes.values())
-    asked = [f"{k}={v}" for k, v in axes.items()]
-    if num > (there := len(jax.devices())):
+    axis_sizes = [f"{k}={v}" for k, v in axes.items()]
+    if num > (num_available := len(jax.devices())):
         raise ValueError(
-            f"{' times '.join(asked)} must be in [1, {there}], the available "
-            f"devices; jax.config.update('jax_num_cpu_devices', {num}) splits a CPU"
+            f"{' times '.join(axis_sizes)} must be in [1, {num_available}], the "
+            "available devices; jax.config.update('jax_num_cpu_devices', "
+            f"{num}) splits a CPU"
         )
     processes.check_all_used(num)
     return jax.make_mesh(

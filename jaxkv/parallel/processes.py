@@ -173,13 +173,13 @@ def broadcast_from_first[T](tree: T) -> T:
         is_float = jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize <= 4
         return x.view(f"u{x.itemsize}") if is_float else x
 
-    own = jax.tree.map(np.asarray, tree)
-    given = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, own))
+    local_tree = jax.tree.map(np.asarray, tree)
+    broadcast = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, local_tree))
 
     def back(x: np.ndarray, like: np.ndarray) -> np.ndarray:
         return x if bits(like) is like else x.view(like.dtype)
 
-    return jax.tree.map(back, given, own)
+    return jax.tree.map(back, broadcast, local_tree)
 
 
 def gather_numbers(number: int) -> list[int]:

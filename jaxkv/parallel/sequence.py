@@ -125,27 +125,28 @@ def _ring_forward(
     q: Array, k: Array, v: Array, degree: int, scale: float | None
 ) -> Any:
     def hop(number: Array, carry: Any) -> Any:
-        (k, v), found = carry
+        (k, v), state = carry
         k, v = _pass_on((k, v), degree)
         # Combines attention over two sets of keys by their log-sum-exps.
-        both = found, _from(number, q, k, v, scale)
-        lse = jnp.logaddexp(found[1], both[1][1])
+        both = state, _from(number, q, k, v, scale)
+        lse = jnp.logaddexp(state[1], both[1][1])
         old, new = (
-            out * jnp.exp(each - lse)[..., None].astype(out.dtype) for out, each in both
+            out * jnp.exp(partial_lse - lse)[..., None].astype(out.dtype)
+            for out, partial_lse in both
         )
         return (k, v), (old + new, lse)
 
-    found = flash_attention(q, k, v, scale=scale)
-    _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), found))
+    first_state = flash_attention(q, k, v, scale=scale)
+    _, (out, lse) = lax.fori_loop(1, degree, hop, ((k, v), first_state))
     return out, (q, k, v, out, lse)
 
 
 def _ring_backward(
-    degree: int, scale: float | None, kept: Any, grad: Array
+    degree: int, scale: float | None, residuals: Any, grad: Array
 ) -> tuple[Array, Array, Array]:
     # Sent again: otherwise XLA recognises the exchange of the forward pass and keeps
     # its result in memory.
-    q, k, v, out, lse = lax.optimization_barrier(kept)
+    q, k, v, out, lse = lax.optimization_barrier(residuals)
 
     def of_block(number: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
         (part, part_lse), back = jax.vjp(

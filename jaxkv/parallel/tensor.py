@@ -85,9 +85,9 @@ def fit_array(
     """
     module = tuple(key for key in path if isinstance(key, str))[-2:]
     if module[0] == "qkv" and (copies := degree // config.num_kv_heads) > 1:
-        kv_heads, group_and_2, *rest = array.shape
+        kv_heads, group_and_2, *tail_shape = array.shape
         group = group_and_2 - 2
-        q = array[:, :group].reshape(kv_heads * copies, group // copies, *rest)
+        q = array[:, :group].reshape(kv_heads * copies, group // copies, *tail_shape)
         k_and_v = np.repeat(array[:, group:], copies, axis=0)
         return np.concatenate([q, k_and_v], axis=1)
     if path[0] in ("embed", "head") and (more := -array.shape[0] % degree):
@@ -148,10 +148,10 @@ def param_specs(
     over = {name: axis for name, axis in over.items() if axis in mesh.shape}
 
     def spec(path: Any, names: tuple[str | None, ...]) -> PartitionSpec:
-        own = over
+        axis_by_name = over
         if "router" in _keys(path):
-            own = {name: over[name] for name in over if name != "experts"}
-        return PartitionSpec(*(own.get(str(name)) for name in names))
+            axis_by_name = {name: over[name] for name in over if name != "experts"}
+        return PartitionSpec(*(axis_by_name.get(str(name)) for name in names))
 
     is_axes = lambda x: type(x) is tuple  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec, axes, is_leaf=is_axes)

@@ -129,29 +129,29 @@ def count_verdicts(claims: Iterable[Claim]) -> dict[str, dict[str, int]]:
       Number of claims per verdict, by group and for `directions`.
     """
     listed = list(claims)
-    found = {
+    counts = {
         name: _counts(x.verdict for x in y) for name, y in group_claims(listed).items()
     }
     directions = _counts(x.direction for x in listed if x.direction)
     del directions["differs"]
-    return {**found, "directions": directions}
+    return {**counts, "directions": directions}
 
 
 def _counts(words: Iterable[str]) -> dict[str, int]:
-    found = dict.fromkeys(("holds", "fails", "differs"), 0)
+    counts = dict.fromkeys(("holds", "fails", "differs"), 0)
     for word in words:
-        found[word] = found.get(word, 0) + 1
-    return found
+        counts[word] = counts.get(word, 0) + 1
+    return counts
 
 
 def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
     """Returns the claims of each non-empty group by a heading that counts verdicts."""
     heads = {}
     for name, listed in group_claims(claims).items():
-        found = _counts(claim.verdict for claim in listed)
+        counts = _counts(claim.verdict for claim in listed)
         # Checks and calibrated numbers rarely differ: zero counts are left out.
-        shown = {x: n for x, n in found.items() if n or x in ("holds", "fails")}
-        shown = found if name == "reproductions" else shown
+        shown = {x: n for x, n in counts.items() if n or x in ("holds", "fails")}
+        shown = counts if name == "reproductions" else shown
         counted = (f"{n} {_COUNTED[x]}" for x, n in shown.items())
         if listed:
             heads[f"{_HEADS[name]}: {', '.join(counted)}"] = listed

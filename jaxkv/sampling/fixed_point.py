@@ -26,9 +26,9 @@ def to_digits(values: Float[Array, "*shape"], bits: int) -> Mass:
     digits = []
     for _ in range(3):
         values = values * 2.0**bits
-        whole = jnp.floor(values)
-        digits.append(whole.astype(jnp.int32))
-        values = values - whole
+        integers = jnp.floor(values)
+        digits.append(integers.astype(jnp.int32))
+        values = values - integers
     return tuple(digits)
 
 

@@ -226,7 +226,7 @@ def make_params(
         "frequency": ("frequency_penalty", np.float32),
     }
     columns: dict[str, Any] = {
-        field: np.array([getattr(each, name) for each in requests], kind)
+        field: np.array([getattr(request, name) for request in requests], kind)
         for field, (name, kind) in fields.items()
     }
     columns["key"] = np.array(keys, np.uint32).reshape(len(requests), 2)

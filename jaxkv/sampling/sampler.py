@@ -81,8 +81,8 @@ def penalise(
         )
         uses = counts[:, 1].astype(logits.dtype)
         repetition, presence, frequency = (
-            each.astype(logits.dtype)[:, None]
-            for each in (params.repetition, params.presence, params.frequency)
+            penalty.astype(logits.dtype)[:, None]
+            for penalty in (params.repetition, params.presence, params.frequency)
         )
         divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
         result = jnp.where(jnp.any(counts > 0, axis=1), divided, logits)
@@ -141,10 +141,10 @@ def keep_mask(
 
     def search() -> truncation.Cut:
         values, ids = top_k.candidates(logits, max_candidates)
-        kept, settled = truncation.cut_from_candidates(
+        num_candidates, settled = truncation.cut_from_candidates(
             logits, top, values, params, wanted
         )
-        last = jnp.minimum(kept, values.shape[1])[:, None] - 1
+        last = jnp.minimum(num_candidates, values.shape[1])[:, None] - 1
         cut = truncation.Cut(
             jnp.take_along_axis(values, last, axis=1)[:, 0],
             jnp.take_along_axis(ids, last, axis=1)[:, 0],
@@ -188,9 +188,9 @@ def probabilities(
         return is_top.astype(logits.dtype)
 
     def softmax() -> Array:
-        kept = keep_mask(logits, params, max_candidates=max_candidates)
+        mask = keep_mask(logits, params, max_candidates=max_candidates)
         weights = jnp.exp(truncation.scale_logits(logits, top, params))
-        return fixed_point.normalise(jnp.where(kept, weights, 0))
+        return fixed_point.normalise(jnp.where(mask, weights, 0))
 
     with jax.named_scope("law"):
         return lax.cond(jnp.any(params.temperature > 0), softmax, one_hot)
@@ -229,12 +229,12 @@ def sample(
     arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p); Nguyen et
     al. 2025, arXiv:2407.01082 (min-p).
     """
-    own = raw
+    checked_logits = raw
     raw = logits if raw is None else raw
     logits = top_k.wide(logits)
-    top, greedy, invalid = top_k.argmax_checked(logits, own)
+    top, greedy, invalid = top_k.argmax_checked(logits, checked_logits)
     warm = params.temperature > 0
-    drawn = warm & ~invalid
+    draws = warm & ~invalid
 
     has_logprob = jnp.zeros_like(warm) if keep_logprobs is None else keep_logprobs
     # Depends on the requests, not on their logits, so one launch computes all three
@@ -246,24 +246,24 @@ def sample(
         keys = random_keys.draw_key(
             params.key, params.sample, positions, random_keys.SAMPLE
         )
-        shortened = drawn & cut
+        shortened = draws & cut
 
         def settle() -> tuple[Array, Array]:
             """Draws from the best tokens, for rows whose cut-offs these determine."""
             values, ids = top_k.candidates(logits, max_candidates)
-            kept, settled = truncation.cut_from_candidates(
+            num_allowed, settled = truncation.cut_from_candidates(
                 logits, top, values, params, shortened
             )
             scores = _score(top, params, keys)(values, ids)
             place = jnp.arange(values.shape[1], dtype=jnp.int32)[None, :]
-            scores = jnp.where(place < kept[:, None], scores, -jnp.inf)
+            scores = jnp.where(place < num_allowed[:, None], scores, -jnp.inf)
             best = scores == jnp.max(scores, axis=1, keepdims=True)
             return top_k.lowest_id(best, ids), shortened & settled
 
         with jax.named_scope("cut"):
             undrawn = greedy, jnp.zeros_like(cut)
             token, settled = lax.cond(any_cut, settle, lambda: undrawn)
-        rest = drawn & ~settled
+        is_unsettled = draws & ~settled
 
         def search() -> Array:
             """Draws from all tokens, after the exact search of cut-offs."""
@@ -271,14 +271,14 @@ def sample(
             # If all tokens are candidates, these determine every cut-off.
             if logits.shape[1] > max_candidates:
                 every = truncation.keep_everything(logits)
-                wanted = rest & shortened
+                wanted = is_unsettled & shortened
                 last = truncation.find_exact_cuts(logits, top, params, wanted, every)
-            found = top_k.argmax(logits, _score(top, params, keys, last))[1]
-            return jnp.where(rest, found, token)
+            token_ids = top_k.argmax(logits, _score(top, params, keys, last))[1]
+            return jnp.where(is_unsettled, token_ids, token)
 
         with jax.named_scope("rest"):
-            token = lax.cond(jnp.any(rest), search, lambda: token)
-        return jnp.where(invalid, 0, jnp.where(drawn, token, greedy))
+            token = lax.cond(jnp.any(is_unsettled), search, lambda: token)
+        return jnp.where(invalid, 0, jnp.where(draws, token, greedy))
 
     with jax.named_scope("sampled"):
         token = lax.cond(any_warm, draw, lambda: jnp.where(invalid, 0, greedy))
@@ -301,11 +301,11 @@ def _score(
 
     def score(logits: Array, ids: Array) -> Array:
         scaled = truncation.scale_logits(logits, top, params)
-        kept = truncation.above_min_p(scaled, params)
+        mask = truncation.above_min_p(scaled, params)
         if cut is not None:
-            kept &= top_k.is_up_to(logits, ids, cut)
+            mask &= top_k.is_up_to(logits, ids, cut)
         noise = random_keys.gumbel(keys, ids, logits.dtype)
-        return jnp.where(kept, scaled + noise, -jnp.inf)
+        return jnp.where(mask, scaled + noise, -jnp.inf)
 
     return score
 
@@ -348,15 +348,17 @@ def _logprobs(
     top = jnp.max(logits, axis=1)
     bits = fixed_point.digit_bits(logits.shape[1])
 
-    def over(some: Array) -> Array:
+    def over(lse: Array) -> Array:
         # 0 also if both are +inf.
-        return jnp.where(some == top[:, None], 0, some - top[:, None])
+        return jnp.where(lse == top[:, None], 0, lse - top[:, None])
 
-    first, *rest = fixed_point.sum_digits(
+    first, *low_digits = fixed_point.sum_digits(
         fixed_point.to_digits(jnp.exp(over(logits)), bits), bits
     )
     # The sum excludes the largest weight, 1: log1p is exact if the remaining sum is
     # small.
-    remainder = fixed_point.to_float((first - (1 << bits), *rest), bits, logits.dtype)
+    remainder = fixed_point.to_float(
+        (first - (1 << bits), *low_digits), bits, logits.dtype
+    )
     result = over(values) - jnp.log1p(remainder)[:, None]
     return jnp.where(top_k.is_invalid(logits, top)[:, None], jnp.nan, result)

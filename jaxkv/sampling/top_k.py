@@ -133,12 +133,12 @@ def is_invalid(
         suspect |= ~jnp.all(jnp.isfinite(jnp.sum(raw, axis=1)))
 
     def look() -> Array:
-        found = jnp.any(jnp.isnan(logits), axis=1)
-        return found if raw is None else found | ~jnp.all(jnp.isfinite(raw), axis=1)
+        has_nan = jnp.any(jnp.isnan(logits), axis=1)
+        return has_nan if raw is None else has_nan | ~jnp.all(jnp.isfinite(raw), axis=1)
 
     with jax.named_scope("suspect"):
-        found = lax.cond(suspect, look, lambda: jnp.zeros(top.shape, bool))
-    return found | (top == -jnp.inf)
+        is_bad = lax.cond(suspect, look, lambda: jnp.zeros(top.shape, bool))
+    return is_bad | (top == -jnp.inf)
 
 
 def is_finite(logits: Float[Array, "rows vocab"]) -> Bool[Array, " rows"]:

@@ -91,7 +91,7 @@ def cut_from_candidates(
 
     within = tuple(digit[:, -1] for digit in running)
     with jax.named_scope("whole_mass"):
-        whole = lax.cond(
+        exact = lax.cond(
             jnp.any(wanted & nucleus & ~counted & ~inside),
             lambda: fixed_point.sum_digits(
                 fixed_point.to_digits(jnp.exp(scale_logits(logits, top, params)), bits),
@@ -99,12 +99,12 @@ def cut_from_candidates(
             ),
             lambda: within,
         )
-    total = tuple(jnp.where(inside, a, b) for a, b in zip(within, whole, strict=True))
+    total = tuple(jnp.where(inside, a, b) for a, b in zip(within, exact, strict=True))
     target = fixed_point.fraction_of(params.top_p, total, bits, dtype)
     short = ~fixed_point.is_at_least(running, tuple(digit[:, None] for digit in target))
     reach = 1 + jnp.sum(short, axis=1, dtype=jnp.int32)
-    kept = jnp.where(nucleus, reach, limit)
-    return kept, (kept <= limit) & (inside | (nucleus & ~counted))
+    num_allowed = jnp.where(nucleus, reach, limit)
+    return num_allowed, (num_allowed <= limit) & (inside | (nucleus & ~counted))
 
 
 def keep_everything(logits: Float[Array, "rows vocab"]) -> Cut:
@@ -157,8 +157,8 @@ def _exact_cut(
         # Stage 0 is top-k, with weight 1 for each token; stage 1 is top-p.
         weights = jnp.exp(scale_logits(logits, top, params))
         weights = jnp.where(stage == 0, jnp.ones_like(weights), weights)
-        kept = top_k.is_up_to(order, ids, last)
-        digits = fixed_point.to_digits(jnp.where(kept, weights, 0), bits)
+        mask = top_k.is_up_to(order, ids, last)
+        digits = fixed_point.to_digits(jnp.where(mask, weights, 0), bits)
         share = fixed_point.fraction_of(
             params.top_p, fixed_point.sum_digits(digits, bits), bits, dtype
         )
@@ -190,8 +190,8 @@ def _last(
     passes over the row is at most the bits of a float plus those of the number of ties.
     """
 
-    def enough(kept: Array) -> Array:
-        kept_digits = tuple(jnp.where(kept, digit, 0) for digit in digits)
+    def enough(mask: Array) -> Array:
+        kept_digits = tuple(jnp.where(mask, digit, 0) for digit in digits)
         return fixed_point.is_at_least(
             fixed_point.sum_digits(kept_digits, bits), target
         )

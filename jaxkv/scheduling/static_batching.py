@@ -27,11 +27,11 @@ class Static(NamedTuple):
         c = interface.skip_unmarked(counts)
         busy = jnp.any(c.running | c.held)
         longest = jnp.asarray(c.max_length, jnp.int32)
-        each = pages_for(longest, page_size=c.page_size)
+        num_pages = pages_for(longest, page_size=c.page_size)
         # The engine refuses requests that need more than the pool, so this suffices.
-        each = jnp.clip(each, 1, jnp.maximum(c.free_pages, 1))
+        num_pages = jnp.clip(num_pages, 1, jnp.maximum(c.free_pages, 1))
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
-        fits = (slots * each <= c.free_pages) & (slots <= c.running.shape[0])
+        fits = (slots * num_pages <= c.free_pages) & (slots <= c.running.shape[0])
         first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
         admit = c.waiting & ~busy & (fits | first)
         # Forked sequences, and sequences admitted by another policy, have no reserved
@@ -46,7 +46,9 @@ class Static(NamedTuple):
             places=jnp.where(runs, c.target_length, 0),
             num_rows=num_rows,
             admit=admit,
-            head_places=jnp.where(admit, jnp.minimum(longest, each * c.page_size), 0),
+            head_places=jnp.where(
+                admit, jnp.minimum(longest, num_pages * c.page_size), 0
+            ),
             head_rows=head_rows,
         )
 

@@ -85,8 +85,8 @@ class HttpService:
         """
         if self._api_key is None:
             return
-        given = request.headers.get("authorization", "")
-        kind, _, token = given.partition(" ")
+        authorization = request.headers.get("authorization", "")
+        kind, _, token = authorization.partition(" ")
         # Bytes, since text beyond ASCII has no constant-time comparison.
         is_same = secrets.compare_digest(token.strip().encode(), self._api_key.encode())
         if kind.lower() != "bearer" or not is_same:
@@ -351,12 +351,12 @@ async def _respond(
     writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
 
     async def complete() -> dict[str, Any]:
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         async with contextlib.aclosing(service.events(ask)) as events:
             async for i, event in events:
                 if event.completion is not None:
-                    found[i] = event.completion
-        return writer.document([found[i] for i in range(len(ask.prompts))])
+                    completions[i] = event.completion
+        return writer.document([completions[i] for i in range(len(ask.prompts))])
 
     with contextlib.ExitStack() as stack:
         try:
@@ -385,7 +385,7 @@ async def _stream_lines(
     service: HttpService,
 ) -> AsyncGenerator[bytes]:
     """Yields the lines of a stream of server-sent events."""
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     num_prompts = len(writer.request.prompts)
     try:
         async with contextlib.aclosing(events):
@@ -398,9 +398,9 @@ async def _stream_lines(
                 for chunk in writer.chunks(prompt, event):
                     yield _format_event(chunk)
                 if event.completion is not None:
-                    found[prompt] = event.completion
+                    completions[prompt] = event.completion
                 pair = await anext(events, None)
-        for chunk in writer.closing([found[i] for i in range(num_prompts)]):
+        for chunk in writer.closing([completions[i] for i in range(num_prompts)]):
             yield _format_event(chunk)
     except Exception as error:
         yield _format_event(service.to_api_error(error).document)
@@ -430,14 +430,14 @@ async def _unless_disconnected[T](
             pass
 
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(leave())
+    disconnect = asyncio.ensure_future(leave())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise _ClientDisconnect
         return task.result()
     finally:
-        await _cancel_all(task, gone)
+        await _cancel_all(task, disconnect)
 
 
 async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:

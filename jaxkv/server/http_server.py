@@ -38,8 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
       ValueError: the address is not available.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"{host}:{port} cannot be listened on: {error}") from None
@@ -89,8 +89,8 @@ class _Protocol(H11Protocol):
         self._seen: Any = self
         self._timer = self.loop.call_later(IDLE_S, self._check)
         if len(self.connections) > self.max_connections:
-            rest: Any = self.connections - {self}
-            next((x for x in rest if x.is_idle), self).transport.abort()
+            others: Any = self.connections - {self}
+            next((x for x in others if x.is_idle), self).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -173,8 +173,8 @@ async def serve(
       on_ready: called once connections are answered.
     """
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    most = raise_descriptor_limit() - _SPARE_DESCRIPTORS
-    protocol = type("Protocol", (_Protocol,), {"max_connections": most})
+    max_connections = raise_descriptor_limit() - _SPARE_DESCRIPTORS
+    protocol = type("Protocol", (_Protocol,), {"max_connections": max_connections})
     config = uvicorn.Config(
         app,
         http=protocol,

@@ -24,8 +24,8 @@ def free_bytes() -> int | None:
     stats = device.memory_stats() if isinstance(device, jax.Device) else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    known = [x for x in (_free_on_host(), _free_in_group()) if x is not None]
-    return min(known, default=None)
+    readings = [x for x in (_free_on_host(), _free_in_group()) if x is not None]
+    return min(readings, default=None)
 
 
 def check_free_memory(tree: Any, name: str) -> None:
@@ -52,8 +52,10 @@ def _free_on_host() -> int | None:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    lines_found = [
+        line.split()[1] for line in lines if line.startswith("MemAvailable:")
+    ]
+    return int(lines_found[0]) * 1024 if lines_found else None
 
 
 def _free_in_group() -> int | None:

@@ -114,9 +114,9 @@ class HostSpace:
         if not out:
             return state
         first = out[0]
-        rest = out[1:]
+        rows = out[1:]
         comes = self._kept.pop(first, None)
-        for row in rest:
+        for row in rows:
             places = np.flatnonzero(owner == row)
             if row in staged and self.num_used + len(places) <= self.num_pages:
                 self._kept[row] = places, to_host(s.pages, places)

@@ -149,14 +149,14 @@ def group_emitted(
       Request id, sample, tokens, log-probabilities, and the finish reason or None.
     """
     steps, slots = np.nonzero((info.num_emitted > 0) | (info.reason > 0))
-    found: dict[tuple[int, int], tuple[list, list]] = {}
+    by_sequence: dict[tuple[int, int], tuple[list, list]] = {}
     ended: dict[tuple[int, int], int] = {}
     for step, slot in zip(steps, slots, strict=True):
         name = int(info.request_id[step, slot]), int(info.sample[step, slot])
         num = int(info.num_emitted[step, slot])
-        tokens, logprobs = found.setdefault(name, ([], []))
+        tokens, logprobs = by_sequence.setdefault(name, ([], []))
         tokens += info.tokens[step, slot, :num].tolist()
         logprobs += info.logprobs[step, slot, :num].tolist()
         ended[name] = int(info.reason[step, slot])
-    for name, (tokens, logprobs) in found.items():
+    for name, (tokens, logprobs) in by_sequence.items():
         yield *name, tokens, logprobs, REASONS[ended[name]]

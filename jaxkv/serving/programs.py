@@ -103,12 +103,12 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     devices compute the same.
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
-    whole = WHOLE
+    replicated = WHOLE
     staging_of = state_of.staging
-    made = state_of, whole
+    out_specs = state_of, replicated
 
-    def mapped(function: Any, *given: Any, made: Any) -> Any:
-        return map_over_mesh(function, how.mesh, given, made)
+    def mapped(function: Any, *in_specs: Any, out_specs: Any) -> Any:
+        return map_over_mesh(function, how.mesh, in_specs, out_specs)
 
     def run_steps(params, state, clock, *, policy, eviction, **static):
         def run(params, state, clock, policy, eviction):
@@ -121,27 +121,34 @@ def mesh_programs(how: ProgramShardings) -> Programs:
                 **static,
             )
 
-        given = weights, state_of, whole, whole, whole
-        run = mapped(run, *given, made=made)
+        in_specs = weights, state_of, replicated, replicated, replicated
+        run = mapped(run, *in_specs, out_specs=out_specs)
         return run(params, state, clock, policy, eviction)
 
     def submit(state, batch, *, config):
         run = functools.partial(engine.submit, config=config)
-        return mapped(run, state_of, whole, made=made)(state, batch)
+        return mapped(run, state_of, replicated, out_specs=out_specs)(state, batch)
 
-    drain = mapped(_cancel_and_drain, state_of, whole, whole, whole, made=made)
+    drain = mapped(
+        _cancel_and_drain,
+        state_of,
+        replicated,
+        replicated,
+        replicated,
+        out_specs=out_specs,
+    )
     # Transfers between host and staging buffer have the sharding of its pages.
     kind: Any = host_swap.HostTransfer  # of specs, not of arrays
-    moves_of = kind(*[whole] * len(kind._fields))
+    moves_of = kind(*[replicated] * len(kind._fields))
     if isinstance(staging_of, Staging):
         moves_of = moves_of._replace(pages=staging_of.pages)
     move = mapped(
-        host_swap.apply_transfer, staging_of, whole, moves_of, made=staging_of
+        host_swap.apply_transfer, staging_of, replicated, moves_of, out_specs=staging_of
     )
     pages_of = state_of.pages
-    take_out = mapped(_take_out, state_of, whole, made=(pages_of, whole))
-    given = state_of, whole, pages_of, whole
-    bring_in = mapped(_bring_in, *given, made=made)
+    take_out = mapped(_take_out, state_of, replicated, out_specs=(pages_of, replicated))
+    in_specs = state_of, replicated, pages_of, replicated
+    bring_in = mapped(_bring_in, *in_specs, out_specs=out_specs)
     return Programs(
         jax.jit(run_steps, **_RUN),
         jax.jit(submit, static_argnames="config", donate_argnames="state"),

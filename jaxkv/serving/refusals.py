@@ -146,11 +146,11 @@ def _check_prompt(tokens: object, ask: Sampling, config: EngineConfig) -> np.nda
     if not ids.size:
         raise ValueError("the prompt is empty; give at least one token")
     has_one_token = ask.max_tokens == 1 and ask.beam_width is None
-    most = config.max_length if has_one_token else config.max_length - 1
-    if ids.size > most:
+    max_tokens = config.max_length if has_one_token else config.max_length - 1
+    if ids.size > max_tokens:
         raise ValueError(
             f"the prompt has {ids.size} tokens, and {config.max_length=} "
-            f"leaves room for at most {most}"
+            f"leaves room for at most {max_tokens}"
         )
     return ids
 

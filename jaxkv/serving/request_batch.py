@@ -49,7 +49,7 @@ def make_requests(
       ValueError: an argument has another type or is out of its range, or lengths
         differ.
     """
-    known, asks = _check_pairs(prompts, asks)
+    token_lists, asks = _check_pairs(prompts, asks)
     num = len(prompts)
     names = _check_ids(
         "request_ids", range(num) if request_ids is None else request_ids, num
@@ -60,7 +60,7 @@ def make_requests(
     arrivals_s = [validation.seconds("arrivals_s", x) for x in arrivals_s]
     attributes = [None] * num if attributes is None else attributes
     _check_length("attributes", attributes, num)
-    asked = [scheduling.check_attributes(x) for x in attributes]
+    checked_attributes = [scheduling.check_attributes(x) for x in attributes]
     # Request of each row, and index of the sequence in it.
     owner = [i for i, ask in enumerate(asks) for _ in range(ask.num_sequences)]
     samples = [sample for ask in asks for sample in range(ask.num_sequences)]
@@ -73,30 +73,30 @@ def make_requests(
     def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
         """Repeats each request's value for its rows; pads with `blank`."""
         values = np.array(values, dtype)
-        rest = np.full((unused, *values.shape[1:]), blank, dtype)
-        return np.concatenate([values[np.array(owner, int)], rest])
+        padding = np.full((unused, *values.shape[1:]), blank, dtype)
+        return np.concatenate([values[np.array(owner, int)], padding])
 
     keys = [
         request_key(ask.seed, config.seed, key_id)
         for ask, key_id in zip(asks, key_ids, strict=True)
     ]
     ends = [ask.stop_tokens + (() if ask.ignore_eos else eos_ids) for ask in asks]
-    if (most := max(map(len, ends), default=0)) > config.max_stop_tokens:
+    if (num_ends := max(map(len, ends), default=0)) > config.max_stop_tokens:
         raise ValueError(
-            f"{most} tokens that end a request must be at most "
+            f"{num_ends} tokens that end a request must be at most "
             f"{config.max_stop_tokens=}"
         )
     limits = [
         max(min(len(ids) + ask.max_tokens, config.max_length), len(ids) + 1)
-        for ids, ask in zip(known, asks, strict=True)
+        for ids, ask in zip(token_lists, asks, strict=True)
     ]
     keep_prompt_logprobs = column([ask.prompt_logprobs for ask in asks], bool)
     keep_prompt_logprobs[: len(owner)] &= (
         np.array(samples, int) == 0
     )  # the sequence that reads the prompt
     return Requests(
-        tokens=column(_pad_rows(known, config.max_length, 0)),
-        prompt_length=column([len(ids) for ids in known]),
+        tokens=column(_pad_rows(token_lists, config.max_length, 0)),
+        prompt_length=column([len(ids) for ids in token_lists]),
         limit=column(limits),
         request_id=column(names),
         stop_tokens=column(_pad_rows(ends, config.max_stop_tokens, -1), blank=-1),
@@ -113,7 +113,7 @@ def make_requests(
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
         early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
-        attributes=jax.tree.map(column, attribute_columns(asked)),
+        attributes=jax.tree.map(column, attribute_columns(checked_attributes)),
     )
 
 
@@ -128,14 +128,14 @@ def prefix_of(
     """
     if not config.prefix_cache:
         raise ValueError(f"{config.prefix_cache=} must be True")
-    own = validation.token_ids("tokens", tokens, vocab_size=vocab_size)
+    prompt_ids = validation.token_ids("tokens", tokens, vocab_size=vocab_size)
     salt = validation.integer("salt", salt, below=2**32)
-    if len(own) > config.max_length:
-        raise ValueError(f"{len(own)=} must be at most {config.max_length=}")
+    if len(prompt_ids) > config.max_length:
+        raise ValueError(f"{len(prompt_ids)=} must be at most {config.max_length=}")
     # The last token is always fed.
-    num_pages = max(len(own) - 1, 0) // config.page_size
+    num_pages = max(len(prompt_ids) - 1, 0) // config.page_size
     padded = np.zeros(config.max_length, np.int32)
-    padded[: len(own)] = own
+    padded[: len(prompt_ids)] = prompt_ids
     return Prefix(jnp.asarray(padded), jnp.int32(num_pages), jnp.uint32(salt))
 
 
@@ -156,31 +156,31 @@ def pad_pages(
     Raises:
       ValueError: the arrays do not fit the engine's.
     """
-    most = int(prefix.num_pages)
+    num_pages = int(prefix.num_pages)
     leaves = jax.tree.leaves(pages)
     fits = jax.tree.structure(pages) == jax.tree.structure(like) and all(
         isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves
     )
     shapes = [(leaf.dtype.name, leaf.shape) for leaf in leaves] if fits else []
-    count = check_content(like, shapes) if fits else most + 1
-    if count > most:
+    count = check_content(like, shapes) if fits else num_pages + 1
+    if count > num_pages:
         shown = "..." if fits else validation.format_value(pages)
         raise ValueError(
             f"pages={shown} must be arrays as take_prefix returns them, of at most "
-            f"{most} pages"
+            f"{num_pages} pages"
         )
-    whole = expand_pages(pages, config.max_pages_per_slot, slice(count))
-    return prefix._replace(num_pages=jnp.int32(count)), whole
+    slot_pages = expand_pages(pages, config.max_pages_per_slot, slice(count))
+    return prefix._replace(num_pages=jnp.int32(count)), slot_pages
 
 
 def _pad_rows(
     rows: Sequence[Sequence[int] | np.ndarray], width: int, blank: int
 ) -> np.ndarray:
     """Returns rows of one length: longer ones are cut, shorter ones padded."""
-    found = np.full((len(rows), width), blank, np.int32)
-    for row, ids in zip(found, rows, strict=True):
+    matrix = np.full((len(rows), width), blank, np.int32)
+    for row, ids in zip(matrix, rows, strict=True):
         row[: len(ids)] = ids[:width]
-    return found
+    return matrix
 
 
 def _check_ids(name: str, values: Sequence[int], num: int) -> list[int]:
@@ -200,21 +200,21 @@ def _check_pairs(
     """Checks that there are token ids and a `Sampling` for each request."""
     if len(asks) != len(prompts):
         raise ValueError(f"{len(asks)=} must be {len(prompts)=}")
-    found = []
+    checked = []
     for i, ask in enumerate(asks):
         if not isinstance(ask, Sampling):
             raise ValueError(
                 f"asks[{i}]={validation.format_value(ask)} must be a Sampling"
             )
-        found.append(ask)
-    known = [
+        checked.append(ask)
+    prompt_lists = [
         validation.token_sequence(f"prompts[{i}]", x) for i, x in enumerate(prompts)
     ]
-    for i, ids in enumerate(known):
+    for i, ids in enumerate(prompt_lists):
         outside = ids[(ids < 0) | (ids >= validation.INT32)]
         if outside.size:
             raise ValueError(f"prompts[{i}]: token id {outside[0]} is out of int32")
-    return known, found
+    return prompt_lists, checked
 
 
 _STOPPING: dict[bool | str, int] = {

@@ -138,29 +138,29 @@ class RequestRecord:
             if part.tokens and self.first_token_s is None:
                 self.first_token_s = self.finish_s
             if part.stream is not None:
-                known = [each for each in part.tokens if each not in self.end_tokens]
-                part.text = "".join(map(part.stream.push, known)) + part.stream.finish()
+                pairs = [token for token in part.tokens if token not in self.end_tokens]
+                part.text = "".join(map(part.stream.push, pairs)) + part.stream.finish()
         if drained is not None:
             # Indexed on the host: on the device it would compile a program.
-            found = drained.sequences
-            self.num_cached += int(np.asarray(found.num_cached)[row])
+            sequences = drained.sequences
+            self.num_cached += int(np.asarray(sequences.num_cached)[row])
             self.num_recomputed += int(np.asarray(drained.events.num_recomputed)[row])
             # Sequences of a request are preempted together; ended ones are not.
             num_preempted = int(np.asarray(drained.progress.num_preempted)[row])
             self.num_preempted = max(self.num_preempted, num_preempted)
-            num_swapped = int(np.asarray(found.num_swapped)[row])
+            num_swapped = int(np.asarray(sequences.num_swapped)[row])
             self.num_swapped = max(self.num_swapped, num_swapped)
             if ask.prompt_logprobs and sample == 0:
                 scores = np.asarray(drained.sequences.logprobs)[row, 1:num]
                 scores = list(map(float, scores))
                 self.prompt_logprobs = [None, *scores]
                 if ask.logprobs:
-                    known = zip(self.prompt[1:], scores, strict=True)
-                    found = _most_likely(drained, row, 1, known, ask.logprobs)
-                    self.prompt_top_logprobs = [None, *found]
+                    pairs = zip(self.prompt[1:], scores, strict=True)
+                    sequences = _most_likely(drained, row, 1, pairs, ask.logprobs)
+                    self.prompt_top_logprobs = [None, *sequences]
             if ask.logprobs:
-                known = zip(part.tokens, part.logprobs, strict=True)
-                top_logprobs = _most_likely(drained, row, num, known, ask.logprobs)
+                pairs = zip(part.tokens, part.logprobs, strict=True)
+                top_logprobs = _most_likely(drained, row, num, pairs, ask.logprobs)
         part.finished = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
@@ -177,10 +177,10 @@ class RequestRecord:
 
     def complete(self) -> Completion:
         """Returns the completion; with `best_of`, the most likely answers first."""
-        found = [part.finished for part in self.answers if part.finished is not None]
+        finished = [part.finished for part in self.answers if part.finished is not None]
         if (self.sampling.best_of or 0) > self.sampling.n:
             # Cut answers score too high, since they have fewer tokens.
-            found.sort(
+            finished.sort(
                 key=lambda answer: (
                     answer.reason in ("cancelled", "nan"),
                     -(answer.score or 0.0),
@@ -188,7 +188,7 @@ class RequestRecord:
             )
         return Completion(
             request_id=self.request_id,
-            answers=found[: self.sampling.n],
+            answers=finished[: self.sampling.n],
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             arrival_s=self.arrival_s,
@@ -205,27 +205,27 @@ def _most_likely(
     drained: DrainedSequences,
     row: int,
     start: int,
-    known: Iterable[tuple[int, float]],
+    alternatives: Iterable[tuple[int, float]],
     num: int,
 ) -> list[dict[int, float]]:
     """Returns the `num` most likely tokens at positions from `start` on, by id.
 
-    `known` are the tokens at these positions and their log-probabilities. If such a
-    token is among the most likely, its value is the same float: the device computes the
-    two in different passes, which may differ by rounding.
+    `alternatives` are the tokens at these positions and their log-probabilities. If
+    such a token is among the most likely, its value is the same float: the device
+    computes the two in different passes, which may differ by rounding.
     """
     s = drained.sequences
     ids = np.asarray(s.top_ids)
     values = np.asarray(s.top_logprobs)
-    found = []
-    for place, (token, logprob) in enumerate(known, start):
+    rows = []
+    for place, (token, logprob) in enumerate(alternatives, start):
         if place == ids.shape[1]:  # the token after the largest length is not stored
-            found.append({token: logprob})
+            rows.append({token: logprob})
             break
         names = ids[row, place, :num].tolist()
         scores = values[row, place, :num]
         best = dict(zip(names, scores.tolist(), strict=True))
         if token in best:
             best[token] = logprob
-        found.append(best)
-    return found
+        rows.append(best)
+    return rows

@@ -60,13 +60,13 @@ def plan_measurement(
     """
     if not isinstance(state.memory, AdaptiveState):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
-    each = _tokens_of_calls(config)
+    tokens_needed = _tokens_of_calls(config)
 
     def room(context: int) -> int:
         """Returns the tokens left for the calls of all lengths."""
         return config.max_length - context - _steps_of_reading(context, config) - 1
 
-    fits = [num for num in range(1, config.max_length) if room(num) >= each]
+    fits = [num for num in range(1, config.max_length) if room(num) >= tokens_needed]
     if not fits:
         raise ValueError(
             f"{config.max_length=} leaves no room for calls of {config.steps_per_call=}"
@@ -79,7 +79,7 @@ def plan_measurement(
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return MeasurementPlan(context, room(context) // each)
+    return MeasurementPlan(context, room(context) // tokens_needed)
 
 
 def _tokens_of_calls(config: EngineConfig) -> int:
@@ -95,12 +95,12 @@ def _remedy(config: EngineConfig) -> str:
     def needed(config: EngineConfig) -> int:
         return _tokens_of_calls(config) + _steps_of_reading(1, config) + 2
 
-    least = f"adaptive=True needs max_length={needed(config)} or more"
+    advice = f"adaptive=True needs max_length={needed(config)} or more"
     for steps in range(config.steps_per_call - 1, 0, -1):
         shorter = dataclasses.replace(config, steps_per_call=steps)
         if needed(shorter) <= config.max_length:
-            return f"{least}, or steps_per_call={steps} or less"
-    return least
+            return f"{advice}, or steps_per_call={steps} or less"
+    return advice
 
 
 def _steps_of_reading(context: int, config: EngineConfig) -> int:
@@ -131,8 +131,8 @@ def tune(
     batches = np.asarray(state.memory.costs.batches)
     table = []
     for num in batches:
-        state, found = _measure(state, programs, config, plan, int(num))
-        table.append(found)
+        state, step_s = _measure(state, programs, config, plan, int(num))
+        table.append(step_s)
     assert isinstance(state.memory, AdaptiveState)
     undrafted, *steps = np.asarray(table, np.float32).T
     costs = StepCosts(
@@ -158,8 +158,8 @@ def _measure(
     rounds = []
     names = np.where(names < num, names, -1)
     begun = time.perf_counter()
-    most = config.max_length - plan.context
-    ask = Sampling(temperature=0.0, max_tokens=most, prefix_cache=False)
+    max_tokens = config.max_length - plan.context
+    ask = Sampling(temperature=0.0, max_tokens=max_tokens, prefix_cache=False)
     requests = request_batch.make_requests(
         [[0] * plan.context] * num,
         [ask] * num,
@@ -177,14 +177,14 @@ def _measure(
                 state = programs.run(state, False)
                 if np.sum(np.asarray(state.table.length) > plan.context) == num:
                     break
-        found = []
+        durations = []
         for length in (0, *range(1 + len(config.draft_buckets))):
             state = jax.block_until_ready(_force_length(state, length))
-            may_draft = length > 0 or not found
+            may_draft = length > 0 or not durations
             start = time.perf_counter()
             state = jax.block_until_ready(programs.run(state, may_draft))
-            found.append(time.perf_counter() - start)
-        rounds.append(found)
+            durations.append(time.perf_counter() - start)
+        rounds.append(durations)
     state = programs.withdraw(state, names)
     return state, np.median(rounds, axis=0) / config.steps_per_call
 

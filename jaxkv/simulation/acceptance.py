@@ -70,8 +70,8 @@ class Acceptance(NamedTuple):
         if requested > max_drafts:
             raise ValueError(f"{num_drafts=} must be in [0, {max_drafts=}]")
         if not isinstance(chance, Array):
-            for each in np.ravel(np.asarray(chance, object)):
-                validation.number("chance", each, low=0, high=1, hint="in [0, 1]")
+            for entry in np.ravel(np.asarray(chance, object)):
+                validation.number("chance", entry, low=0, high=1, hint="in [0, 1]")
         chances = jnp.asarray(chance, jnp.float32)
         if chances.shape not in ((), (max_drafts,)):
             raise ValueError(
@@ -121,8 +121,8 @@ def draw_num_accepted(
     sample = jnp.broadcast_to((sequence % max_samples)[:, None], position.shape)
     key = draw_key(key, sample, position, ACCEPT)
     first = jnp.zeros((1, 1), jnp.int32)  # index of the only child of each place
-    drawn = sampling.uniform(key.reshape(-1, 2), first).reshape(position.shape)
-    accepts = (drawn < acceptance.chances[None, :]) & (place < num_drafts[:, None])
+    uniforms = sampling.uniform(key.reshape(-1, 2), first).reshape(position.shape)
+    accepts = (uniforms < acceptance.chances[None, :]) & (place < num_drafts[:, None])
     run = jnp.cumprod(accepts.astype(jnp.int32), axis=1)
     return jnp.sum(run, axis=1, dtype=jnp.int32)
 
@@ -145,5 +145,7 @@ def emit_tokens(
     """
     accepted = draw_num_accepted(acceptance, slots, num_drafts, max_samples)
     # The last emitted token is not fed yet; an answer may end before its last draft.
-    drawn = jnp.where(emits, jnp.minimum(accepted + 1, limit - slots.num_tokens), 0)
-    return length + jnp.maximum(drawn - 1, 0), drawn
+    num_emitted = jnp.where(
+        emits, jnp.minimum(accepted + 1, limit - slots.num_tokens), 0
+    )
+    return length + jnp.maximum(num_emitted - 1, 0), num_emitted

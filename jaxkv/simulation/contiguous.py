@@ -124,10 +124,10 @@ def find_block(
     Returns:
       Its first leaf, or `NO_SEQUENCE` if there is none.
     """
-    found = _orders(free).ravel()
-    key = jnp.where(found >= order, found, jnp.iinfo(jnp.int32).max)
+    largest = _orders(free).ravel()
+    key = jnp.where(largest >= order, largest, jnp.iinfo(jnp.int32).max)
     start = jnp.argmin(key).astype(jnp.int32)  # the first of equal keys
-    return jnp.where(found[start] >= order, start, NO_SEQUENCE)
+    return jnp.where(largest[start] >= order, start, NO_SEQUENCE)
 
 
 def largest_order(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:

@@ -43,19 +43,19 @@ class SerializedPhases(NamedTuple):
         together = self.cost(work)
         both = (work.num_decodes > 0) & (work.num_prompt_rows > 0)
         none = jnp.zeros_like(work.num_decodes)
-        drawn = work.num_drawing - work.num_decodes
+        num_drawing = work.num_drawing - work.num_decodes
         drafts = {name: getattr(work, name) for name in Work._field_defaults}
         reads = work._replace(
             num_decodes=none,
             decode_context=none,
-            num_drawn=drawn,
+            num_drawn=num_drawing,
             **jax.tree.map(jnp.zeros_like, drafts),
         )
         decodes = work._replace(
             num_prompt_rows=none,
             prompt_context=none,
             prompt_squares=jnp.zeros_like(work.prompt_squares),
-            num_drawn=work.num_drawn - drawn,
+            num_drawn=work.num_drawn - num_drawing,
             num_copied=none,
             num_swapped=none,
         )
@@ -100,9 +100,9 @@ def with_drafter(
     """
     for name, value in (("step_s", step_s), ("row_s", row_s)):
         if not isinstance(value, Array):
-            most = float(np.finfo(np.float32).max)
+            highest = float(np.finfo(np.float32).max)
             hint = "at least 0, and finite"
-            validation.number(name, value, low=0, high=most, hint=hint)
+            validation.number(name, value, low=0, high=highest, hint=hint)
     seconds = (jnp.asarray(x, jnp.float32) for x in (step_s, row_s))
     return DrafterCost(cost, *seconds)
 

@@ -60,8 +60,8 @@ def num_owned(
     shares = _shares(slots)
     joint = _is_joint(slots, length, page_size)
     full = jnp.where(shares & ~group.is_first, slots.fork.num_common // page_size, 0)
-    theirs = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
-    return pages - theirs, theirs
+    num_shared = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
+    return pages - num_shared, num_shared
 
 
 def num_copies(
@@ -90,7 +90,7 @@ def break_down(
     group: Groups | None,
     limit: Int32[Array, " slots"],
     page_size: Int32[Array, ""],
-    asked: Int32[Array, " slots"] | None = None,
+    reserved: Int32[Array, " slots"] | None = None,
 ) -> tuple[MemoryBreakdown, Int32[Array, ""]]:
     """Divides the token places of all pages in use by their use.
 
@@ -100,29 +100,30 @@ def break_down(
       group: groups of the slots.
       limit: length of prompt plus answer; the last token is never written.
       page_size: tokens per page.
-      asked: places reserved for each sequence, if its block may be larger; else None.
+      reserved: places reserved for each sequence, if its block may be larger; else
+        None.
 
     Returns:
       The places, and the number of pages saved by sharing.
     """
-    owned, theirs = num_owned(slots, pages.length, group, pages.places, page_size)
+    owned, num_shared = num_owned(slots, pages.length, group, pages.places, page_size)
     runs = is_running(slots)
-    before = theirs * page_size
-    there = jnp.where(slots.sequence >= 0, owned * page_size, 0)
-    if asked is not None:
-        there = jnp.minimum(there, asked)
+    before = num_shared * page_size
+    num_places = jnp.where(slots.sequence >= 0, owned * page_size, 0)
+    if reserved is not None:
+        num_places = jnp.minimum(num_places, reserved)
 
     def within(tokens: Array) -> Array:
         """Counts the first `tokens` of each sequence on pages that it accounts for."""
-        return jnp.where(runs, jnp.clip(tokens - before, 0, there), 0)
+        return jnp.where(runs, jnp.clip(tokens - before, 0, num_places), 0)
 
     tokens = within(pages.length)
     useful = within(jnp.maximum(limit - 1, pages.length))
     return MemoryBreakdown(
         tokens=jnp.sum(tokens, dtype=jnp.int32),
         reserved=jnp.sum(useful - tokens, dtype=jnp.int32),
-        internal=jnp.sum(there - useful, dtype=jnp.int32),
-    ), jnp.sum(jnp.where(slots.sequence >= 0, theirs, 0), dtype=jnp.int32)
+        internal=jnp.sum(num_places - useful, dtype=jnp.int32),
+    ), jnp.sum(jnp.where(slots.sequence >= 0, num_shared, 0), dtype=jnp.int32)
 
 
 def _shares(slots: Slots) -> Bool[Array, " slots"]:

@@ -162,7 +162,7 @@ def simulate_jobs(
         until_s=seconds,
         progress=progress,
     )
-    found = []
+    answers_of_jobs = []
     for i, job in enumerate(jobs):
         arrival_s, tokens = job.requests
         first_s, finish_s = (
@@ -178,12 +178,12 @@ def simulate_jobs(
             transfer_s=np.zeros_like(arrival_s),
             preempted=int(served.preempted[i].sum()),
         )
-        found.append(answers)
-    return found
+        answers_of_jobs.append(answers)
+    return answers_of_jobs
 
 
 def simulate_placements(
-    asked: Sequence[tuple[PhasePlacement, RequestLoad]],
+    pairs: Sequence[tuple[PhasePlacement, RequestLoad]],
     seconds: int | float,
     *,
     max_slots: int,
@@ -196,14 +196,14 @@ def simulate_placements(
     """
     reads = [
         Job(p.prefill, "prefill", select_requests(x, slice(k, None, p.num_prefill)))
-        for p, x in asked
+        for p, x in pairs
         for k in range(p.num_prefill)
     ]
     read = iter(simulate_jobs(reads, seconds, max_slots=max_slots, progress=progress))
-    found = []
+    results = []
     parts = []
     jobs = []
-    for p, x in asked:
+    for p, x in pairs:
         first_s = np.full(x.arrival_s.shape, np.nan)
         for k in range(p.num_prefill):
             first_s[k :: p.num_prefill] = next(read).first_s
@@ -211,20 +211,22 @@ def simulate_placements(
         ready_s = first_s + sent_s
         several = x.tokens.output > 1
         finish_s = np.where(several, np.nan, first_s)
-        found.append(
+        results.append(
             RequestTiming(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
         )
         order = np.argsort(ready_s, kind="stable")
         order = order[np.isfinite(ready_s[order]) & several[order]]
         for k in range(p.num_decode):
-            mine = order[k :: p.num_decode]
-            parts.append((len(found) - 1, mine))
-            jobs.append(Job(p.decode, "decode", select_requests(x, mine, ready_s)))
+            indices = order[k :: p.num_decode]
+            parts.append((len(results) - 1, indices))
+            jobs.append(Job(p.decode, "decode", select_requests(x, indices, ready_s)))
     answers = simulate_jobs(jobs, seconds, max_slots=max_slots, progress=progress)
-    for (i, mine), done in zip(parts, answers, strict=True):
-        found[i].finish_s[mine] = done.finish_s[: mine.size]
-        found[i] = found[i]._replace(preempted=found[i].preempted + done.preempted)
-    return [drop_late_arrivals(x, seconds) for x in found]
+    for (i, indices), done in zip(parts, answers, strict=True):
+        results[i].finish_s[indices] = done.finish_s[: indices.size]
+        results[i] = results[i]._replace(
+            preempted=results[i].preempted + done.preempted
+        )
+    return [drop_late_arrivals(x, seconds) for x in results]
 
 
 def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
@@ -258,14 +260,14 @@ def transfer_times(
     lanes = min(p.prefill.num_gpus, p.decode.num_gpus)
     sizes = requests.tokens.prompt * p.prefill.kv_bytes
     service_s = sizes / (p.link * lanes)
-    found = np.full(first_s.shape, np.nan)
+    transfer_s = np.full(first_s.shape, np.nan)
     for k in range(p.num_prefill):
-        mine = np.arange(k, first_s.size, p.num_prefill)
-        mine = mine[np.isfinite(first_s[mine])]
-        mine = mine[np.argsort(first_s[mine], kind="stable")]
-        done_s = fifo_finish_s(first_s[mine], service_s[mine])
-        found[mine] = done_s - first_s[mine]
-    return found
+        indices = np.arange(k, first_s.size, p.num_prefill)
+        indices = indices[np.isfinite(first_s[indices])]
+        indices = indices[np.argsort(first_s[indices], kind="stable")]
+        done_s = fifo_finish_s(first_s[indices], service_s[indices])
+        transfer_s[indices] = done_s - first_s[indices]
+    return transfer_s
 
 
 def _member(job: Job) -> SimulationMember:

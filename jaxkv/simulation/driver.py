@@ -68,12 +68,13 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     sizes = {x.acceptance.chances.size for x in singles if x.acceptance is not None}
     if len(sizes) > 1:
         raise ValueError(f"max_drafts must be equal in all members, not {sizes}")
-    most = max(member.workload.prompt.shape[0] for member in singles)
+    max_requests = max(member.workload.prompt.shape[0] for member in singles)
     links = [x.workload.dependencies for x in singles]
     sizes = [_dependency_sizes(x) for x in links if x is not None]
     most_links = tuple(max(x) for x in zip(*sizes, strict=True)) or None
     filled = [
-        x._replace(workload=pad_workload(x.workload, most, most_links)) for x in singles
+        x._replace(workload=pad_workload(x.workload, max_requests, most_links))
+        for x in singles
     ]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
 

@@ -72,11 +72,11 @@ def read_outcomes(
     """
     members = state.num_done.shape
     num = workload.prompt.shape[-1]
-    own = {"arrival": (num, 2), "clients": ()}
+    axes = {"arrival": (num, 2), "clients": ()}
     names = ("arrival", "prompt", "output", "samples", "clients")
     spread: Any = {
         name: np.broadcast_to(
-            np.asarray(getattr(workload, name)), (*members, *own.get(name, (num,)))
+            np.asarray(getattr(workload, name)), (*members, *axes.get(name, (num,)))
         )
         for name in names
     }
@@ -108,12 +108,12 @@ def read_outcomes(
             asked_s = np.maximum(arrival_s[at], done_s)
             arrival_s[at] = np.where(np.isnan(done_s), np.nan, asked_s)
     if state.sessions is not None:
-        known = np.asarray(state.sessions.arrival)
+        arrival = np.asarray(state.sessions.arrival)
         is_root = np.asarray(workload.arrival)[..., 0] < sessions.NEVER
-        sent_s = clock.to_seconds(known)
-        is_sent = (known[..., 0] < sessions.NEVER) & (sent_s <= until_s)
+        sent_s = clock.to_seconds(arrival)
+        is_sent = (arrival[..., 0] < sessions.NEVER) & (sent_s <= until_s)
         arrival_s = np.where(is_root, arrival_s, np.where(is_sent, sent_s, np.nan))
-    found = Outcome(
+    outcome = Outcome(
         arrival_s=arrival_s,
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
         finish_s=finish_s,
@@ -122,8 +122,8 @@ def read_outcomes(
         rejected=~served & (w.samples > 0),
     )
     if warns:
-        _warn(found, w, is_over=not np.isfinite(until_s))
-    return found
+        _warn(outcome, w, is_over=not np.isfinite(until_s))
+    return outcome
 
 
 def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray:
@@ -132,13 +132,13 @@ def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray
     return np.where((seconds > 0) & (time <= until_s), time, np.nan)
 
 
-def _warn(found: Outcome, w: Any, is_over: bool) -> None:
+def _warn(outcome: Outcome, w: Any, is_over: bool) -> None:
     """Warns about rejected and unfinished requests, with the first of each."""
     is_asked = w.samples > 0
     or_ = "" if w.dependencies is None else ", or are sent after one that does not"
-    waits = is_asked & ~found.rejected & ~np.isfinite(found.finish_s)
+    waits = is_asked & ~outcome.rejected & ~np.isfinite(outcome.finish_s)
     for mask, why in (
-        (found.rejected, f"were rejected: they do not fit into an idle engine{or_}"),
+        (outcome.rejected, f"were rejected: they do not fit into an idle engine{or_}"),
         (waits & is_over, "were not served to their end"),
     ):
         if mask.any():

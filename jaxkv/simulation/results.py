@@ -108,7 +108,7 @@ class SimulationResult(Outcome):
         means = self.means
         totals = self.totals
         fed = totals.decoded + totals.drafted + totals.read
-        found = {
+        numbers = {
             "batch": means.batch,
             "step_s": totals.busy_s / np.maximum(1, totals.steps),
             "busy_s": totals.busy_s,
@@ -122,7 +122,7 @@ class SimulationResult(Outcome):
                 means.saved_pages, means.used_pages
             ),
         }
-        return {name: x[member].item() for name, x in found.items()}
+        return {name: x[member].item() for name, x in numbers.items()}
 
 
 def select_members(

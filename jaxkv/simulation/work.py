@@ -83,8 +83,8 @@ def work_of_rows(
     Each slot feeds `num_rows` tokens after its written ones, then `num_drafts` drafts.
     `context` tokens of a prefix cache come before them, see `Workload.context`.
     """
-    known = slots.num_tokens
-    decodes = (num_rows == 1) & (length == known - 1) & (known > prompt)
+    num_tokens = slots.num_tokens
+    decodes = (num_rows == 1) & (length == num_tokens - 1) & (num_tokens > prompt)
     reads = (num_rows > 0) & ~decodes
     before = length if context is None else length + context
     after = before + num_rows

@@ -246,10 +246,10 @@ def choose_draft_length(
             for column in range(costs.steps.shape[1])
         ]
     )
-    some = 1 - (1 - finds) ** num
+    chance = 1 - (1 - finds) ** num
     nothing = jnp.interp(num, costs.batches, costs.undrafted)
     is_plain = memory.lengths == 0
-    cost = jnp.where(is_plain, cost, some * cost + (1 - some) * nothing)
+    cost = jnp.where(is_plain, cost, chance * cost + (1 - chance) * nothing)
     plain = 1 + _MARGIN * is_plain.astype(jnp.float32)
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
@@ -270,6 +270,6 @@ def set_costs(memory: AdaptiveState, costs: StepCosts) -> AdaptiveState:
 
 def _batches(config: EngineConfig) -> tuple[int, ...]:
     """Returns the batch sizes of the cost table: 1, 2, 4, ... and `max_slots`."""
-    most = config.max_slots
-    powers = {2**i for i in range(most.bit_length())}
-    return tuple(sorted({n for n in powers if n < most} | {most}))
+    max_slots = config.max_slots
+    powers = {2**i for i in range(max_slots.bit_length())}
+    return tuple(sorted({n for n in powers if n < max_slots} | {max_slots}))

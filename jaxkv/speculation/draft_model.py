@@ -48,8 +48,8 @@ class TargetWithDraft:
         """Runs both models on the rows; returns the logits of the target."""
         assert pages.draft_pages is not None
         result = self.target(params.target, pages._replace(draft_pages=None), rows)
-        own = self.draft(params.draft, pages.draft_pages, rows).pages
-        return result._replace(pages=result.pages._replace(draft_pages=own))
+        draft_pages = self.draft(params.draft, pages.draft_pages, rows).pages
+        return result._replace(pages=result.pages._replace(draft_pages=draft_pages))
 
 
 @validation.suggests_keywords
@@ -84,50 +84,58 @@ class DraftModel(Drafter):
         config: EngineConfig,
     ) -> tuple[Any, Pages, Drafts]:
         """Samples drafts in a loop of `max(granted)` forward passes."""
-        own = state.pages.draft_pages if self.has_own_model else state.pages
+        draft_pages = state.pages.draft_pages if self.has_own_model else state.pages
         weights = params.draft if self.has_own_model else params
-        assert own is not None
+        assert draft_pages is not None
         s = state.sequences
         row = jnp.maximum(state.slots.sequence, 0)
         slot = _count(granted.shape[0])
-        known = state.slots.num_tokens
+        num_tokens = state.slots.num_tokens
         tokens = s.tokens[row]
 
         def sample_next(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
-            tokens, probs, own = carry
+            tokens, probs, draft_pages = carry
             drafts = index < granted
-            place = jnp.where(drafts, known - 1 + index, -1)
-            result = self.forward(weights, own, make_slot_rows(state, tokens, place))
+            place = jnp.where(drafts, num_tokens - 1 + index, -1)
+            result = self.forward(
+                weights, draft_pages, make_slot_rows(state, tokens, place)
+            )
             params = jax.tree.map(lambda x: x[row], s.params)
             warm = jnp.where(drafts, params.temperature, 0.0)
             params = params._replace(temperature=warm)
-            length = known + index
+            length = num_tokens + index
             logits = sampling.penalise(
                 result.logits, tokens, s.prompt_length[row], length, params
             )
             if probs is None:
                 unscored = jnp.zeros_like(drafts)
-                drawn = sampling.sample(
+                draws_of_step = sampling.sample(
                     logits, params, length, keep_logprobs=unscored
                 ).token
             else:
-                drawn, new = draws.draw_drafts(logits, params, length)
-                drawn = jnp.maximum(drawn[:, 0], 0)
+                draws_of_step, new = draws.draw_drafts(logits, params, length)
+                draws_of_step = jnp.maximum(draws_of_step[:, 0], 0)
                 probs = lax.dynamic_update_index_in_dim(probs, new, index, axis=1)
             at = (slot, jnp.where(drafts, place + 1, -1))
-            return arrays.put(tokens, at, drawn), probs, result.pages
+            return arrays.put(tokens, at, draws_of_step), probs, result.pages
 
         probs = None
         if not self.shares_noise:
-            rows = make_slot_rows(state, tokens, known)
-            shape = jax.eval_shape(self.forward, weights, own, rows).logits
+            rows = make_slot_rows(state, tokens, num_tokens)
+            shape = jax.eval_shape(self.forward, weights, draft_pages, rows).logits
             sizes = shape.shape[0], config.emit_width, shape.shape[1]
             probs = jnp.zeros(sizes, jnp.promote_types(shape.dtype, jnp.float32))
-        carry = tokens, probs, own
-        tokens, probs, own = lax.fori_loop(0, jnp.max(granted), sample_next, carry)
-        places = known[:, None] + _count(config.max_drafts)[None, :]
+        carry = tokens, probs, draft_pages
+        tokens, probs, draft_pages = lax.fori_loop(
+            0, jnp.max(granted), sample_next, carry
+        )
+        places = num_tokens[:, None] + _count(config.max_drafts)[None, :]
         drafted = arrays.take(tokens, (slot[:, None], places), fill=0)
-        pages = state.pages._replace(draft_pages=own) if self.has_own_model else own
+        pages = (
+            state.pages._replace(draft_pages=draft_pages)
+            if self.has_own_model
+            else draft_pages
+        )
         return memory, pages, Drafts(granted, drafted, probs)
 
 

@@ -121,9 +121,9 @@ class EagleConfig:
           ValueError: `taps` is empty, or has an index that the target does not have.
         """
         validation.check_fields(self)
-        most = self.target.num_layers
-        if not self.taps or not all(0 <= tap <= most for tap in self.taps):
-            raise ValueError(f"taps={self.taps!r} must be some in [0, {most}]")
+        num_layers = self.target.num_layers
+        if not self.taps or not all(0 <= tap <= num_layers for tap in self.taps):
+            raise ValueError(f"taps={self.taps!r} must be some in [0, {num_layers}]")
 
     @property
     def num_modules(self) -> int:
@@ -141,12 +141,12 @@ class EagleConfig:
         """Returns the parameter tree as `jax.ShapeDtypeStruct`s."""
         size = self.target.hidden_size
         dtype = jnp.dtype(dtype)
-        own = models.param_shapes(self.layer, dtype=dtype)
+        shapes = models.param_shapes(self.layer, dtype=dtype)
 
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype)
 
-        return {name: own[name] for name in own if name not in SHARED_PARAMS} | {
+        return {name: shapes[name] for name in shapes if name not in SHARED_PARAMS} | {
             "feature_norm": {"scale": shape(size)},
             "fuse": {"weight": shape(size, len(self.taps) * size)},
             "merge": {"weight": shape(size, 2 * size)},
@@ -156,13 +156,13 @@ class EagleConfig:
     def init_params(self, key: Array) -> Params:
         """Returns random weights; the fused feature starts as the mean of the taps."""
         keys = jax.random.split(key)
-        own = models.init_params(self.layer, keys[0])
-        own = {name: own[name] for name in own if name not in SHARED_PARAMS}
+        params = models.init_params(self.layer, keys[0])
+        params = {name: params[name] for name in params if name not in SHARED_PARAMS}
         size = self.target.hidden_size
         num = len(self.taps)
         draw = jax.random.normal(keys[1], (size, 2 * size)) * jnp.float32(0.02)
         mean = jnp.tile(jnp.eye(size) / jnp.float32(num), (1, num))
-        return own | {
+        return params | {
             "feature_norm": {"scale": jnp.ones(size)},
             "fuse": {"weight": mean},
             "merge": {"weight": draw},
@@ -189,8 +189,8 @@ class EagleConfig:
         token = divide_rows(rows).own(rows.token)
         x = make_layer_inputs(params, target, token, before, config=self)
         model = make_draft_transformer(params, target, self)
-        found = PagedForward(self.layer).states(model, pages, rows, x)
-        return DraftLayerOutput(found.last.T, model, found.carry)
+        states = PagedForward(self.layer).states(model, pages, rows, x)
+        return DraftLayerOutput(states.last.T, model, states.carry)
 
 
 @validation.suggests_keywords
@@ -249,8 +249,8 @@ class MTPConfig:
         before: Float[Array, "own hidden"],
     ) -> DraftLayerOutput:
         """Runs the layer of a module, as defined by `DraftLayers.run_module`."""
-        found = {**target, "ahead": params}
-        module, model = merge_ahead(self.target, found, index)
+        params_of_model = {**target, "ahead": params}
+        module, model = merge_ahead(self.target, params_of_model, index)
         token = divide_rows(rows).own(rows.token)
         columns = COLUMNS
         num_words = self.target.vocab_size
@@ -265,9 +265,9 @@ def make_draft_transformer(
     params: Params, target: Params, config: EagleConfig
 ) -> Transformer:
     """Combines the drafter's layer and norm with the target's embeddings and head."""
-    own = {name: params[name] for name in ("layers", "final_norm")}
+    params_of_layer = {name: params[name] for name in ("layers", "final_norm")}
     shared = {name: target[name] for name in SHARED_PARAMS if name in target}
-    return models.merge(config.layer, own | shared)
+    return models.merge(config.layer, params_of_layer | shared)
 
 
 def fuse_features(
@@ -302,8 +302,8 @@ def make_layer_inputs(
     norm = functools.partial(models.norm, kind="rms", eps=config.target.norm_eps)
     table = target["embed"]["weight"]
     num_words = config.target.vocab_size
-    found = embed_tokens(table, tokens, num_words)
-    token = norm(found, **params["token_norm"])
+    embeddings = embed_tokens(table, tokens, num_words)
+    token = norm(embeddings, **params["token_norm"])
     feature = norm(states, **params["feature_norm"])
     both = jnp.concatenate([token, feature], axis=1)
     return states.T + multiply(params["merge"]["weight"], both.T)
@@ -344,7 +344,7 @@ def unroll_drafts(
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     states = fuse_features(params, features.reshape(batch * seq, -1))
     keys: Any = ()
-    found = []
+    logits = []
     for _ in range(num_steps):
         before = states.reshape(batch, seq, -1)[:, :-1]
         before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(batch * seq, -1)
@@ -353,8 +353,8 @@ def unroll_drafts(
         run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
         states = run.last.T
         keys = run.carry
-        found.append(model.logits(run.last).reshape(batch, seq, -1))
-    return jnp.stack(found)
+        logits.append(model.logits(run.last).reshape(batch, seq, -1))
+    return jnp.stack(logits)
 
 
 def _attend(
@@ -375,11 +375,11 @@ def _attend(
     place = jnp.arange(seq, dtype=jnp.int32)
     back = place[:, None] - place[None, :]
     window = seq if config.window is None else config.window
-    seen = (back >= step) & (back < window)
+    is_visible = (back >= step) & (back < window)
     scores = jnp.einsum("kgdbq,kdbs->kgbqs", q, keys[0][0])
-    scores = [jnp.where(seen, scores, -jnp.inf)]
+    scores = [jnp.where(is_visible, scores, -jnp.inf)]
     # Of the drafts each step has one, `age` tokens ago.
-    aged = [(step - own, keys[own]) for own in range(1, step + 1)]
+    aged = [(step - offset, keys[offset]) for offset in range(1, step + 1)]
     aged = [(age, pair) for age, pair in aged if age < window]
     for age, (key, _) in aged:
         one = jnp.einsum("kgdbq,kdbq->kgbq", q, jnp.roll(key, age, axis=-1))

@@ -54,25 +54,27 @@ class TargetWithEagle:
         result = self.target(params.target, pages._replace(draft_pages=None), rows)
         parents = parent_places(rows)
         parts = divide_rows(rows)
-        found = read_features(result.pages, rows, parents)
-        before = self.config.first_states(params.draft, parts.own(found.T).T)
-        own = pages.draft_pages
+        features = read_features(result.pages, rows, parents)
+        before = self.config.first_states(params.draft, parts.own(features.T).T)
+        draft_pages = pages.draft_pages
         states = []
         for index in range(self.config.num_modules):
             ran = self.config.run_module(
-                index, params.draft, params.target, own, rows, before
+                index, params.draft, params.target, draft_pages, rows, before
             )
-            own = ran.pages
+            draft_pages = ran.pages
             if index == self.config.num_modules - 1:
                 break
             # States of later modules are not known yet, nor read before they are.
             states.append(parts.whole(ran.states.T).T)
             blank = [jnp.zeros_like(states[0])] * (self.config.num_modules - 2 - index)
-            own = write_features(own, jnp.concatenate([*states, *blank], axis=1), rows)
-            found = read_features(own, rows, parents)
+            draft_pages = write_features(
+                draft_pages, jnp.concatenate([*states, *blank], axis=1), rows
+            )
+            features = read_features(draft_pages, rows, parents)
             size = before.shape[1]
-            before = parts.own(found[:, index * size : (index + 1) * size].T).T
-        return result._replace(pages=result.pages._replace(draft_pages=own))
+            before = parts.own(features[:, index * size : (index + 1) * size].T).T
+        return result._replace(pages=result.pages._replace(draft_pages=draft_pages))
 
 
 class _Nodes(NamedTuple):
@@ -114,12 +116,14 @@ class Eagle(Drafter):
           ValueError: a number is below 1, or `beams` exceeds the guesses of a depth.
         """
         validation.check_fields(self)
-        most = 1
+        max_beam = 1
         for beam in self.beams:
-            most *= self.branching
-            if not 1 <= beam <= most:
-                raise ValueError(f"beams={self.beams!r} must be in [1, {most}] there")
-            most = beam
+            max_beam *= self.branching
+            if not 1 <= beam <= max_beam:
+                raise ValueError(
+                    f"beams={self.beams!r} must be in [1, {max_beam}] there"
+                )
+            max_beam = beam
 
     @property
     def width(self) -> int:
@@ -141,23 +145,25 @@ class Eagle(Drafter):
             )
         row = jnp.maximum(state.slots.sequence, 0)
         root = jnp.where(granted > 0, state.slots.num_tokens - 1, -1)
-        own = state.pages.draft_pages
-        assert own is not None
+        draft_pages = state.pages.draft_pages
+        assert draft_pages is not None
         step = _DraftingStep(self, params, state, row, root, granted)
-        nodes, own = step.feed_root(own)
-        found = [nodes]
+        nodes, draft_pages = step.feed_root(draft_pages)
+        levels = [nodes]
         start = 0
         offset = 0
         for depth, beam in enumerate(self.beams, 1):
             chosen, index = _top_guesses(nodes, beam)
             name = start + 1 + index
             start = start + nodes.token.shape[1]
-            nodes, own = step.feed_guesses(own, chosen, name, offset, depth)
-            found.append(nodes)
+            nodes, draft_pages = step.feed_guesses(
+                draft_pages, chosen, name, offset, depth
+            )
+            levels.append(nodes)
             offset += beam
         choose = _pack_chain if self.branching == 1 else _pack_tree
-        drafts = choose(found, granted, config.max_drafts)
-        return memory, state.pages._replace(draft_pages=own), drafts
+        drafts = choose(levels, granted, config.max_drafts)
+        return memory, state.pages._replace(draft_pages=draft_pages), drafts
 
 
 def build_eagle_drafter(
@@ -194,27 +200,27 @@ class _DraftingStep(NamedTuple):
     """Position of the last known token; -1 for slots without drafts."""
     granted: Int32[Array, " slots"]
 
-    def feed_root(self, own: Pages) -> tuple[_Nodes, Pages]:
+    def feed_root(self, draft_pages: Pages) -> tuple[_Nodes, Pages]:
         """Feeds the last known token of every slot."""
         rows = make_slot_rows(
             self.state, self.state.sequences.tokens[self.row], self.root
         )
-        found = read_features(self.state.pages, rows, self.root - 1)
+        features = read_features(self.state.pages, rows, self.root - 1)
         config = self.drafter.config
-        before = config.first_states(self.params.draft, found)
+        before = config.first_states(self.params.draft, features)
         if config.num_modules > 1:
-            states = read_features(own, rows, self.root - 1)
+            states = read_features(draft_pages, rows, self.root - 1)
             before = jnp.concatenate([before, states], axis=1)
-        there = (self.root >= 0)[:, None]
-        columns = jnp.zeros((*there.shape, sum(self.drafter.beams)), bool)
-        score = jnp.where(there, 0.0, -jnp.inf).astype(jnp.float32)
+        has_root = (self.root >= 0)[:, None]
+        columns = jnp.zeros((*has_root.shape, sum(self.drafter.beams)), bool)
+        score = jnp.where(has_root, 0.0, -jnp.inf).astype(jnp.float32)
         return self._feed_rows(
-            own, rows, before, score, jnp.zeros_like(rows.token), columns
+            draft_pages, rows, before, score, jnp.zeros_like(rows.token), columns
         )
 
     def feed_guesses(
         self,
-        own: Pages,
+        draft_pages: Pages,
         chosen: _Nodes,
         name: Int32[Array, "slots n"],
         offset: int,
@@ -223,7 +229,7 @@ class _DraftingStep(NamedTuple):
         """Feeds guesses of a depth; returns their children.
 
         Args:
-          own: pages of the drafter.
+          draft_pages: pages of the drafter.
           chosen: the guesses.
           name: index of each among all guesses, as in `_Nodes.parent`.
           offset: draft places used by shallower guesses.
@@ -231,14 +237,14 @@ class _DraftingStep(NamedTuple):
         """
         num = chosen.token.shape[1]
         column = offset + jnp.arange(num, dtype=jnp.int32)[None, :]
-        there = (column < self.granted[:, None]) & (chosen.score > -jnp.inf)
+        is_node = (column < self.granted[:, None]) & (chosen.score > -jnp.inf)
         root = self.root[:, None]
-        place = jnp.where(there, root + 1 + column, -1)
+        place = jnp.where(is_node, root + 1 + column, -1)
         every = jnp.arange(chosen.ancestors.shape[2], dtype=jnp.int32)
         ancestors = chosen.ancestors | (every[None, None, :] == column[:, :, None])
         rows = Rows(
             token=chosen.token.reshape(-1),
-            position=jnp.where(there, root + depth, -1).reshape(-1),
+            position=jnp.where(is_node, root + depth, -1).reshape(-1),
             slot=None,
             page_ids=self.state.table.page_ids,
             logit_rows=jnp.arange(place.size, dtype=jnp.int32),
@@ -249,15 +255,17 @@ class _DraftingStep(NamedTuple):
                 context=jnp.where(self.root >= 0, self.root + 1, -1),
                 ancestors=ancestors.reshape(-1, ancestors.shape[2]),
             )
-        score = jnp.where(there, chosen.score, -jnp.inf)
+        score = jnp.where(is_node, chosen.score, -jnp.inf)
         config = self.drafter.config
         num_states = max(config.num_modules - depth, 1) * config.target.hidden_size
         states = chosen.state[:, :, :num_states].reshape(-1, num_states)
-        return self._feed_rows(own, rows, states, score, name.reshape(-1), ancestors)
+        return self._feed_rows(
+            draft_pages, rows, states, score, name.reshape(-1), ancestors
+        )
 
     def _feed_rows(
         self,
-        own: Pages,
+        draft_pages: Pages,
         rows: Rows,
         before: Float[Array, "rows states"],
         score: Float[Array, "slots n"],
@@ -279,13 +287,15 @@ class _DraftingStep(NamedTuple):
             return jnp.repeat(x.reshape(num_slots, num, -1), width, axis=1)
 
         def run(carry: tuple[_Nodes, Pages], rows: Rows, before: Array) -> Any:
-            nodes, own = carry
+            nodes, draft_pages = carry
             parts = jnp.split(before, before.shape[1] // config.target.hidden_size, 1)
             ran = []
             for index, part in enumerate(parts, config.num_modules - len(parts)):
-                found = config.run_module(index, draft, target, own, rows, part)
-                ran.append(found)
-                own = found.pages
+                output = config.run_module(
+                    index, draft, target, draft_pages, rows, part
+                )
+                ran.append(output)
+                draft_pages = output.pages
             sampling = jax.tree.map(
                 lambda x: jnp.repeat(x[self.row], num, axis=0),
                 self.state.sequences.params,
@@ -301,7 +311,7 @@ class _DraftingStep(NamedTuple):
                 score=nodes.score + values,
                 state=spread(jnp.concatenate([x.states for x in ran], axis=1)),
             )
-            return nodes, own
+            return nodes, draft_pages
 
         total = spread(score)[:, :, 0]
         nodes = _Nodes(
@@ -311,8 +321,8 @@ class _DraftingStep(NamedTuple):
             state=spread(jnp.zeros_like(before)),
             ancestors=spread(ancestors),
         )
-        some = jnp.any(rows.position >= 0)
-        return arrays.update_if(some, run, (nodes, own), rows, before)
+        has_rows = jnp.any(rows.position >= 0)
+        return arrays.update_if(has_rows, run, (nodes, draft_pages), rows, before)
 
 
 def _top_guesses(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {num}"]]:
@@ -329,24 +339,24 @@ def _top_guesses(nodes: _Nodes, num: int) -> tuple[_Nodes, Int32[Array, "slots {
 
 
 def _pack_chain(
-    found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
+    levels: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
     """Drafts the single guess of each depth."""
-    token = jnp.concatenate([nodes.token for nodes in found], axis=1)[:, :max_drafts]
+    token = jnp.concatenate([nodes.token for nodes in levels], axis=1)[:, :max_drafts]
     num = token.shape[1]
     blank = ((0, 0), (0, max_drafts - num))
     return Drafts(num=jnp.minimum(granted, num), tokens=jnp.pad(token, blank))
 
 
 def _pack_tree(
-    found: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
+    levels: list[_Nodes], granted: Int32[Array, " slots"], max_drafts: int
 ) -> Drafts:
     """Drafts the most likely guesses of all depths.
 
     A guess is never more likely than its parent, which precedes it among ties.
     """
     token, score, parent = (
-        jnp.concatenate([getattr(nodes, name) for nodes in found], axis=1)
+        jnp.concatenate([getattr(nodes, name) for nodes in levels], axis=1)
         for name in ("token", "score", "parent")
     )
     num = min(max_drafts, token.shape[1])
@@ -356,12 +366,12 @@ def _pack_tree(
     place = jnp.zeros((token.shape[0], token.shape[1] + 1), jnp.int32)
     named = jnp.broadcast_to(index, order.shape)
     place = arrays.put(place, (slot, order.astype(jnp.int32) + 1), named)
-    there = jnp.sum(best > -jnp.inf, axis=1, dtype=jnp.int32)
+    num_nodes = jnp.sum(best > -jnp.inf, axis=1, dtype=jnp.int32)
     token, parent = (jnp.take_along_axis(x, order, axis=1) for x in (token, parent))
     parent = jnp.take_along_axis(place, parent, axis=1)
     blank = ((0, 0), (0, max_drafts - num))
     return Drafts(
-        num=jnp.minimum(granted, there),
+        num=jnp.minimum(granted, num_nodes),
         tokens=jnp.pad(token, blank),
         parents=jnp.pad(parent, blank),
     )

@@ -57,7 +57,9 @@ class LoadedHeads(NamedTuple):
 
 def heads_kind(config: HeadsConfig) -> Kind:
     """Returns the kind of heads, one of `KINDS`."""
-    return next(name for name, (made, _) in _KINDS.items() if type(config) is made)
+    return next(
+        name for name, (config_type, _) in _KINDS.items() if type(config) is config_type
+    )
 
 
 def load_heads(
@@ -83,9 +85,9 @@ def load_heads(
     with reporting_errors(path, KeyError, TypeError):
         kind = validation.choice("model_type", raw.get("model_type"), KINDS)
         for name, field in _SIZES.items():
-            if (found := raw.get(name)) != getattr(target, field):
+            if (value := raw.get(name)) != getattr(target, field):
                 raise ValueError(
-                    f"heads of a model with {name}={found!r}, the model served has "
+                    f"heads of a model with {name}={value!r}, the model served has "
                     f"{getattr(target, field)}"
                 )
         make, names = _KINDS[kind]

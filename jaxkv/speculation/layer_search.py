@@ -64,18 +64,18 @@ def _agreement(
 ) -> Array:
     model = models.merge(config, params)
     states = [run_sequences(model, tokens, only=x).last for x in (None, layers)]
-    found = [jnp.argmax(model.logits(state), axis=1) for state in states]
-    return jnp.mean((found[0] == found[1]).astype(jnp.float32))
+    guesses = [jnp.argmax(model.logits(state), axis=1) for state in states]
+    return jnp.mean((guesses[0] == guesses[1]).astype(jnp.float32))
 
 
-def speed_of(acceptance: float, cost: float, most: int) -> tuple[float, int]:
-    """Returns the highest speed-up of up to `most` drafts, and their number.
+def speed_of(acceptance: float, cost: float, max_drafts: int) -> tuple[float, int]:
+    """Returns the highest speed-up of up to `max_drafts` drafts, and their number.
 
     Each draft is accepted independently with one probability and costs `cost` plain
     steps.
     """
     gains = []
-    for num in range(1, most + 1):
+    for num in range(1, max_drafts + 1):
         tokens = sum(acceptance**power for power in range(num + 1))
         gains.append((tokens / (num * cost + 1), num))
     return max(gains, key=lambda gain: (gain[0], -gain[1]))
@@ -137,6 +137,6 @@ def _remove_greedily(
         tried: list[Any] = [
             judge(layers[:place] + layers[place + 1 :]) for place in range(len(layers))
         ]
-        best = max(tried, key=lambda found: found.acceptance)
+        best = max(tried, key=lambda trial: trial.acceptance)
         yield best
         layers = best.layers

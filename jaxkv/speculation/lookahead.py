@@ -120,21 +120,21 @@ class Lookahead(Drafter):
         s = state.sequences
         sequence = state.slots.sequence
         row = jnp.maximum(sequence, 0)
-        known = state.slots.num_tokens
+        num_tokens = state.slots.num_tokens
         tokens = s.tokens[row]
-        begins = (granted > 0) & (known == s.prompt_length[row] + 1)
+        begins = (granted > 0) & (num_tokens == s.prompt_length[row] + 1)
         target = jnp.where(begins, sequence, -1)
         # A new window holds the last tokens of the text, with an empty pool.
         place = _count(self.ngram - 1)[:, None] + _count(self.columns)[None, :]
-        first = known - self.columns - self.ngram + 2
+        first = num_tokens - self.columns - self.ngram + 2
         place = first[:, None, None] + place[None]
-        slot = _count(known.shape[0])[:, None, None]
+        slot = _count(num_tokens.shape[0])[:, None, None]
         at = jnp.broadcast_to(slot, place.shape), jnp.maximum(place, 0)
         memory = memory._replace(
             window=arrays.put(memory.window, target, arrays.take(tokens, at, fill=0)),
             num_written=arrays.put(memory.num_written, target, 0),
         )
-        last = arrays.take(tokens, (_count(row.shape[0]), known - 1), fill=-2)
+        last = arrays.take(tokens, (_count(row.shape[0]), num_tokens - 1), fill=-2)
         candidates = find_ngrams(
             memory.pool[row], memory.num_written[row], last, num=self.candidates
         )
@@ -145,12 +145,12 @@ class Lookahead(Drafter):
         drafted = jnp.concatenate(
             [candidates.reshape(num_slots, -1), window.reshape(num_slots, -1)], axis=1
         )
-        rest = ((0, 0), (0, config.max_drafts - self.num_drafts))
+        padding = ((0, 0), (0, config.max_drafts - self.num_drafts))
         memory = memory._replace(iterates=granted >= self.num_drafts)
         drafts = Drafts(
             num=jnp.minimum(granted, self.num_drafts),
-            tokens=jnp.pad(jnp.maximum(drafted, 0), rest),
-            parents=jnp.pad(parents, rest),
+            tokens=jnp.pad(jnp.maximum(drafted, 0), padding),
+            parents=jnp.pad(parents, padding),
         )
         return memory, state.pages, drafts
 
@@ -227,10 +227,10 @@ def find_ngrams(
     written = newest - (newest - place) % entries
     matches = (pool[:, :, 0] == last[:, None]) & (written >= 0)
     age, entry = lax.top_k(jnp.where(matches, written, -1), min(num, entries))
-    found = jnp.take_along_axis(pool[:, :, 1:], entry[:, :, None], axis=1)
-    found = jnp.where((age >= 0)[:, :, None], found, -1)
+    ngrams = jnp.take_along_axis(pool[:, :, 1:], entry[:, :, None], axis=1)
+    ngrams = jnp.where((age >= 0)[:, :, None], ngrams, -1)
     return jnp.pad(
-        found, ((0, 0), (0, num - found.shape[1]), (0, 0)), constant_values=-1
+        ngrams, ((0, 0), (0, num - ngrams.shape[1]), (0, 0)), constant_values=-1
     )
 
 

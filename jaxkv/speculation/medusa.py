@@ -97,10 +97,10 @@ def head_logits(
             x = x + jax.nn.silu(y)
         return x
 
-    found = jax.vmap(head)(blocks)  # [heads, hidden, rows]
+    states_by_head = jax.vmap(head)(blocks)  # [heads, hidden, rows]
     model = models.merge(config.target, target)
-    columns = found.transpose(1, 0, 2).reshape(found.shape[1], -1)
-    return model.logits(columns).reshape(found.shape[0], states.shape[0], -1)
+    columns = states_by_head.transpose(1, 0, 2).reshape(states_by_head.shape[1], -1)
+    return model.logits(columns).reshape(states_by_head.shape[0], states.shape[0], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Medusa(Drafter):
     ) -> tuple[Any, Pages, Drafts]:
         """Runs the heads on the last fed token's state, and packs the tree."""
         row = jnp.maximum(state.slots.sequence, 0)
-        known = state.slots.num_tokens
-        fed = jnp.where(granted > 0, known - 2, -1)
+        num_tokens = state.slots.num_tokens
+        fed = jnp.where(granted > 0, num_tokens - 2, -1)
         rows = make_slot_rows(state, state.sequences.tokens[row], fed)
         states = read_features(state.pages, rows, fed)
         logits = head_logits(params.draft, params.target, states, config=self.config)
@@ -179,7 +179,7 @@ class Medusa(Drafter):
         # Guesses of each head, the best first: [heads, slots, guesses].
         heads, slots, vocab = logits.shape
         ahead = jnp.arange(heads, dtype=jnp.int32)[:, None]
-        positions = (known[None, :] + ahead).reshape(-1)
+        positions = (num_tokens[None, :] + ahead).reshape(-1)
         sampling = jax.tree.map(
             lambda x: x[jnp.tile(row, heads)], state.sequences.params
         )

@@ -53,10 +53,10 @@ class NGram(Drafter):
 
         def look_up() -> Drafts:
             row = jnp.maximum(state.slots.sequence, 0)
-            known = jnp.where(granted > 0, state.slots.num_tokens, 0)
+            num_tokens = jnp.where(granted > 0, state.slots.num_tokens, 0)
             return look_up_drafts(
                 state.sequences.tokens[row],
-                known,
+                num_tokens,
                 shortest=self.shortest,
                 longest=self.longest,
                 num=config.max_drafts,
@@ -70,7 +70,7 @@ class NGram(Drafter):
 
 def look_up_drafts(
     tokens: Int32[Array, "slots max_length"],
-    known: Int32[Array, " slots"],
+    num_tokens: Int32[Array, " slots"],
     *,
     shortest: int,
     longest: int,
@@ -81,8 +81,8 @@ def look_up_drafts(
     All sizes are static.
 
     Args:
-      tokens: tokens of each slot, undefined from `known` on.
-      known: number of known tokens; 0 drafts none.
+      tokens: tokens of each slot, undefined from `num_tokens` on.
+      num_tokens: number of known tokens; 0 drafts none.
       shortest: shortest match in tokens.
       longest: longest match in tokens.
       num: drafts of each slot. At the end of the text they continue at the match again.
@@ -92,26 +92,27 @@ def look_up_drafts(
     """
     max_length = tokens.shape[1]
     end = jnp.arange(max_length, dtype=jnp.int32)[None, :]
-    there = end < known[:, None] - 1
+    is_inside = end < num_tokens[:, None] - 1
     matches = jnp.zeros(tokens.shape, jnp.int32)
     for back in range(longest):
         last = arrays.take(
             tokens,
-            (jnp.arange(known.shape[0], dtype=jnp.int32), known - 1 - back),
+            (jnp.arange(num_tokens.shape[0], dtype=jnp.int32), num_tokens - 1 - back),
             fill=-1,
         )
         before = jnp.roll(tokens, back, axis=1)
         extends = (before == last[:, None]) & (end >= back) & (matches == back)
-        matches += (extends & there).astype(jnp.int32)
+        matches += (extends & is_inside).astype(jnp.int32)
     # The longest match; ties go to the latest.
     best = jnp.max(matches * max_length + end, axis=1)
     length = best // max_length
     start = best % max_length + 1
-    found = (length >= shortest) & (known > 0)
-    period = jnp.maximum(known - start, 1)
+    is_match = (length >= shortest) & (num_tokens > 0)
+    period = jnp.maximum(num_tokens - start, 1)
     index = jnp.arange(num, dtype=jnp.int32)[None, :] % period[:, None]
-    place = jnp.where(found[:, None], start[:, None] + index, -1)
-    slot = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None]
+    place = jnp.where(is_match[:, None], start[:, None] + index, -1)
+    slot = jnp.arange(num_tokens.shape[0], dtype=jnp.int32)[:, None]
     return Drafts(
-        num=jnp.where(found, num, 0), tokens=arrays.take(tokens, (slot, place), fill=0)
+        num=jnp.where(is_match, num, 0),
+        tokens=arrays.take(tokens, (slot, place), fill=0),
     )

@@ -54,10 +54,10 @@ class Topology:
     @property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node, 1 for children of the root."""
-        found = [0]
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return (*found[1:],)
+            depths.append(depths[parent] + 1)
+        return (*depths[1:],)
 
     @property
     def width(self) -> int:

@@ -63,11 +63,11 @@ class SharedNoiseVerifier:
           The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampling.sample(
+        sampled = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
-        equal = _match(children, drawn.token, sampling.wide(logits).dtype)
-        return _mask_invalid(equal, drawn.token, drawn.invalid)
+        equal = _match(children, sampled.token, sampling.wide(logits).dtype)
+        return _mask_invalid(equal, sampled.token, sampled.invalid)
 
 
 @validation.suggests_keywords
@@ -125,17 +125,17 @@ class Rejection:
 
         def judge() -> tuple[Array, Array]:
             target_probs = sampling.probabilities(logits, params)
-            accept, rest = self.rule(target_probs, draft_probs, children)
+            accept, residual = self.rule(target_probs, draft_probs, children)
             keys = draw_key(params.key, params.sample, positions, RESIDUAL)
-            token = draws.gumbel_top_k(rest, keys)[:, 0]
+            token = draws.gumbel_top_k(residual, keys)[:, 0]
             return (
                 jnp.where(warm[:, None], accept, equal),
                 jnp.where(warm, token, greedy.token),
             )
 
         with jax.named_scope("rejection"):
-            found = lax.cond(jnp.any(warm), judge, lambda: (equal, greedy.token))
-        return _mask_invalid(*found, greedy.invalid)
+            ruling = lax.cond(jnp.any(warm), judge, lambda: (equal, greedy.token))
+        return _mask_invalid(*ruling, greedy.invalid)
 
     def rule(
         self,
@@ -162,18 +162,18 @@ class Rejection:
         """
         dtype = target_probs.dtype
         accept = jnp.zeros(children.shape, dtype)
-        rest = target_probs
+        residual = target_probs
         ids = jnp.arange(target_probs.shape[1], dtype=jnp.int32)[None, :]
         left = None if draft_probs is None else draft_probs.astype(dtype)
         for rank in range(children.shape[1]):
             child = children[:, rank]
             is_child = ids == child[:, None]
             guess = is_child.astype(dtype) if left is None else left
-            chance, rest = _try_child(rest, guess, child)
+            chance, residual = _try_child(residual, guess, child)
             accept = accept.at[:, rank].set(chance)
             if left is not None and not self.replacement:
                 left = sampling.normalise(jnp.where(is_child, 0, left))
-        return accept, rest
+        return accept, residual
 
 
 def _try_child(
@@ -187,10 +187,10 @@ def _try_child(
     tried = q > 0
     ratio = p / jnp.where(tried, q, jnp.ones_like(q))
     chance = jnp.where(tried, jnp.minimum(ratio, 1), 0)
-    rest = sampling.normalise(jnp.maximum(target_probs - draft_probs, 0))
+    residual = sampling.normalise(jnp.maximum(target_probs - draft_probs, 0))
     # Equal distributions leave no mass, and a rejection is impossible then.
-    changed = tried & (jnp.max(rest, axis=1) > 0)
-    return chance, jnp.where(changed[:, None], rest, target_probs)
+    changed = tried & (jnp.max(residual, axis=1) > 0)
+    return chance, jnp.where(changed[:, None], residual, target_probs)
 
 
 @validation.suggests_keywords
@@ -245,10 +245,10 @@ class Typical:
         logits = sampling.wide(logits)
         warm = params.temperature > 0
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampling.sample(
+        sampled = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
-        equal = _match(children, drawn.token, logits.dtype)
+        equal = _match(children, sampled.token, logits.dtype)
 
         def judge() -> Array:
             accept = self.rule(sampling.probabilities(logits, params), children)
@@ -256,7 +256,7 @@ class Typical:
 
         with jax.named_scope("typical"):
             accept = lax.cond(jnp.any(warm), judge, lambda: equal)
-        return _mask_invalid(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, sampled.token, sampled.invalid)
 
     def rule(
         self,
@@ -311,11 +311,11 @@ class Synthetic:
     ) -> AcceptResult:
         """Accepts the children of every row with the fixed probability."""
         unscored = jnp.zeros(positions.shape, bool)
-        drawn = sampling.sample(
+        sampled = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
-        return _mask_invalid(accept, drawn.token, drawn.invalid)
+        return _mask_invalid(accept, sampled.token, sampled.invalid)
 
 
 def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
@@ -323,8 +323,8 @@ def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
 
     Uses log1p, whose rounding on a CPU does not depend on the batch; XLA's log does.
     """
-    some = jnp.maximum(numbers, jnp.finfo(numbers.dtype).tiny)
-    return -jnp.log1p((1 - some) / some)
+    positive = jnp.maximum(numbers, jnp.finfo(numbers.dtype).tiny)
+    return -jnp.log1p((1 - positive) / positive)
 
 
 def _match(

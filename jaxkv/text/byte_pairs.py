@@ -58,8 +58,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[in
     core.encode_special_tokens = True
     try:
         for start in range(0, len(texts), _BATCH_SIZE):
-            some = texts[start : start + _BATCH_SIZE]
-            for encoded in core.encode_batch_fast(some, add_special_tokens=False):
+            batch = texts[start : start + _BATCH_SIZE]
+            for encoded in core.encode_batch_fast(batch, add_special_tokens=False):
                 yield encoded.ids
     finally:
         core.encode_special_tokens = before

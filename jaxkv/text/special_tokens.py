@@ -68,8 +68,10 @@ def read_special_tokens(
         raise ValueError(f"{EXTRA}={settings[EXTRA]!r} must be a list or an object")
     if not settings.get(EXTRA) and _OLD_EXTRA in settings:
         settings[EXTRA] = settings.pop(_OLD_EXTRA)
-    own = [name for name in _own(settings) if isinstance(settings[name], str)]
-    _take_roles(settings, {name: settings.pop(name) for name in own})
+    role_names = [
+        name for name in _role_names(settings) if isinstance(settings[name], str)
+    ]
+    _take_roles(settings, {name: settings.pop(name) for name in role_names})
     by_id: dict[int, AddedToken] = {}
     by_text: dict[str, AddedToken] = {}
 
@@ -106,8 +108,8 @@ def read_special_tokens(
     if EXTRA not in settings and _OLD_EXTRA in settings:
         settings[EXTRA] = settings.pop(_OLD_EXTRA)
     tokens = [by_id[name] for name in sorted(by_id)]
-    known = {token.content for token in tokens}
-    known.update(str(entry.get("content")) for entry in present)
+    contents = {token.content for token in tokens}
+    contents.update(str(entry.get("content")) for entry in present)
     entries = [*_entries(settings).items()]
     entries += [(EXTRA, entry) for entry in settings.get(EXTRA) or []]
     # A token may be written as a text and with flags: the library uses the later one.
@@ -119,7 +121,7 @@ def read_special_tokens(
             if name in SPECIAL_TOKENS:
                 # A token with the id of another one has left its flags here.
                 more = by_text.get(more.content, more)
-            tokens += [more] if more.content not in known else []
+            tokens += [more] if more.content not in contents else []
     named = set(tokens_by_role(settings).values())
     tokens = [
         token._replace(flags={**token.flags, "special": True})
@@ -142,7 +144,7 @@ def token_text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _own(settings: Mapping[str, Any]) -> list[str]:
+def _role_names(settings: Mapping[str, Any]) -> list[str]:
     """Returns the names of roles that only some models have, such as `image_token`."""
     # Not every such name has a token: `add_bos_token` is a boolean.
     names = [name for name in settings if name.endswith("_token")]
@@ -151,7 +153,7 @@ def _own(settings: Mapping[str, Any]) -> list[str]:
 
 def _entries(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tokens that have a role, as the settings write them."""
-    names = (*SPECIAL_TOKENS, *_own(settings))
+    names = (*SPECIAL_TOKENS, *_role_names(settings))
     return {name: settings.get(name) for name in names} | (settings.get(_ROLES) or {})
 
 
@@ -169,9 +171,9 @@ def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
         return {**value, "special": True} if isinstance(value, Mapping) else value
     if not isinstance(value, list):
         return value
-    known = list(settings.get(EXTRA) or [])
+    tokens = list(settings.get(EXTRA) or [])
     more = [{**x, "special": True} if isinstance(x, Mapping) else x for x in value]
-    return known + [token for token in more if token not in known]
+    return tokens + [token for token in more if token not in tokens]
 
 
 def _token(name: str, entry: Any) -> AddedToken:

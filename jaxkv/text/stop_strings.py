@@ -53,8 +53,8 @@ class StopSearch:
             self._shown += stream.finish() if token is None else stream.push(token)
             shown = self._shown + stream.tail()
             self._lengths.append((len(shown), len(text)))
-            if found := _places(shown, self._special_stops, num_final):
-                places.append(self._without_special_tokens(min(found)))
+            if places_of_stops := _places(shown, self._special_stops, num_final):
+                places.append(self._without_special_tokens(min(places_of_stops)))
         return min(places, default=None)
 
     def num_safe(self, final: str) -> int:
@@ -84,8 +84,8 @@ class StopSearch:
 
 def _places(text: str, stops: Sequence[str], num_known: int) -> list[int]:
     """Returns the starts of stop strings that end after `num_known` characters."""
-    found = [text.find(stop, max(0, num_known - len(stop) + 1)) for stop in stops]
-    return [place for place in found if place >= 0]
+    positions = [text.find(stop, max(0, num_known - len(stop) + 1)) for stop in stops]
+    return [place for place in positions if place >= 0]
 
 
 def _start_of_possible_match(text: str, stops: Sequence[str]) -> int:

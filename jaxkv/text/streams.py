@@ -135,8 +135,8 @@ class _ByteRunStage(_Stage):
         return other
 
     def push(self, piece: str) -> Sequence[str]:
-        found = _BYTE.fullmatch(piece)
-        if found is None:
+        match = _BYTE.fullmatch(piece)
+        if match is None:
             if not self._length:
                 return (piece,)
             before = self.held(True)
@@ -145,7 +145,7 @@ class _ByteRunStage(_Stage):
         self._length += 1
         if not self._is_valid:
             return (REPLACEMENT,)
-        data = self._partial + bytes([int(found[1], 16)])
+        data = self._partial + bytes([int(match[1], 16)])
         try:
             text, num = codecs.utf_8_decode(data, "strict", False)
         except UnicodeDecodeError:
@@ -196,14 +196,14 @@ class _StripStage(_Stage):
 
     def push(self, piece: str) -> Sequence[str]:
         if self._start and piece:
-            most = len(piece) - len(piece.lstrip(self._content))
-            cut = min(most, self._start)
+            num_stripped = len(piece) - len(piece.lstrip(self._content))
+            cut = min(num_stripped, self._start)
             piece = piece[cut:]
             self._start = 0 if piece else self._start - cut
         if self._stop:
             piece = self._last + piece
-            most = len(piece) - len(piece.rstrip(self._content))
-            end = len(piece) - min(most, self._stop)
+            num_stripped = len(piece) - len(piece.rstrip(self._content))
+            end = len(piece) - min(num_stripped, self._stop)
             self._last = piece[end:]
             piece = piece[:end]
         return (piece,)
@@ -219,13 +219,13 @@ class _ReplaceStage(_Stage):
 
     def push(self, piece: str) -> Sequence[str]:
         text = self._last + piece
-        *before, rest = text.split(self._pattern)
-        size = min(len(rest), len(self._pattern) - 1)
-        while size and not self._pattern.startswith(rest[-size:]):
+        *before, tail = text.split(self._pattern)
+        size = min(len(tail), len(self._pattern) - 1)
+        while size and not self._pattern.startswith(tail[-size:]):
             size -= 1
-        end = len(rest) - size
-        self._last = rest[end:]
-        return (self._content.join([*before, rest[:end]]),)
+        end = len(tail) - size
+        self._last = tail[end:]
+        return (self._content.join([*before, tail[:end]]),)
 
     def held(self, is_over: bool) -> Sequence[str]:
         return (self._last,) if self._last else ()
@@ -297,7 +297,7 @@ class TextStream:
             return ""
         pieces: Sequence[Any] = (piece,)
         for stage in self._stages:
-            pieces = [made for each in pieces for made in stage.push(each)]
+            pieces = [new_piece for each in pieces for new_piece in stage.push(each)]
         text = "".join(pieces)
         return self._without_known(text) if self._known else text
 
@@ -316,11 +316,11 @@ class TextStream:
     def _held(self, is_over: bool) -> str:
         pieces: Sequence[Any] = ()
         for stage in self._stages:
-            made: list[Any] = []
+            new_pieces: list[Any] = []
             if pieces:
                 stage = stage.copy()
-                made = [new for each in pieces for new in stage.push(each)]
-            pieces = [*made, *stage.held(is_over)]
+                new_pieces = [new for piece in pieces for new in stage.push(piece)]
+            pieces = [*new_pieces, *stage.held(is_over)]
         return "".join(pieces)
 
     def _without_known(self, text: str) -> str:
@@ -404,20 +404,20 @@ def stage_makers(
     decoders = _flat(state)
     makers = []
     is_joined = False
-    for i, each in enumerate(decoders):
-        made = _joined(each, build) if is_joined else _separate(each, build)
-        if made is None:
-            rest = {"type": "Sequence", "decoders": decoders[i:]}
-            return [*makers, partial(_BufferStage, build(rest), is_joined), *after]
-        makers += made
-        is_joined = is_joined or each["type"] in ("Fuse", "ByteLevel")
+    for i, decoder in enumerate(decoders):
+        stage_list = _joined(decoder, build) if is_joined else _separate(decoder, build)
+        if stage_list is None:
+            remaining = {"type": "Sequence", "decoders": decoders[i:]}
+            return [*makers, partial(_BufferStage, build(remaining), is_joined), *after]
+        makers += stage_list
+        is_joined = is_joined or decoder["type"] in ("Fuse", "ByteLevel")
     return [*makers, *after]
 
 
 def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if state["type"] != "Sequence":
         return [state]
-    return [each for part in state["decoders"] for each in _flat(part)]
+    return [decoder for part in state["decoders"] for decoder in _flat(part)]
 
 
 def _separate(

@@ -96,12 +96,12 @@ def read_agent_sessions(path: Path, *, skip_empty: bool = False) -> AgentSession
     """
     paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
     reader = _Reader(skip_empty)
-    for each in paths:
-        for number, session in iterate_objects(each):
+    for source in paths:
+        for number, session in iterate_objects(source):
             try:
                 reader.add(session)
             except ValueError as error:
-                raise ValueError(f"{each}: line {number}: {error}") from None
+                raise ValueError(f"{source}: line {number}: {error}") from None
     if not reader.columns["output"]:
         raise ValueError(f"{path}: holds no requests of agent sessions")
     return reader.result()
@@ -262,20 +262,20 @@ class _Reader:
     def result(self) -> AgentSessions:
         """Returns the sessions; they share the memory of this reader."""
         dtypes = {"q": np.int64, "d": np.float64}
-        found: dict[str, Any] = {
+        columns: dict[str, Any] = {
             name: np.frombuffer(x, dtypes[x.typecode])
             for name, x in self.columns.items()
         }
-        starts = np.concatenate([[0], np.cumsum(found["num_chunks"])])
+        starts = np.concatenate([[0], np.cumsum(columns["num_chunks"])])
         return AgentSessions(
-            arrival_s=found["arrival_s"],
-            prompt=found["prompt"].astype(np.int32),
-            output=found["output"].astype(np.int32),
-            chunk_ids=ChunkIds(found["chunk_ids"], starts),
+            arrival_s=columns["arrival_s"],
+            prompt=columns["prompt"].astype(np.int32),
+            output=columns["output"].astype(np.int32),
+            chunk_ids=ChunkIds(columns["chunk_ids"], starts),
             chunk_tokens=self._chunk_tokens,
-            session=number_in_order(found["session"]),
+            session=number_in_order(columns["session"]),
             after=pad_rows(self._after),
-            delay_s=found["delay_s"],
+            delay_s=columns["delay_s"],
             num_empty=self._num_empty,
         )
 

@@ -214,20 +214,20 @@ def _make_dependencies(after: Any, delay_s: Any, num: int) -> Dependencies:
     free: dict[int, list[int]] = {}
     num_placed = np.zeros(num, np.int64)
     for i in np.flatnonzero(waits).tolist():
-        mine = []
+        predecessors = []
         for before in after[i][after[i] >= 0].tolist():
             followers[before, num_placed[before]] = i
             num_placed[before] += 1
-            theirs = free.get(before, [])
+            candidates = free.get(before, [])
             is_last = num_placed[before] == num_waiting[before]
-            num_taken = len(theirs) if is_last else 1
-            mine += theirs[:num_taken]
-            free[before] = theirs[num_taken:]
-        if not mine:
-            mine = [len(starts)]
+            num_taken = len(candidates) if is_last else 1
+            predecessors += candidates[:num_taken]
+            free[before] = candidates[num_taken:]
+        if not predecessors:
+            predecessors = [len(starts)]
             starts.append(i)
-        lane[i] = mine[0]
-        free[i] = mine
+        lane[i] = predecessors[0]
+        free[i] = predecessors
     columns = after, clock.from_seconds(delay_s), followers, lane, starts or [-1]
     return Dependencies(*(jnp.asarray(x, jnp.int32) for x in columns))
 
@@ -351,8 +351,8 @@ def _numbers(name: str, column: Any, kinds: str) -> np.ndarray:
     """
     column = np.asarray(column)
     if column.dtype.kind not in kinds:
-        whole = "" if "f" in kinds else "whole "
-        raise ValueError(f"{name} must be {whole}numbers, not {column.dtype}")
+        adjective = "" if "f" in kinds else "whole "
+        raise ValueError(f"{name} must be {adjective}numbers, not {column.dtype}")
     return column
 
 

@@ -80,9 +80,9 @@ class ChunkIds(Sequence[np.ndarray]):
         order = np.argsort(self.flat[places], kind="stable")
         places = places[order]
         ends = ends[order]
-        found = self._find_pair(places, ends)
-        if found is not None:
-            return (*found, "ends after another number of tokens than")
+        pair = self._find_pair(places, ends)
+        if pair is not None:
+            return (*pair, "ends after another number of tokens than")
         # A chunk follows one other chunk. In parts, since a sort of all takes memory.
         is_start = np.zeros(self.flat.size + 1, bool)
         is_start[self.starts] = True
@@ -92,9 +92,9 @@ class ChunkIds(Sequence[np.ndarray]):
             places = places[np.argsort(self.flat[places], kind="stable")]
             lowest = np.iinfo(np.int64).min
             before = np.where(is_start[places], lowest, self.flat[places - 1])
-            found = self._find_pair(places, before)
-            if found is not None:
-                return (*found, "follows another chunk than")
+            pair = self._find_pair(places, before)
+            if pair is not None:
+                return (*pair, "follows another chunk than")
         return None
 
     def _find_pair(
@@ -194,16 +194,16 @@ class ChunkIds(Sequence[np.ndarray]):
         chunk only after the chunks that follow it.
         """
         cache: OrderedDict[int, None] = OrderedDict()
-        found = np.zeros(len(self), np.int32)
+        num_cached = np.zeros(len(self), np.int32)
         for prompt, array in enumerate(self):
             ids = array.tolist()
             num_found = 0
             while num_found < len(ids) and ids[num_found] in cache:
                 num_found += 1
-            found[prompt] = num_found
+            num_cached[prompt] = num_found
             for chunk in reversed(ids[:capacity]):
                 cache[chunk] = None
                 cache.move_to_end(chunk)
             while len(cache) > capacity:
                 cache.popitem(last=False)
-        return found
+        return num_cached

@@ -45,13 +45,15 @@ def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
       values: arrays by name; None is left out.
       axes: names of the leading axes, which become columns of indices.
     """
-    found = {key: np.asarray(x) for key, x in values.items() if x is not None}
-    found = {key: x for key, x in found.items() if x.ndim >= len(axes)}
-    shape = next(iter(found.values())).shape[: len(axes)]
+    arrays = {key: np.asarray(x) for key, x in values.items() if x is not None}
+    arrays = {key: x for key, x in arrays.items() if x.ndim >= len(axes)}
+    shape = next(iter(arrays.values())).shape[: len(axes)]
     grid = np.indices(shape).reshape(len(axes), -1)
     columns: dict[str, Any] = dict(zip(axes, grid, strict=True))
-    for key, x in found.items():
-        rest = tuple(range(len(axes), x.ndim))
-        if not rest or key.startswith("num_"):
-            columns[key] = x.sum(axis=rest).reshape(-1) if rest else x.reshape(-1)
+    for key, x in arrays.items():
+        axes_left = tuple(range(len(axes), x.ndim))
+        if not axes_left or key.startswith("num_"):
+            columns[key] = (
+                x.sum(axis=axes_left).reshape(-1) if axes_left else x.reshape(-1)
+            )
     return columns

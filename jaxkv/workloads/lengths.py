@@ -177,15 +177,15 @@ class Pair:
         stretch = _scale_factors(self)
         prompt = np.empty(0, np.int64)
         output = np.empty(0, np.int64)
-        drawn = 0
+        num_drawn = 0
         while prompt.size < num:
             lengths = _draw(self, rng, 2 * num + 100) * stretch
-            drawn += len(lengths)
+            num_drawn += len(lengths)
             tokens = np.maximum(lengths.round(), 1).astype(np.int64)
             tokens = tokens[_within_bounds(self, tokens)]
             prompt = np.concatenate([prompt, tokens[:, 0]])
             output = np.concatenate([output, tokens[:, 1]])
-            if prompt.size < drawn / 100:
+            if prompt.size < num_drawn / 100:
                 raise ValueError(f"more than 99 % of pairs exceed the bounds of {self}")
         return Lengths(prompt[:num].astype(np.int32), output[:num].astype(np.int32))
 
@@ -239,11 +239,11 @@ def rescale_to_means(
     """
     scale = means / unit.mean(0)
     for _ in range(num_rounds):
-        kept = fits(unit * scale)
-        if not kept.any():
+        mask = fits(unit * scale)
+        if not mask.any():
             return None
         before = scale
-        scale = means / unit[kept].mean(0)
+        scale = means / unit[mask].mean(0)
         if np.allclose(before, scale, rtol=1e-9, atol=0):
             break
     return scale
@@ -269,9 +269,11 @@ def _scale_factors(pair: Pair) -> Float[np.ndarray, " 2"]:
     unit = _draw(pair, np.random.default_rng(0), _NUM_REFERENCE)
     means = np.array([pair.prompt.mean, pair.output.mean])
     unit *= means / unit.mean(0)  # factors are 1 if no pair is rejected
-    found = rescale_to_means(unit, means, lambda lengths: _within_bounds(pair, lengths))
-    if found is not None:
-        kept = unit[_within_bounds(pair, unit * found)] * found
-        if kept.size and np.allclose(kept.mean(0), means, rtol=0.01):
-            return found
+    factors = rescale_to_means(
+        unit, means, lambda lengths: _within_bounds(pair, lengths)
+    )
+    if factors is not None:
+        rows = unit[_within_bounds(pair, unit * factors)] * factors
+        if rows.size and np.allclose(rows.mean(0), means, rtol=0.01):
+            return factors
     raise ValueError(f"no scale gives the means of {pair} within its bounds")

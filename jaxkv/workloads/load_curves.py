@@ -137,8 +137,8 @@ def load_ratios(
     num: int = 9,
 ) -> Float[np.ndarray, " bounds"]:
     """Returns the known ratios at `num` bounds in an interval."""
-    found = np.array([load_ratio(first, second, x) for x in np.linspace(*bounds, num)])
-    return found[~np.isnan(found)]
+    ratios = np.array([load_ratio(first, second, x) for x in np.linspace(*bounds, num)])
+    return ratios[~np.isnan(ratios)]
 
 
 @validation.checks_numbers()

@@ -26,9 +26,9 @@ def share_served(finish_s: Seconds, is_asked: np.ndarray | None = None) -> np.nd
       finish_s: finish time of each request, NaN if it was not answered.
       is_asked: requests that count; all by default.
     """
-    asked = np.ones(finish_s.shape, bool) if is_asked is None else is_asked
-    num = np.maximum(asked.sum(-1), 1)
-    return np.asarray((np.isfinite(finish_s) & asked).sum(-1) / num)
+    mask = np.ones(finish_s.shape, bool) if is_asked is None else is_asked
+    num = np.maximum(mask.sum(-1), 1)
+    return np.asarray((np.isfinite(finish_s) & mask).sum(-1) / num)
 
 
 def normalised_latency_s(
@@ -50,10 +50,10 @@ def normalised_latency_s(
     Source: Kwon et al. 2023, arXiv:2309.06180, section 6.1; Yu et al. 2022 (Orca).
     """
     is_asked = np.isfinite(arrival_s)
-    each = (finish_s - arrival_s) / output
-    _warn_of_missing("normalised latency", each, is_asked)
+    per_token_s = (finish_s - arrival_s) / output
+    _warn_of_missing("normalised latency", per_token_s, is_asked)
     num = is_asked.sum(-1)
-    total = np.where(is_asked, each, 0.0).sum(-1)
+    total = np.where(is_asked, per_token_s, 0.0).sum(-1)
     return np.asarray(np.where(num > 0, total / np.maximum(num, 1), np.nan))
 
 
@@ -102,11 +102,11 @@ def percentile(
     asked = np.ones(values.shape, bool) if is_asked is None else is_asked
     _warn_of_missing(f"percentile {percent}", values, asked)
     rows = values.reshape(-1, values.shape[-1])
-    found = [
+    samples = [
         row[mask] for row, mask in zip(rows, asked.reshape(rows.shape), strict=True)
     ]
-    each = [np.percentile(x, percent) if x.size else np.nan for x in found]
-    return np.array(each).reshape(values.shape[:-1])
+    percentiles = [np.percentile(x, percent) if x.size else np.nan for x in samples]
+    return np.array(percentiles).reshape(values.shape[:-1])
 
 
 class JobTimes(NamedTuple):
@@ -164,7 +164,7 @@ def find_jobs(arrival_s: Seconds, finish_s: Seconds, session: Tokens) -> JobTime
     shape = np.broadcast_shapes(arrival_s.shape, finish_s.shape, session.shape)
     rows = (np.broadcast_to(x, shape) for x in (arrival_s, finish_s, session))
     rows = zip(*(x.reshape(-1, shape[-1]) for x in rows), strict=True)
-    found = []
+    job_times = []
     for arrival, finish, job in rows:
         names, index = np.unique(job[job >= 0], return_inverse=True)
         first = np.full(names.size, np.inf)
@@ -172,11 +172,11 @@ def find_jobs(arrival_s: Seconds, finish_s: Seconds, session: Tokens) -> JobTime
         np.fmin.at(first, index, arrival[job >= 0])
         unanswered = np.isnan(finish)
         np.maximum.at(last, index, np.where(unanswered, np.inf, finish)[job >= 0])
-        found.append([np.where(np.isfinite(x), x, np.nan) for x in (first, last)])
-    sizes = {first.size for first, _ in found}
+        job_times.append([np.where(np.isfinite(x), x, np.nan) for x in (first, last)])
+    sizes = {first.size for first, _ in job_times}
     if len(sizes) > 1:
         raise ValueError(f"members must have equally many sessions, not {sizes}")
-    times = np.array(found).reshape(*shape[:-1], 2, -1)
+    times = np.array(job_times).reshape(*shape[:-1], 2, -1)
     return JobTimes(arrival_s=times[..., 0, :], finish_s=times[..., 1, :])
 
 
@@ -246,11 +246,11 @@ def capacity(
     return _crossing(rates, -latency_s, -at_most_s)
 
 
-def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
-    """Returns the rate at which values first fall below `least`."""
+def _crossing(rates: np.ndarray, values: np.ndarray, threshold: float) -> float:
+    """Returns the rate at which values first fall below `threshold`."""
     if (np.diff(rates) <= 0).any():
         raise ValueError("rates must ascend")
-    below = np.flatnonzero(~(values >= least))
+    below = np.flatnonzero(~(values >= threshold))
     if not below.size:
         return float(rates[-1])
     k = int(below[0])
@@ -258,7 +258,7 @@ def _crossing(rates: np.ndarray, values: np.ndarray, least: float) -> float:
         return 0.0
     high = values[k - 1]
     low = values[k]
-    share = (high - least) / (high - low) if np.isfinite(low) else 0.0
+    share = (high - threshold) / (high - low) if np.isfinite(low) else 0.0
     return float(rates[k - 1] + share * (rates[k] - rates[k - 1]))
 
 

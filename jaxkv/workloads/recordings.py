@@ -182,14 +182,14 @@ def read_recording(
                 "the tokens of a chunk and the seconds per token must be left out"
             )
         sessions = read_agent_sessions(path, skip_empty=skip_empty)
-        found = _sort(Recording(**sessions._asdict()))
-        assert found.chunk_ids is not None
-        assert found.chunk_tokens is not None
-        numbers = np.arange(1, found.prompt.size + 1)
-        ids = found.chunk_ids
-        size = found.chunk_tokens
-        doubts = _find_contradiction(ids, found.prompt, size, "request", numbers)
-        return found._replace(doubts=doubts)
+        recording = _sort(Recording(**sessions._asdict()))
+        assert recording.chunk_ids is not None
+        assert recording.chunk_tokens is not None
+        numbers = np.arange(1, recording.prompt.size + 1)
+        ids = recording.chunk_ids
+        size = recording.chunk_tokens
+        doubts = _find_contradiction(ids, recording.prompt, size, "request", numbers)
+        return recording._replace(doubts=doubts)
     columns = read_trace_columns(path, skip_empty=skip_empty)
     try:
         unit, doubts = find_unit(columns, time_unit)
@@ -241,10 +241,10 @@ def _find_contradiction(
     numbers: Int[np.ndarray, " requests"],
 ) -> tuple[str, ...]:
     """Returns a doubt about chunk ids, or none; requests are a noun and a number."""
-    found = ids.find_contradiction(prompt, size)
-    if found is None:
+    pair = ids.find_contradiction(prompt, size)
+    if pair is None:
         return ()
-    row, earlier, reason = found
+    row, earlier, reason = pair
     return (
         f"{noun} {numbers[row]}: a chunk {reason} in {noun} {numbers[earlier]}, with "
         f"the same id; tokens that no earlier {noun} has are not counted as cached",
@@ -357,9 +357,9 @@ def _extend_ids(
         if last < 0:
             parts.append(ids[turn])
             continue
-        known = parts[last][: int(prompt[last]) // size]
-        num_new = -(-int(prompt[turn]) // size) - known.size
-        parts.append(np.concatenate([known, unused - np.arange(num_new)]))
+        prefix_ids = parts[last][: int(prompt[last]) // size]
+        num_new = -(-int(prompt[turn]) // size) - prefix_ids.size
+        parts.append(np.concatenate([prefix_ids, unused - np.arange(num_new)]))
         unused -= num_new
     starts = np.concatenate([[0], np.cumsum([part.size for part in parts])])
     return ChunkIds(np.concatenate(parts), starts)

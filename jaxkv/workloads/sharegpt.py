@@ -32,7 +32,7 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
     entries = files.parse_json(read_decompressed_text(path), path)
     if not isinstance(entries, list):
         raise ValueError(f"{path}: holds {type(entries).__name__}, not a list")
-    found = []
+    conversations = []
     for number, entry in enumerate(entries, 1):
         try:
             texts = [turn["value"] for turn in entry["conversations"][:2]]
@@ -44,8 +44,8 @@ def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
             ) from None
         sizes = [len(encode(text)) for text in texts]
         if len(sizes) == 2 and min(sizes) >= 1:
-            found.append(sizes)
-    if not found:
+            conversations.append(sizes)
+    if not conversations:
         raise ValueError(f"{path}: holds no conversation of two turns")
-    tokens = np.array(found, np.int32)
+    tokens = np.array(conversations, np.int32)
     return Lengths(tokens[:, 0], tokens[:, 1])

@@ -194,8 +194,8 @@ class _Reader:
         if problems:
             row, reason = min(problems, key=lambda problem: problem[0])
             raise ValueError(f"line {block.lines[row]}: {reason}")
-        kept = ~is_empty
-        self._num_empty += num - int(kept.sum())
+        mask = ~is_empty
+        self._num_empty += num - int(mask.sum())
         values = {
             "line": np.asarray(block.lines, np.int64),
             "time": time,
@@ -209,18 +209,18 @@ class _Reader:
             "num_chunks": num_chunks,
         }
         for name, each in values.items():
-            self._append(name, each[kept])
-        self._append("chunk_ids", ids[np.repeat(kept, num_chunks)])
+            self._append(name, each[mask])
+        self._append("chunk_ids", ids[np.repeat(mask, num_chunks)])
 
     def result(self) -> TraceColumns:
         """Returns the columns; they share the memory of this reader."""
         dtypes = {"q": np.int64, "d": np.float64}
-        found: dict[str, Any] = {
+        columns: dict[str, Any] = {
             name: np.frombuffer(x, dtypes[x.typecode])
             for name, x in self.columns.items()
         }
-        flat = found.pop("chunk_ids")
-        counts = found.pop("num_chunks")
+        flat = columns.pop("chunk_ids")
+        counts = columns.pop("num_chunks")
         starts = np.concatenate([[0], np.cumsum(counts)])
         doubts = self._doubts
         if self._num_unequal:
@@ -232,7 +232,7 @@ class _Reader:
             )
         return TraceColumns(
             format=self._kind,
-            **found,
+            **columns,
             chunk_ids=ChunkIds(flat, starts) if self._has_ids else None,
             num_empty=self._num_empty,
             doubts=doubts,
@@ -245,10 +245,13 @@ class _Reader:
     def _read_sessions(self, cells: Sequence[Any]) -> np.ndarray:
         if not cells or (cells[0] is MISSING and not self._kind.session):
             return np.full(len(cells), -1)
-        known = self._sessions
+        session_index = self._sessions
         absent = (MISSING, None, "")
         return np.fromiter(
-            (-1 if x in absent else known.setdefault(x, len(known)) for x in cells),
+            (
+                -1 if x in absent else session_index.setdefault(x, len(session_index))
+                for x in cells
+            ),
             np.int64,
             len(cells),
         )

@@ -129,9 +129,9 @@ def find_format(names: Collection[str], repeated: Collection[str]) -> TraceForma
     for name in repeated:
         if any(name in kind.required for kind in FORMATS):
             raise ValueError(f"two columns are named {name!r}")
-    known = "; ".join(", ".join(kind.required) for kind in FORMATS)
+    choices = "; ".join(", ".join(kind.required) for kind in FORMATS)
     shown = ", ".join(names)
-    raise ValueError(f"its columns are {shown}; known are: {known}")
+    raise ValueError(f"its columns are {shown}; known are: {choices}")
 
 
 _COLUMNS = ("time", "prompt", "output", "session", "answer", "delay", "chat", "parent")

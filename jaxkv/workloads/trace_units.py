@@ -14,7 +14,7 @@ _UNIX = {"s": (1e9, 1e10), "ms": (1e12, 1e13), "us": (1e15, 1e16)}
 _NANOSECONDS = 1e18
 
 
-def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]:
+def find_unit(columns: TraceColumns, time_unit: str | None) -> tuple[str, list[str]]:
     """Returns the unit of the times, and warnings about it.
 
     Raises:
@@ -23,11 +23,13 @@ def find_unit(columns: TraceColumns, asked: str | None) -> tuple[str, list[str]]
     kind = columns.format
     name = columns.format.time
     if kind.unit == DATE:
-        if asked is not None:
-            raise ValueError(f"{name} has dates: time_unit={asked!r} must be left out")
+        if time_unit is not None:
+            raise ValueError(
+                f"{name} has dates: time_unit={time_unit!r} must be left out"
+            )
         return "us", _clock_warnings(columns, "us")
-    if asked is not None:
-        return asked, _clock_warnings(columns, asked)
+    if time_unit is not None:
+        return time_unit, _clock_warnings(columns, time_unit)
     times = columns.time[~np.isnan(columns.time)]
     if not times.size:
         return kind.unit, []
@@ -99,8 +101,8 @@ def _unit_warnings(
     is_whole = not np.any((times - start) % 1)
     if unit == "s" and is_whole and num > 2 and span > _LONG_GAP_S * (num - 1):
         return [f"{text}; are they milliseconds?"]
-    most = _HIGH_RATE if is_whole else _HIGH_RATE_OF_FRACTIONS
-    if unit == "ms" and num > 2 and 0 < span * most < num - 1:
+    max_rate = _HIGH_RATE if is_whole else _HIGH_RATE_OF_FRACTIONS
+    if unit == "ms" and num > 2 and 0 < span * max_rate < num - 1:
         return [f"{text}; are they seconds?"]
     return []
 
@@ -115,7 +117,7 @@ def to_arrival_s(columns: TraceColumns, unit: str) -> Float[np.ndarray, " reques
     return (times - start) / SECONDS[unit]
 
 
-def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
+def find_chunk_tokens(columns: TraceColumns, chunk_tokens: int | None) -> int | None:
     """Returns the tokens of a chunk.
 
     Prompts have either ids of all chunks, of which the last may be shorter, or of full
@@ -125,19 +127,21 @@ def find_chunk_tokens(columns: TraceColumns, asked: int | None) -> int | None:
       ValueError: no size fits all rows, or several do and the documented one does not.
     """
     if columns.chunk_ids is None:
-        if asked is not None:
-            raise ValueError(f"chunk_tokens={asked} must be left out without hash_ids")
+        if chunk_tokens is not None:
+            raise ValueError(
+                f"chunk_tokens={chunk_tokens} must be left out without hash_ids"
+            )
         return None
     num = columns.prompt
     ids = columns.chunk_ids.counts
-    size = asked or columns.format.chunk_tokens
+    size = chunk_tokens or columns.format.chunk_tokens
     all_chunks, full_chunks = _fitting_sizes(num, ids)
     fits = [x for x in (all_chunks, full_chunks) if x[0] <= x[1]]
-    if asked is None and fits and fits[0][0] == fits[0][1]:
+    if chunk_tokens is None and fits and fits[0][0] == fits[0][1]:
         return fits[0][0]
     if any(low <= size <= high for low, high in fits):
         return size
-    for low, high in fits if asked is None else []:
+    for low, high in fits if chunk_tokens is None else []:
         power = 2 ** int(math.log2(high))
         if low <= power:
             raise ValueError(
@@ -155,13 +159,15 @@ def _fitting_sizes(
     num: Int64[np.ndarray, " requests"], ids: Int64[np.ndarray, " requests"]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the bounds of the sizes that fit all rows: of all and of full chunks."""
-    some = ids > 0
-    if not some.any():
+    has_ids = ids > 0
+    if not has_ids.any():
         return (1, 0), (1, 0)
-    most = ids[some]
-    many = ids > 1
-    low = int((-(-num[some] // most)).max())
-    high = int(((num[many] - 1) // (ids[many] - 1)).min(initial=LONGEST))
+    num_ids = ids[has_ids]
+    has_full_chunk = ids > 1
+    low = int((-(-num[has_ids] // num_ids)).max())
+    high = int(
+        ((num[has_full_chunk] - 1) // (ids[has_full_chunk] - 1)).min(initial=LONGEST)
+    )
     full_low = int((num // (ids + 1)).max()) + 1
-    full_high = int((num[some] // most).min())
-    return (low, high) if some.all() else (1, 0), (full_low, full_high)
+    full_high = int((num[has_ids] // num_ids).min())
+    return (low, high) if has_ids.all() else (1, 0), (full_low, full_high)

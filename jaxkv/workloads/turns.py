@@ -50,26 +50,28 @@ def link_sessions(
     """
     num = session.size
     alone = np.flatnonzero(session < 0)
-    own = session.copy()
-    own[alone] = session.max(initial=-1) + 1 + np.arange(alone.size)
-    order = np.argsort(own, kind="stable")
+    session_ids = session.copy()
+    session_ids[alone] = session.max(initial=-1) + 1 + np.arange(alone.size)
+    order = np.argsort(session_ids, kind="stable")
     previous = np.full(num, -1)
-    same = own[order[1:]] == own[order[:-1]]
+    same = session_ids[order[1:]] == session_ids[order[:-1]]
     previous[order[1:][same]] = order[:-1][same]
     end_s = sent_s + answer_s
     after = previous.copy()
     early = (previous >= 0) & (sent_s < end_s[previous])
     # Sessions with such turns: the turn that was answered last, and open turns by end.
-    open_turns: dict[int, list[tuple[float, int]]] = {x: [] for x in set(own[early])}
+    open_turns: dict[int, list[tuple[float, int]]] = {
+        x: [] for x in set(session_ids[early])
+    }
     latest: dict[int, int] = {}
-    for turn in np.flatnonzero(np.isin(own, [*open_turns])).tolist():
-        name = int(own[turn])
+    for turn in np.flatnonzero(np.isin(session_ids, [*open_turns])).tolist():
+        name = int(session_ids[turn])
         while open_turns[name] and open_turns[name][0][0] <= sent_s[turn]:
             latest[name] = heapq.heappop(open_turns[name])[1]
         after[turn] = latest.get(name, -1)
         heapq.heappush(open_turns[name], (float(end_s[turn]), turn))
     return TurnLinks(
-        number_in_order(own),
+        number_in_order(session_ids),
         after[:, None].astype(np.int32),
         np.where(after >= 0, sent_s - end_s[after], 0.0),
     )

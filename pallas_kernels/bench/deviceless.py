@@ -157,14 +157,14 @@ def compile_function(
       RuntimeError: the compiler is not available, see `unavailable_reason`.
     """
     mesh = make_h200_mesh({"device": 1}) if mesh is None else mesh
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def there(x: Any) -> jax.ShapeDtypeStruct:
+    def place_on_device(x: Any) -> jax.ShapeDtypeStruct:
         own = getattr(x, "sharding", None)
-        own = own if isinstance(own, NamedSharding) and own.mesh == mesh else whole
+        own = own if isinstance(own, NamedSharding) and own.mesh == mesh else replicated
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
 
-    shapes = jax.tree.map(there, args)
+    shapes = jax.tree.map(place_on_device, args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)
     # `devices.current_target` reads the mesh that is set.
     with _dumping() as folder, _without_program_cache(), jax.set_mesh(mesh):

@@ -20,11 +20,11 @@ def attention(
     query = jnp.arange(q.shape[1], dtype=jnp.int32)[:, None] + (k.shape[1] - q.shape[1])
     key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     if causal:
-        seen = key <= query
+        mask = key <= query
         if window is not None:
-            seen &= key > query - window
+            mask &= key > query - window
         lowest = jnp.asarray(-jnp.inf, q.dtype)
-        scores = jnp.where(seen[None, None], scores, lowest)
+        scores = jnp.where(mask[None, None], scores, lowest)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - lse[..., None])
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v), lse.transpose(0, 2, 1)

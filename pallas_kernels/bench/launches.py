@@ -64,21 +64,21 @@ def walk_thunks(
 
 
 def _one(folder: Path, pattern: str) -> str:
-    found = [*folder.glob(pattern)]
-    if len(found) != 1:
-        raise ValueError(f"{folder} holds {len(found)} files {pattern}, must be 1")
-    return found[0].read_text("utf-8")
+    matches = [*folder.glob(pattern)]
+    if len(matches) != 1:
+        raise ValueError(f"{folder} holds {len(matches)} files {pattern}, must be 1")
+    return matches[0].read_text("utf-8")
 
 
 def _annotations(metadata: str) -> dict[int, str]:
     """Returns instruction names by thunk number."""
-    found = {}
+    names = {}
     for block in metadata.split("thunk_metadata {")[1:]:
         number = re.search(r"thunk_id: (\d+)", block)
         name = re.search(r'profile_annotation: "([^"]*)"', block)
         if number and name:
-            found[int(number[1])] = name[1]
-    return found
+            names[int(number[1])] = name[1]
+    return names
 
 
 def _instructions(text: str) -> dict[str, str]:
@@ -203,8 +203,8 @@ def _branch(thunk: Thunk, region: str) -> int:
     others = [name for name in thunk.regions if name != region]
     for name in (region, *others):
         for held, _ in walk_thunks(thunk.regions[name]):
-            found = re.match(rf"{re.escape(thunk.scope)}/branch_(\d+)_fun", held.scope)
-            if found:
-                own = int(found[1])
-                return own if name == region else 1 - own
+            match = re.match(rf"{re.escape(thunk.scope)}/branch_(\d+)_fun", held.scope)
+            if match:
+                branch = int(match[1])
+                return branch if name == region else 1 - branch
     raise ValueError(f"{thunk.name} has no instruction that identifies a branch")

@@ -100,15 +100,15 @@ class AttentionProblem:
         """Rows, a KV head, and attention with the first table in float64."""
         spec = self.spec
         rng = np.random.default_rng(1)
-        found = []
+        samples = []
         # The longest sequence is always among them.
         others = rng.integers(0, spec.batch, NUM_CHECKED - 1)
         rows = np.unique(np.linspace(0, spec.rows - 1, MAX_CHECKED_ROWS, dtype=int))
         for sequence in [spec.batch // 2, *others]:
             head = int(rng.integers(0, spec.heads.kv_heads))
             wanted = _attend(self, int(sequence), head, rows)
-            found.append((sequence * spec.rows + rows, head, wanted))
-        return found
+            samples.append((sequence * spec.rows + rows, head, wanted))
+        return samples
 
     def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
         """Returns a mask of the keys that rows attend to: `[rows, length]`."""
@@ -116,12 +116,12 @@ class AttentionProblem:
         place = np.arange(length)
         back = context + rows[:, None] - place
         if self.ancestors is None:
-            seen = back >= 0
+            mask = back >= 0
         else:
             kin = np.asarray(self.ancestors)[sequence * self.spec.rows + rows]
-            seen = np.tile(place < context, (len(rows), 1))
-            seen[:, context : context + self.spec.rows] = kin
-        return seen & (back < self.options.get("window", np.inf))
+            mask = np.tile(place < context, (len(rows), 1))
+            mask[:, context : context + self.spec.rows] = kin
+        return mask & (back < self.options.get("window", np.inf))
 
     def error(self, out: jax.Array) -> float:
         """Returns the relative error of a result against float64, on samples.
@@ -136,8 +136,8 @@ class AttentionProblem:
         off = norm = 0.0
         for row, head, wanted in self.samples:
             group = wanted.shape[1]
-            mine = _wide(out[row])[:, head * group : (head + 1) * group]
-            off += float(np.sum((mine - wanted) ** 2))
+            rows_out = _wide(out[row])[:, head * group : (head + 1) * group]
+            off += float(np.sum((rows_out - wanted) ** 2))
             norm += float(np.sum(wanted**2))
         return float(np.sqrt(off / norm))
 
@@ -319,8 +319,8 @@ def _lay_out(
     num_shared = spec.shared // spec.page_size
     counts = -(-lengths // spec.page_size)
     width = int(counts.max())
-    own = counts - num_shared
-    num_pages = num_turns * (num_shared + int(own.sum())) + NUM_SPARE
+    num_owned = counts - num_shared
+    num_pages = num_turns * (num_shared + int(num_owned.sum())) + NUM_SPARE
     free = iter(rng.permutation(num_pages))
     # Entries past the end of a sequence are out of range.
     page_ids = np.full((num_turns, spec.batch, width), num_pages)
@@ -362,31 +362,31 @@ def _attend(
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
 
     def read(pages: jax.Array, scales: jax.Array | None) -> np.ndarray:
-        found = pages[ids, head]
+        keys_read = pages[ids, head]
         if scales is not None:
-            found = quantizing.dequantize(found, scales[ids, head])
-        return _wide(found).reshape(-1, spec.heads.head_dim)[:length]
+            keys_read = quantizing.dequantize(keys_read, scales[ids, head])
+        return _wide(keys_read).reshape(-1, spec.heads.head_dim)[:length]
 
     k = read(problem.k_pages, options.get("k_scales"))
     v = k[:, : spec.heads.value_width]
     if problem.v_pages is not None:
         v = read(problem.v_pages, options.get("v_scales"))
     group = spec.heads.q_heads // spec.heads.kv_heads
-    mine = slice(head * group, (head + 1) * group)
-    q = _wide(problem.q[sequence * spec.rows + rows])[:, mine]
+    heads_of_group = slice(head * group, (head + 1) * group)
+    q = _wide(problem.q[sequence * spec.rows + rows])[:, heads_of_group]
     scores = np.einsum("rgd,td->rgt", q, k) / np.sqrt(spec.heads.head_dim)
     if "softcap" in options:
         scores = options["softcap"] * np.tanh(scores / options["softcap"])
     if "alibi" in options:
         back = spec.contexts()[sequence] + rows[:, None] - np.arange(length)
-        scores -= _wide(options["alibi"][mine])[:, None] * back[:, None]
-    seen = problem.seen(sequence, rows, length)
-    scores = np.where(seen[:, None, :], scores, -np.inf)
+        scores -= _wide(options["alibi"][heads_of_group])[:, None] * back[:, None]
+    mask = problem.seen(sequence, rows, length)
+    scores = np.where(mask[:, None, :], scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     if "sinks" in options:  # a sink is one more key, with value 0
-        total += np.exp(_wide(options["sinks"][mine])[:, None] - top)
+        total += np.exp(_wide(options["sinks"][heads_of_group])[:, None] - top)
     return np.einsum("rgt,td->rgd", weights, v) / total
 
 

@@ -172,9 +172,9 @@ class Spec:
         """
         if self.kind == "copy":
             return 0
-        seen = self.rows * int(np.sum(self.contexts()))
-        seen += self.batch * self.rows * (self.rows + 1) // 2
-        return 2 * seen * self.heads.q_heads * self.product_width
+        num_pairs = self.rows * int(np.sum(self.contexts()))
+        num_pairs += self.batch * self.rows * (self.rows + 1) // 2
+        return 2 * num_pairs * self.heads.q_heads * self.product_width
 
 
 def _thousands(number: int) -> str:

@@ -18,7 +18,7 @@ def attend_single_tile(
     q: Float[Array, "batch kv_heads group queries head_dim"],
     k: Float[Array, "batch kv_heads keys head_dim"],
     v: Float[Array, "batch kv_heads keys value_width"],
-    seen: Bool[Array, "queries keys"],
+    mask: Bool[Array, "queries keys"],
     scale: float,
 ) -> tuple[
     Float[Array, "batch kv_heads group queries value_width"],
@@ -26,17 +26,17 @@ def attend_single_tile(
 ]:
     """Returns the output, in the type of q, and the log-sum-exp of every query.
 
-    `seen` masks the keys of each query; a query without keys has output zero and
+    `mask` masks the keys of each query; a query without keys has output zero and
     log-sum-exp -inf. `scale` is the factor on the scores.
     """
-    return _forward(q, k, v, seen, scale)[0]
+    return _forward(q, k, v, mask, scale)[0]
 
 
-def _forward(q, k, v, seen, scale):
+def _forward(q, k, v, mask, scale):
     wide = np.promote_types(q.dtype, np.float32)
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, preferred_element_type=wide)
     scores = scores * jnp.asarray(scale, wide)
-    scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+    scores = jnp.where(mask[None, None, None], scores, -jnp.inf)
     highest = scores.max(-1, initial=-jnp.inf)
     # A query without keys has zero weights, so any finite maximum is correct.
     highest = jnp.where(jnp.isneginf(highest), jnp.zeros_like(highest), highest)

@@ -124,7 +124,7 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
         query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
         key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
         out, lse = single_tile.attend_single_tile(
-            q, k, v, _seen(query, key, sizes), sizes.scale
+            q, k, v, _visible_pairs(query, key, sizes), sizes.scale
         )
     else:
         out, lse = _attend(q, k, v, sizes)
@@ -156,22 +156,22 @@ def _attend_cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
 def _forward_cudnn(
     q: CustomVJPPrimal, k: CustomVJPPrimal, v: CustomVJPPrimal, sizes: _Sizes
 ) -> tuple[tuple[Array, Array], Any]:
-    given = q.value, k.value, v.value
-    results, pull = jax.vjp(functools.partial(_cudnn, sizes=sizes), *given)
-    return results, (pull, *given)
+    operands = q.value, k.value, v.value
+    results, pull = jax.vjp(functools.partial(_cudnn, sizes=sizes), *operands)
+    return results, (pull, *operands)
 
 
 def _backward_cudnn(
     sizes: _Sizes, saved: Any, grads: tuple[Any, Any]
 ) -> tuple[Array, Array, Array]:
-    pull, *given = saved
+    pull, *operands = saved
     full = tuple(
         jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in grads
     )
     if isinstance(grads[1], SymbolicZero):
         return pull(full)
     # cuDNN would drop the gradient of the log-sum-exp silently.
-    _, pull = jax.vjp(functools.partial(_attend_tiles, sizes=sizes), *given)
+    _, pull = jax.vjp(functools.partial(_attend_tiles, sizes=sizes), *operands)
     return pull(full)
 
 
@@ -214,8 +214,8 @@ def _forward(
         queries = _cut(padded[0], index, 3, sizes.rows)
 
         def column(other: Array, state: SoftmaxState) -> SoftmaxState:
-            scores, seen = _scores(queries, padded[1], index, other, sizes)
-            weights, state = online_softmax.update_softmax(state, scores, seen)
+            scores, mask = _scores(queries, padded[1], index, other, sizes)
+            weights, state = online_softmax.update_softmax(state, scores, mask)
             values = _cut(padded[2], other, 2, sizes.tile)
             part = jnp.einsum(
                 "bhgqk,bhkd->bhgqd",
@@ -266,9 +266,9 @@ def _backward(
         def row(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             d_q, d_k, d_v = carry
             queries, d_o = (_cut(x, index, 3, sizes.rows) for x in (q, d_out))
-            scores, seen = _scores(queries, k, index, other, sizes)
+            scores, mask = _scores(queries, k, index, other, sizes)
             weights = jnp.exp(scores - _cut(lse, index, 3, sizes.rows)[..., None])
-            weights = jnp.where(seen, weights, jnp.zeros((), wide))
+            weights = jnp.where(mask, weights, jnp.zeros((), wide))
             d_w = jnp.einsum(
                 "bhgqd,bhkd->bhgqk", d_o, values, preferred_element_type=wide
             )
@@ -326,11 +326,11 @@ def _scores(
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", queries, keys, preferred_element_type=wide)
     query = index * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)[:, None]
     key = other * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)[None, :]
-    seen = _seen(query, key, sizes)[None, None, None]
-    return scores * jnp.asarray(sizes.scale, wide), seen
+    mask = _visible_pairs(query, key, sizes)[None, None, None]
+    return scores * jnp.asarray(sizes.scale, wide), mask
 
 
-def _seen(query: Array, key: Array, sizes: _Sizes) -> Array:
+def _visible_pairs(query: Array, key: Array, sizes: _Sizes) -> Array:
     """Returns the mask of pairs of a query (rows) and a key (columns)."""
     seen = (key < sizes.num_keys) & (query < sizes.num_queries)
     if sizes.causal:

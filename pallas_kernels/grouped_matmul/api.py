@@ -98,7 +98,7 @@ def grouped_matmul(
     )
     block_rows = TILE if numerics == "reproducible" else None
     # If one operand varies over a mesh axis, so do the gradients of both.
-    x, w = (devices.varying_like(each, x, w, group_sizes) for each in (x, w))
+    x, w = (devices.varying_like(operand, x, w, group_sizes) for operand in (x, w))
     return _product(x, w, group_sizes, _ProductConfig(chosen, dtype, block_rows))
 
 
@@ -141,25 +141,25 @@ def _why_not_mosaic(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x: Array, w: Array, group_sizes: Array, way: _ProductConfig) -> Array:
-    return _multiply(x, w, group_sizes, way)
+def _product(x: Array, w: Array, group_sizes: Array, config: _ProductConfig) -> Array:
+    return _multiply(x, w, group_sizes, config)
 
 
 def _multiply(
     x: Array,
     w: Array,
     group_sizes: Array,
-    way: _ProductConfig,
+    config: _ProductConfig,
     transposed: bool = False,
 ) -> Array:
-    if way.implementation == "reference":
+    if config.implementation == "reference":
         return reference.multiply_reference(
             x,
             w,
             group_sizes,
             transposed=transposed,
-            dtype=way.dtype,
-            block_rows=way.block_rows,
+            dtype=config.dtype,
+            block_rows=config.block_rows,
         )
     # Pallas is imported only where it runs.
     from pallas_kernels.grouped_matmul import mosaic_gpu
@@ -176,18 +176,18 @@ def _multiply(
         w,
         group_sizes,
         transposed=transposed,
-        dtype=way.dtype,
+        dtype=config.dtype,
         tiling=tiling,
         num_programs=num_cores,
     )
 
 
 def _backward(
-    way: _ProductConfig, kept: Any, gradient: Array
+    config: _ProductConfig, residuals: Any, gradient: Array
 ) -> tuple[Array, Array, Any]:
-    x, w, group_sizes = kept
+    x, w, group_sizes = residuals
     gradient = gradient.astype(x.dtype)
-    back = way._replace(dtype=x.dtype)
+    back = config._replace(dtype=x.dtype)
     of_x = _multiply(gradient, w, group_sizes, back, transposed=True)
     of_w = reference.sum_outer_products(x, gradient, group_sizes, dtype=w.dtype)
     return of_x, of_w, np.zeros(group_sizes.shape, jax.dtypes.float0)

@@ -58,8 +58,8 @@ def choose_tiling(
       num_cores: multiprocessors.
     """
     block_rows = 128 if num_rows > 64 * num_groups else 64
-    least = min(num_groups, num_rows)
-    num_blocks = max(least, num_rows // block_rows)
+    min_blocks = min(num_groups, num_rows)
+    num_blocks = max(min_blocks, num_rows // block_rows)
     fitting = [c for c in (256, 128, 64) if num_columns % c == 0]
     columns = next(
         (c for c in fitting if num_blocks * (num_columns // c) >= num_cores),
@@ -116,7 +116,7 @@ def split_row_blocks(
     into its first block.
     """
     num_groups = group_sizes.shape[0]
-    most = max_row_blocks(
+    max_blocks = max_row_blocks(
         num_rows=num_rows, num_groups=num_groups, block_rows=block_rows, align=align
     )
     ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
@@ -125,7 +125,7 @@ def split_row_blocks(
     firsts = begins // align * align
     counts = jnp.where(ends > begins, -((firsts - ends) // block_rows), 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)
-    block = jnp.arange(most, dtype=jnp.int32)
+    block = jnp.arange(max_blocks, dtype=jnp.int32)
     # Group of each block. All runs are compared at once: a search would be a loop.
     passed = last[None, :] <= block[:, None]
     group = jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), num_groups)

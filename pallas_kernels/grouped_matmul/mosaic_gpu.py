@@ -109,7 +109,7 @@ def multiply_mosaic_gpu(
         inputs = _Inputs(*references[: len(_Inputs._fields)])
         out, shared = references[len(_Inputs._fields) :]
         warpgroup = lax.axis_index("warpgroup")
-        many, few = (248, 40) if num_warpgroups == 1 else (240, 24)
+        high, few = (248, 40) if num_warpgroups == 1 else (240, 24)
         options: Any = {
             "columns": tiling.columns,
             "panel": tiling.panel,
@@ -118,7 +118,7 @@ def multiply_mosaic_gpu(
 
         @pl.when(warpgroup < num_warpgroups)
         def _():
-            plgpu.set_max_registers(many, action="increase")
+            plgpu.set_max_registers(high, action="increase")
             _consume(inputs, out, shared, **options)
 
         @pl.when(warpgroup == num_warpgroups)

@@ -74,9 +74,9 @@ def multiply_reference(
         rows = lax.dynamic_slice_in_dim(x, first, size)
         product = lax.dot_general(rows, weights, over, preferred_element_type=wide)
         row = first + jnp.arange(size, dtype=jnp.int32)
-        own = (row >= blocks.begin[i]) & (row < blocks.end[i])
+        is_in_block = (row >= blocks.begin[i]) & (row < blocks.end[i])
         before = lax.dynamic_slice_in_dim(out, first, size)
-        after = jnp.where(own[:, None], product.astype(dtype), before)
+        after = jnp.where(is_in_block[:, None], product.astype(dtype), before)
         return lax.dynamic_update_slice_in_dim(out, after, first, 0)
 
     out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), dtype)
@@ -119,9 +119,9 @@ def sum_outer_products(
     def one_block(i: Array, out: Array) -> Array:
         first = jnp.minimum(blocks.first[i], num_rows - size)
         row = first + jnp.arange(size, dtype=jnp.int32)
-        own = (row >= blocks.begin[i]) & (row < blocks.end[i])
+        is_in_block = (row >= blocks.begin[i]) & (row < blocks.end[i])
         left = lax.dynamic_slice_in_dim(x, first, size)
-        left = jnp.where(own[:, None], left, jnp.zeros_like(left))
+        left = jnp.where(is_in_block[:, None], left, jnp.zeros_like(left))
         right = lax.dynamic_slice_in_dim(y, first, size)
         over = ((0,), (0,)), ((), ())
         more = lax.dot_general(left, right, over, preferred_element_type=wide)

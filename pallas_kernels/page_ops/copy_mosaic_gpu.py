@@ -49,15 +49,15 @@ def copy_pages_mosaic_gpu(
         return pages
     line = LINE_BYTES // pages.dtype.itemsize
     num_lines = page_bytes // LINE_BYTES
-    most = min(num_lines, MAX_LINES, part_bytes // LINE_BYTES)
-    lines = max(x for x in range(1, most + 1) if num_lines % x == 0)
+    max_lines = min(num_lines, MAX_LINES, part_bytes // LINE_BYTES)
+    lines = max(x for x in range(1, max_lines + 1) if num_lines % x == 0)
     shape = (-1, num_lines // lines, lines, line)
     num_pages = pages.shape[0]
     num_readable = num_pages if origin is None else origin.shape[0]
 
     def copy_part(*references):
-        *given, written, source_ids, target_ids, buffer, arrived = references
-        read = given[0] if given else written
+        *origins, written, source_ids, target_ids, buffer, arrived = references
+        read = origins[0] if origins else written
         entry = lax.axis_index("entry")
         index = lax.axis_index("part")
         start = source_ids[entry]
@@ -74,7 +74,7 @@ def copy_pages_mosaic_gpu(
 
     # A reference to a donated array aliases it.
     written = jax.new_ref(pages.reshape(shape))
-    given = [] if origin is None else [origin.reshape(shape)]
+    origins = [] if origin is None else [origin.reshape(shape)]
     ids = (source.astype(jnp.int32), target.astype(jnp.int32))
     plgpu.kernel(
         copy_part,
@@ -83,5 +83,5 @@ def copy_pages_mosaic_gpu(
         grid=(source.shape[0], shape[1]),
         grid_names=("entry", "part"),
         interpret=interpret,
-    )(*given, written, *ids)
+    )(*origins, written, *ids)
     return jax.freeze(written).reshape(pages.shape)

@@ -277,10 +277,10 @@ def merge_states(first: AttentionState, second: AttentionState) -> AttentionStat
     top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
     weights = [jnp.exp(state.lse - top) for state in (first, second)]
     total = weights[0] + weights[1]
-    some = jnp.where(total > 0, total, jnp.ones_like(total))
+    safe_total = jnp.where(total > 0, total, jnp.ones_like(total))
 
     def share(state: AttentionState, weight: Array) -> Array:
-        out = state.out.astype(top.dtype) * (weight / some)[..., None]
+        out = state.out.astype(top.dtype) * (weight / safe_total)[..., None]
         empty = jnp.isneginf(state.lse)[..., None]
         return jnp.where(empty, jnp.zeros((), top.dtype), out)
 
@@ -298,8 +298,10 @@ def merge_devices(state: AttentionState, axis: str) -> AttentionState:
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1.
     """
-    most, add_up = (functools.partial(x, axis_name=axis) for x in (lax.pmax, lax.psum))
-    return _merge(state.out, state.lse, most, add_up)
+    maximum, add_up = (
+        functools.partial(x, axis_name=axis) for x in (lax.pmax, lax.psum)
+    )
+    return _merge(state.out, state.lse, maximum, add_up)
 
 
 def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
@@ -318,25 +320,25 @@ def merge_own_rows(state: AttentionState, axis: str) -> AttentionState:
         return lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)
 
     out, lse = map(exchange, state)
-    most = functools.partial(jnp.max, axis=0, keepdims=True)
+    maximum = functools.partial(jnp.max, axis=0, keepdims=True)
     add_up = functools.partial(jnp.sum, axis=0, keepdims=True)
-    merged = _merge(out, lse, most, add_up)
+    merged = _merge(out, lse, maximum, add_up)
     return AttentionState(merged.out[0], merged.lse[0])
 
 
 def _merge(
     out: Float[Array, "*states rows q_heads value_width"],
     lse: Float[Array, "*states rows q_heads"],
-    most: Callable[[Array], Array],
+    maximum: Callable[[Array], Array],
     add_up: Callable[[Array], Array],
 ) -> AttentionState:
     """Merges states, given the functions for the maximum and the sum over states."""
-    top = most(lse)
+    top = maximum(lse)
     top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
     weight = jnp.exp(lse - top)[..., None]
     empty = jnp.isneginf(lse)[..., None]
-    own = jnp.where(empty, jnp.zeros((), top.dtype), out.astype(top.dtype))
-    sums = add_up(jnp.concatenate([own * weight, weight], axis=-1))
+    output = jnp.where(empty, jnp.zeros((), top.dtype), out.astype(top.dtype))
+    sums = add_up(jnp.concatenate([output * weight, weight], axis=-1))
     total = sums[..., -1]
     mean = sums[..., :-1] / jnp.where(total > 0, total, jnp.ones_like(total))[..., None]
     return AttentionState(mean.astype(out.dtype), top + jnp.log(total))

@@ -93,9 +93,9 @@ def check_heads(q: Array, **values: Array | None) -> None:
     Raises:
       ValueError: a shape is wrong; the message has the value's name.
     """
-    for name, given in values.items():
-        if given is not None and given.shape != (q.shape[1],):
+    for name, array in values.items():
+        if array is not None and array.shape != (q.shape[1],):
             raise ValueError(
-                f"{name}.shape={given.shape} must be {(q.shape[1],)}, one for each "
+                f"{name}.shape={array.shape} must be {(q.shape[1],)}, one for each "
                 "query head"
             )

@@ -133,18 +133,18 @@ def make_step_plan(
         chunks = jnp.where(in_tree, -1, positions)
     elif num_slots == 1:
         few = 0
-    many = prefill_plan.plan_prefill(
+    many_plan = prefill_plan.plan_prefill(
         chunks, slots, few=few, tiling=tiling.prefill, runs=runs, **options
     )
     if few == 0:
-        return StepPlan(tiling, None, many)
+        return StepPlan(tiling, None, many_plan)
     # All rows of a slot go to the same kernel, so their counts stay valid.
     left = jnp.where(runs.count > few, -1, positions)
     if context is not None:
         left = jnp.where(in_tree, positions, left)
-    most = few if context is None else None
-    plan = plan_decode(left, max_rows_per_slot=most, nth=runs.nth)
-    return StepPlan(tiling, plan, many)
+    max_rows = few if context is None else None
+    plan = plan_decode(left, max_rows_per_slot=max_rows, nth=runs.nth)
+    return StepPlan(tiling, plan, many_plan)
 
 
 def dispatch_attention(
@@ -202,5 +202,5 @@ def dispatch_attention(
         states = partial_states(*arrays, few, **how)
         return prefill(decode_output=DecodePartials(states, few, of_few))
     how |= {"value_width": value_width}
-    found = attend_decode(*arrays, few, dtype=q.dtype, **how)
-    return found if plan.many is None else prefill(decode_output=found)
+    decoded = attend_decode(*arrays, few, dtype=q.dtype, **how)
+    return decoded if plan.many is None else prefill(decode_output=decoded)

@@ -146,22 +146,22 @@ def read_block(
     def take(pages: Array, *, clean: bool = False) -> Array:
         """Gathers whole rows of a matrix, which is fastest on a CPU."""
         flat = pages.reshape(num_pages * kv_heads * parts_per_page, -1)
-        found = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
+        words = flat.at[address.reshape(-1)].get(mode="promise_in_bounds")
         if clean:
             shape = (rows, kv_heads, parts, part, pages.shape[3])
             held = jnp.broadcast_to(used[:, None, :, :, None], shape)
-            zero = jnp.zeros((), found.dtype)
-            found = jnp.where(held.reshape(found.shape), found, zero)
-        found = lax.optimization_barrier(found)
-        return found.reshape(rows, kv_heads, size, -1)
+            zero = jnp.zeros((), words.dtype)
+            words = jnp.where(held.reshape(words.shape), words, zero)
+        words = lax.optimization_barrier(words)
+        return words.reshape(rows, kv_heads, size, -1)
 
     def scale(pages: Array | None) -> Array | None:
         if pages is None:
             return None
         if pages.ndim == 3:
             return take(pages)[..., 0]
-        found = pages.reshape(-1).at[page].get(mode="promise_in_bounds")
-        return jnp.repeat(found, part, axis=2)
+        scales = pages.reshape(-1).at[page].get(mode="promise_in_bounds")
+        return jnp.repeat(scales, part, axis=2)
 
     clean_keys |= memory.v is None
     k = quantizing.as_number_type(take(memory.k, clean=clean_keys)).astype(dtype)
@@ -172,8 +172,8 @@ def read_block(
         # The scales apply to a part of the keys; those of masked positions may be NaN.
         held = used.reshape(rows, 1, size)
         k = k * jnp.where(held, k_scales, 0).astype(dtype)[..., None]
-        rest = take(memory.k_rest, clean=True).astype(dtype)
+        k_rest = take(memory.k_rest, clean=True).astype(dtype)
         v = k[..., : memory.value_width]
-        return KVBlock(jnp.concatenate([k, rest], axis=-1), v, None, None)
+        return KVBlock(jnp.concatenate([k, k_rest], axis=-1), v, None, None)
     v = quantizing.as_number_type(take(memory.v, clean=True)).astype(dtype)
     return KVBlock(k, v, k_scales, scale(memory.v_scales))

@@ -112,9 +112,9 @@ def plan_prefill(
     positions = positions.astype(jnp.int32)
     if runs is None:
         runs = row_packing.find_slot_runs(slots, live)
-    many = live & (runs.count > few)
+    is_many = live & (runs.count > few)
     lines = _lines_of_rows(
-        positions, slots, many, runs, keys=tiling.tile, window=window
+        positions, slots, is_many, runs, keys=tiling.tile, window=window
     )
     # Tiles with most keys first, then in the order of rows.
     index = jnp.arange(num_rows, dtype=jnp.int32)
@@ -125,20 +125,20 @@ def plan_prefill(
     number = jnp.arange(num_tiles, dtype=jnp.int32)
     place = jnp.where(lines[NUM_KV] > 0, rank, num_tiles)
     says = place[None, None, :] == number[None, :, None]
-    found = jnp.where(says, lines[:ALL_KV, None, :], 0)
+    selected = jnp.where(says, lines[:ALL_KV, None, :], 0)
     padding = num_padded(num_rows) - num_rows
-    position = jnp.where(many, positions, -1)
+    position = jnp.where(is_many, positions, -1)
     return PrefillPlan(
         position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
-        tiles=jnp.sum(found, axis=2, dtype=jnp.int32),
-        tile_of=jnp.where(many, rank, num_tiles),
+        tiles=jnp.sum(selected, axis=2, dtype=jnp.int32),
+        tile_of=jnp.where(is_many, rank, num_tiles),
     )
 
 
 def _lines_of_rows(
     positions: Int32[Array, " rows"],
     slots: Int[Array, " rows"],
-    many: Bool[Array, " rows"],
+    is_many: Bool[Array, " rows"],
     runs: row_packing.SlotRuns,
     *,
     keys: int,
@@ -157,33 +157,33 @@ def _lines_of_rows(
     begin = jnp.maximum(cut, runs.begin)
     end = jnp.minimum(cut + TILE_ROWS, runs.end)
     # The first row of a slot identifies a tile.
-    tile = jnp.where(many, begin, -1)
+    tile = jnp.where(is_many, begin, -1)
     half = row + WGMMA_ROWS
     tile, half = lax.optimization_barrier((tile, half))
-    own = tile[None, :] == tile[:, None]
+    is_same_tile = tile[None, :] == tile[:, None]
     is_second = index[None, :] >= half[:, None]
     # Both counts are packed into one sum: neither half has more than 64 rows.
     unit = jnp.where(is_second, TILE_ROWS, 1)
     big = jnp.iinfo(jnp.int32).max
     first, owned, lowest, highest = row_packing.reduce_together(
-        (lax.min, num_rows, jnp.where(own, index[None, :], num_rows)),
-        (lax.add, 0, jnp.where(own, unit, 0)),
-        (lax.min, big, jnp.where(own, positions[None, :], big)),
-        (lax.max, -1, jnp.where(own, positions[None, :], -1)),
+        (lax.min, num_rows, jnp.where(is_same_tile, index[None, :], num_rows)),
+        (lax.add, 0, jnp.where(is_same_tile, unit, 0)),
+        (lax.min, big, jnp.where(is_same_tile, positions[None, :], big)),
+        (lax.max, -1, jnp.where(is_same_tile, positions[None, :], -1)),
     )
     size = jnp.int32(TILE_ROWS)
     owned = lax.rem(owned, size), lax.div(owned, size)
-    whole = [(x == WGMMA_ROWS).astype(jnp.int32) for x in owned]
+    is_full = [(x == WGMMA_ROWS).astype(jnp.int32) for x in owned]
     *spans, num_kv = _spans(lowest, highest, keys=keys, window=window)
-    opens = many & (first == index)
-    lines = [slots.astype(jnp.int32), row, begin, end, *whole, *spans]
+    opens = is_many & (first == index)
+    lines = [slots.astype(jnp.int32), row, begin, end, *is_full, *spans]
     lines += [jnp.where(opens, num_kv, 0), num_kv]
     # Selected line by line: `stack` would be one more kernel.
     number = jnp.arange(len(lines), dtype=jnp.int32)[:, None]
-    found = lines[0][None, :]
+    values = lines[0][None, :]
     for i, line in enumerate(lines[1:], 1):
-        found = jnp.where(number == i, line[None, :], found)
-    return lax.optimization_barrier(found)
+        values = jnp.where(number == i, line[None, :], values)
+    return lax.optimization_barrier(values)
 
 
 def _spans(

@@ -50,10 +50,10 @@ def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
     arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
 
     def run(is_bounded: bool, *arrays: Array) -> Any:
-        rest = iter(arrays)
+        remaining = iter(arrays)
         mixed = zip(leaves, is_array, strict=True)
-        given = kind.unflatten([next(rest) if mask else x for x, mask in mixed])
-        return attend(*given, is_bounded=is_bounded)
+        operands = kind.unflatten([next(remaining) if mask else x for x, mask in mixed])
+        return attend(*operands, is_bounded=is_bounded)
 
     plain = jax.custom_jvp(functools.partial(run, False))
 
@@ -111,22 +111,24 @@ def attend_per_slot(
         context = None if view.context is None else view.context[slots]
         view = view._replace(page_ids=view.page_ids[slots], context=context)
     num_slots = view.page_ids.shape[0]
-    each = rows // num_slots
-    if view.context is not None and each > 1:
-        view = view._replace(context=jnp.repeat(view.context, each))
+    rows_per_slot = rows // num_slots
+    if view.context is not None and rows_per_slot > 1:
+        view = view._replace(context=jnp.repeat(view.context, rows_per_slot))
     last = _last_seen(view)
     first = _first_seen(view)
     slopes = None if terms.slopes is None else terms.slopes[None, :, None, :, None]
     sinks = None if terms.sinks is None else terms.sinks[None, :, None, :]
     dtype = page_blocks.product_dtype(q.dtype, memory)
-    queries = q.astype(dtype).reshape(num_slots, each, kv_heads, group, head_dim)
+    queries = q.astype(dtype).reshape(
+        num_slots, rows_per_slot, kv_heads, group, head_dim
+    )
     queries = queries.swapaxes(1, 2).reshape(num_slots, kv_heads, -1, head_dim)
     multiply = _one_by_one if one_by_one else _at_once
 
     def block(index: Array, state: SoftmaxState) -> SoftmaxState:
         places = index * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        seen = _visible(places, view).reshape(num_slots, each, block_size)
-        used = jnp.any(seen, axis=1)
+        mask = _visible(places, view).reshape(num_slots, rows_per_slot, block_size)
+        used = jnp.any(mask, axis=1)
         read = page_blocks.read_block(
             memory, view.page_ids, index, used, dtype, clean_keys=is_bounded
         )
@@ -134,19 +136,19 @@ def attend_per_slot(
         products = multiply("shqd,shtd->shqt", queries, read.k, state.top.dtype)
         products = products.reshape(*state.top.shape, block_size)
         distance = places[None, :] - view.positions[:, None]
-        distance = distance.reshape(num_slots, 1, each, 1, block_size)
+        distance = distance.reshape(num_slots, 1, rows_per_slot, 1, block_size)
         scores = online_softmax.transform_scores(
             products, terms, slopes=slopes, distance=distance, k_scales=scales[0]
         )
         weights, state = online_softmax.update_softmax(
-            state, scores, seen[:, None, :, None, :]
+            state, scores, mask[:, None, :, None, :]
         )
         weights = online_softmax.scale_weights(weights, scales[1]).astype(dtype)
         weights = weights.reshape(num_slots, kv_heads, -1, block_size)
         out = multiply("shqt,shtd->shqd", weights, read.v, state.out.dtype)
         return state._replace(out=state.out + out.reshape(state.out.shape))
 
-    shape = num_slots, kv_heads, each, group
+    shape = num_slots, kv_heads, rows_per_slot, group
     num_places = view.page_ids.shape[1] * memory.k.shape[2]
     state = _loop(
         jnp.min(jnp.where(last >= 0, first, jnp.iinfo(jnp.int32).max)) // block_size,
@@ -207,17 +209,17 @@ def attend_per_tile(
     def tile(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         cut = lambda x: lax.dynamic_slice_in_dim(x, starts[index], size)  # noqa: E731
         slot = slots[starts[index]]
-        mine = cut(slots) == slot
-        here = RowView(
+        is_row = cut(slots) == slot
+        tile_view = RowView(
             page_ids=lax.dynamic_slice_in_dim(view.page_ids, slot, 1),
-            positions=jnp.where(mine, cut(positions), -1),
+            positions=jnp.where(is_row, cut(positions), -1),
             context=None if view.context is None else view.context[slot][None],
-            ancestors=None if ancestors is None else cut(ancestors) & mine[:, None],
+            ancestors=None if ancestors is None else cut(ancestors) & is_row[:, None],
             window=view.window,
         )
-        last = jnp.max(_last_seen(here))
+        last = jnp.max(_last_seen(tile_view))
         # Rows without a key would have positions before the first one.
-        first = jnp.min(jnp.where(mine, _first_seen(here), positions.max()))
+        first = jnp.min(jnp.where(is_row, _first_seen(tile_view), positions.max()))
         first = jnp.maximum(first, 0)
         queries = cut(q).astype(dtype).transpose(1, 2, 0, 3)
         queries = queries.reshape(kv_heads, group * size, head_dim)
@@ -227,14 +229,14 @@ def attend_per_tile(
             width: int, all_see: bool, index: Array, state: SoftmaxState
         ) -> SoftmaxState:
             places = index * width + jnp.arange(width, dtype=jnp.int32)
-            seen = None
+            mask = None
             used = jnp.ones((1, width), jnp.bool_)
             if not all_see:
-                seen = _visible(places, here)
-                used = jnp.any(seen, axis=0, keepdims=True)
-                seen = jnp.tile(seen, (group, 1))[None]
+                mask = _visible(places, tile_view)
+                used = jnp.any(mask, axis=0, keepdims=True)
+                mask = jnp.tile(mask, (group, 1))[None]
             read = page_blocks.read_block(
-                memory, here.page_ids, index, used, dtype, clean_keys=is_bounded
+                memory, tile_view.page_ids, index, used, dtype, clean_keys=is_bounded
             )
             scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
             products = jnp.einsum(
@@ -243,7 +245,7 @@ def attend_per_tile(
                 read.k[0],
                 preferred_element_type=state.top.dtype,
             )
-            distance = places[None, :] - jnp.tile(here.positions, group)[:, None]
+            distance = places[None, :] - jnp.tile(tile_view.positions, group)[:, None]
             scores = online_softmax.transform_scores(
                 products,
                 terms,
@@ -251,7 +253,7 @@ def attend_per_tile(
                 distance=distance[None],
                 k_scales=None if scales[0] is None else scales[0][0],
             )
-            weights, state = online_softmax.update_softmax(state, scores, seen)
+            weights, state = online_softmax.update_softmax(state, scores, mask)
             v_scales = None if scales[1] is None else scales[1][0]
             weights = online_softmax.scale_weights(weights, v_scales).astype(dtype)
             out = jnp.einsum(
@@ -268,16 +270,20 @@ def attend_per_tile(
         end = last // BLOCK + 1
         if is_wide:
             # Number of leading positions that each row attends to.
-            if here.ancestors is None or here.context is None:
-                own = here.positions + 1
+            if tile_view.ancestors is None or tile_view.context is None:
+                num_visible = tile_view.positions + 1
             else:
-                has_tree = (here.positions >= 0) & (here.context >= 0)
-                own = jnp.where(has_tree, here.context, here.positions + 1)
-            seen_by_all = jnp.min(jnp.where(mine, own, end * BLOCK))
+                has_tree = (tile_view.positions >= 0) & (tile_view.context >= 0)
+                num_visible = jnp.where(
+                    has_tree, tile_view.context, tile_view.positions + 1
+                )
+            seen_by_all = jnp.min(jnp.where(is_row, num_visible, end * BLOCK))
             num_wide = seen_by_all // MAX_BLOCK
             wide = functools.partial(block, MAX_BLOCK, True)
-            most = num_places // MAX_BLOCK
-            state = _loop(0, num_wide, wide, state, at_most=most, is_bounded=is_bounded)
+            max_blocks = num_places // MAX_BLOCK
+            state = _loop(
+                0, num_wide, wide, state, at_most=max_blocks, is_bounded=is_bounded
+            )
             begin = num_wide * (MAX_BLOCK // BLOCK)
         state = _loop(
             begin,
@@ -291,10 +297,12 @@ def attend_per_tile(
         out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
-        def put(whole: Array, part: Array) -> Array:
-            mask = mine.reshape(size, *(1,) * (whole.ndim - 1))
-            part = jnp.where(mask, part, cut(whole))
-            return lax.dynamic_update_slice_in_dim(whole, part, starts[index], axis=0)
+        def put(rows_out: Array, part: Array) -> Array:
+            mask = is_row.reshape(size, *(1,) * (rows_out.ndim - 1))
+            part = jnp.where(mask, part, cut(rows_out))
+            return lax.dynamic_update_slice_in_dim(
+                rows_out, part, starts[index], axis=0
+            )
 
         return put(carry[0], results[0]), put(carry[1], results[1])
 
@@ -304,8 +312,10 @@ def attend_per_tile(
         jnp.full((rows + size, kv_heads, group), -jnp.inf, wide),
     )
     # A slot's last tile may be partial.
-    most = min(rows, rows // size + view.page_ids.shape[0])
-    out, lse = _loop(0, num_tiles, tile, empty, at_most=most, is_bounded=is_bounded)
+    max_tiles = min(rows, rows // size + view.page_ids.shape[0])
+    out, lse = _loop(
+        0, num_tiles, tile, empty, at_most=max_tiles, is_bounded=is_bounded
+    )
     return out[:rows], lse[:rows]
 
 
@@ -316,10 +326,10 @@ def _at_once(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
 def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
     """Multiplies as `_at_once`, by matrix-vector products, which pack no operands."""
     dims = dims.replace("q", "")
-    each = [
+    products = [
         _at_once(dims, queries[:, :, i], block, dtype) for i in range(queries.shape[2])
     ]
-    return jnp.stack(each, axis=2)
+    return jnp.stack(products, axis=2)
 
 
 def _tiles(
@@ -359,7 +369,7 @@ def _visible(
     """Returns the mask of each row's positions; `context` may have one entry."""
     place = places[None, :]
     position = view.positions[:, None]
-    seen = place <= position
+    mask = place <= position
     if view.ancestors is not None and view.context is not None:
         context = view.context[:, None]
         column = place - context
@@ -367,10 +377,10 @@ def _visible(
         column = jnp.broadcast_to(column, (position.shape[0], places.shape[0]))
         kin = jnp.take_along_axis(view.ancestors, jnp.where(inside, column, 0), axis=1)
         kin = ((column < 0) | (kin & inside)) & (position >= 0)
-        seen = jnp.where(context >= 0, kin, seen)
+        mask = jnp.where(context >= 0, kin, mask)
     if view.window is not None:
-        seen &= place > position - view.window
-    return seen
+        mask &= place > position - view.window
+    return mask
 
 
 def _expand(x: Array | None, axes: int | tuple[int, ...]) -> Array | None:

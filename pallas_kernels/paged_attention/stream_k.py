@@ -75,10 +75,10 @@ def default_decode_tiling(
     if head_dim > 256:
         return Tiling(stages=2, q_stages=1, num_programs=num_programs)
     q_stages = 2 if block_rows * head_dim <= 64 * 128 else 1
-    rest = devices.SMEM_BYTES - 7 * 1024 - q_stages * block_rows * head_dim * 2
-    rest -= block_rows * min(head_dim, 128) * 4
+    free_bytes = devices.SMEM_BYTES - 7 * 1024 - q_stages * block_rows * head_dim * 2
+    free_bytes -= block_rows * min(head_dim, 128) * 4
     return Tiling(
-        stages=min(8, rest // (2 * 64 * head_dim * 2)),
+        stages=min(8, free_bytes // (2 * 64 * head_dim * 2)),
         q_stages=q_stages,
         block_rows=block_rows,
         num_programs=num_programs,
@@ -171,8 +171,8 @@ def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
 
 
 def _num_busy(total: Any, tiling: Tiling) -> Any:
-    most = lax.div(total, jnp.int32(tiling.min_tiles))
-    return jnp.minimum(jnp.maximum(most, 1), tiling.num_programs)
+    max_programs = lax.div(total, jnp.int32(tiling.min_tiles))
+    return jnp.minimum(jnp.maximum(max_programs, 1), tiling.num_programs)
 
 
 def split_tiles(

@@ -81,7 +81,7 @@ def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShap
     )
     fields = read_fields(counted, raw, MAX_SIZE)
     [layers_key] = [key for key, x in keys.items() if x.fields == ("num_layers",)]
-    num_layers = parse_size(layers_key, fields["num_layers"], most=MAX_LAYERS)
+    num_layers = parse_size(layers_key, fields["num_layers"], high=MAX_LAYERS)
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
@@ -129,7 +129,7 @@ def _windows(
     window = raw.get("sliding_window", family.default_window)  # null means no window
     if rule == "never" or window is None:
         return (None,)
-    window = parse_size("sliding_window", window, most=MAX_SIZE)
+    window = parse_size("sliding_window", window, high=MAX_SIZE)
     kinds = raw.get("layer_types")
     if not isinstance(kinds, list):
         slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
@@ -144,7 +144,7 @@ def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
     """Reads a size; null counts as a missing key."""
     value = raw.get(key)
     value = default if value is None else value
-    return parse_size(key, value, low=low, most=MAX_SIZE)
+    return parse_size(key, value, low=low, high=MAX_SIZE)
 
 
 def family_of(raw: Mapping[str, Any]) -> str:

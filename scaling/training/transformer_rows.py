@@ -196,11 +196,11 @@ class RowOrientation(Orientation):
             y = linear(x, self)
         return y if then is None else then(y, -1)
 
-    def add_up(self, x: Activations, *, part: int, whole: int) -> Activations:
+    def add_up(self, x: Activations, *, part: int, full_size: int) -> Activations:
         """Sums partial products; with sequence parallelism, of this device's rows."""
-        if part < whole and self.layout.sequence:
+        if part < full_size and self.layout.sequence:
             return lax.psum_scatter(x, TENSOR, tiled=True)
-        return super().add_up(x, part=part, whole=whole)
+        return super().add_up(x, part=part, full_size=full_size)
 
     def split_heads(self, x: Activations, shape: tuple[int, ...]) -> Array:
         """Reshapes to `[batch, seq, kv_heads, group + 2, head_dim]`, as `shape`."""

@@ -30,7 +30,7 @@ def test_valid_fields_are_accepted():
     validation.above(CONFIG, "share", "sizes", "inf")
     validation.within(CONFIG, "share", "none", "whole", low=0, high=1)
     validation.within(CONFIG, "share", low=0, high=1, ends="()")
-    validation.ascending(CONFIG, "sizes", low=1, least=3)
+    validation.ascending(CONFIG, "sizes", low=1, minimum=3)
     validation.ascending(CONFIG, "equal", low=1, strictly=False)
 
 

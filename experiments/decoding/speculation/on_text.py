@@ -83,7 +83,9 @@ class Config(held_out.TextConfig):
         validation.ascending(self, "lengths", "coin_drafts", low=1)
         validation.ascending(self, "batches", low=2)
         validation.within(self, "acceptances", low=0, high=1)
-        validation.among(self, "ways", "lengthened", known=(LOOKUP, JACOBI, *EXITS))
+        validation.among(
+            self, "ways", "lengthened", allowed_values=(LOOKUP, JACOBI, *EXITS)
+        )
         self.check_answer_length(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(

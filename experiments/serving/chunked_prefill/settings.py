@@ -242,9 +242,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "models", known=MODELS, least=1)
-        validation.among(self, "data", known=DATA, least=1)
-        validation.ascending(self, "shares", "budgets", least=2)
+        validation.among(self, "models", allowed_values=MODELS, minimum=1)
+        validation.among(self, "data", allowed_values=DATA, minimum=1)
+        validation.ascending(self, "shares", "budgets", minimum=2)
         validation.above(self, "shares", "share", "seconds")
         # Each decoding sequence needs a token of the budget.
         validation.at_least(self, "budgets", low=MAX_SLOTS)

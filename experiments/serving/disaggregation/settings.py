@@ -171,9 +171,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "applications", known=APPLICATIONS)
+        validation.among(self, "applications", allowed_values=APPLICATIONS)
         validation.above(self, "shares", "links", "seconds")
-        validation.ascending(self, "shares", least=2)
+        validation.ascending(self, "shares", minimum=2)
         validation.ascending(self, "queue_loads", strictly=False)
         validation.within(self, "queue_loads", low=0, high=1, ends="()")
         validation.at_least(self, "queue_requests", "queue_seeds", low=2)

@@ -55,7 +55,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "lengths", "contexts", low=1, least=2)
+        validation.ascending(self, "lengths", "contexts", low=1, minimum=2)
         validation.at_least(
             self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
         )

@@ -74,8 +74,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "lengths", low=2, least=2)
-        validation.ascending(self, "counted_lengths", low=1, least=2)
+        validation.ascending(self, "lengths", low=2, minimum=2)
+        validation.ascending(self, "counted_lengths", low=1, minimum=2)
         validation.at_least(self, "repeats")
 
 

@@ -90,7 +90,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "traces", known=TRACES, least=1)
+        validation.among(self, "traces", allowed_values=TRACES, minimum=1)
         validation.at_least(self, "num_devices")
         for name, num in self.cases:
             check_fits(name, self.device, num)

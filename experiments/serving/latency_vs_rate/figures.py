@@ -44,8 +44,8 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "panels", known=published.PANELS)
-        validation.among(self, "systems", known=settings.SYSTEMS)
+        validation.among(self, "panels", allowed_values=published.PANELS)
+        validation.among(self, "systems", allowed_values=settings.SYSTEMS)
         validation.within(self, "hours_share", low=0, high=24, ends="(]")
         validation.at_least(self, "num_rates", low=2)
         validation.at_least(self, "num_near", low=0)

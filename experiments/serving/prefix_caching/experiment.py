@@ -80,7 +80,7 @@ class Config:
         if not (self.trace or self.num_users or self.num_tasks):
             raise ValueError("trace, num_users and num_tasks leave no prompts")
         validation.within(self, "shares", low=0, high=1, ends="()")
-        validation.among(self, "evictions", known=EVICTIONS, least=1)
+        validation.among(self, "evictions", allowed_values=EVICTIONS, minimum=1)
 
 
 PANELS = (3, 1)

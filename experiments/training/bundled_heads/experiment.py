@@ -69,7 +69,7 @@ class Config:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.among(self, "kinds", known=("medusa", "eagle"))
+        validation.among(self, "kinds", allowed_values=("medusa", "eagle"))
         validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
         for recipe in (self.medusa, self.eagle):
             if not isinstance(recipe.run.corpus, CorpusConfig):

@@ -115,7 +115,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", known=KINDS)
+        validation.among(self, "kinds", allowed_values=KINDS)
         names = ("num_seeds", "seq_len", "batch_size", "rounds", "num_drafts")
         validation.at_least(self, *names, "output_tokens")
         validation.at_least(self, "prompt_tokens", low=2)

@@ -78,7 +78,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "widths", low=8, least=3)
+        validation.ascending(self, "widths", low=8, minimum=3)
         if any(width % 8 for width in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
         validation.above(self, "learning_rates")

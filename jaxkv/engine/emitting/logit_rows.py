@@ -45,14 +45,14 @@ def apply_logits_fn(
     if logits_fn is None:
         return raw
     logits: Any = logits_fn(answer, raw)
-    found = validation.format_value(logits)
+    shape_text = validation.format_value(logits)
     if isinstance(logits, jax.Array | np.ndarray):
         is_floating = jnp.issubdtype(logits.dtype, jnp.floating)
         if is_floating and logits.shape == raw.shape:
             return logits
-        found = f"{logits.dtype}{list(logits.shape)}"
+        shape_text = f"{logits.dtype}{list(logits.shape)}"
     raise ValueError(
-        f"logits_fn returned {found}, and must return "
+        f"logits_fn returned {shape_text}, and must return "
         f"{raw.dtype}{list(raw.shape)}, the shape of its argument"
     )
 
@@ -76,7 +76,7 @@ def gather_logit_rows(
     s = state.sequences
     row = jnp.maximum(state.slots.sequence, 0)
     # Drafts follow the known tokens: each place has one more token as known.
-    known = place_positions(state.slots.num_tokens, width)
+    num_tokens = place_positions(state.slots.num_tokens, width)
     row = repeat_places(row, width)
     emits = repeat_places(emits, width)
     params = jax.tree.map(lambda x: x[row], s.params)
@@ -86,7 +86,7 @@ def gather_logit_rows(
     return LogitRows(
         answer=Answer(
             tokens=s.tokens[row],
-            num_tokens=known,
+            num_tokens=num_tokens,
             prompt_length=s.prompt_length[row],
             request_id=s.request_id[row],
         ),
@@ -101,12 +101,14 @@ def repeat_places(of_slots: Array, width: int) -> Array:
     return of_slots if width == 1 else jnp.repeat(of_slots, width)
 
 
-def place_positions(known: Int32[Array, " slots"], width: int) -> Int32[Array, " rows"]:
+def place_positions(
+    num_tokens: Int32[Array, " slots"], width: int
+) -> Int32[Array, " rows"]:
     """Returns the positions of the `width` tokens after the known ones of each slot."""
     if width == 1:
-        return known
+        return num_tokens
     index = jnp.arange(width, dtype=jnp.int32)[None, :]
-    return (known[:, None] + index).reshape(-1)
+    return (num_tokens[:, None] + index).reshape(-1)
 
 
 def map_rows[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:

@@ -96,14 +96,14 @@ def emit(
     Returns:
       The new state, and the emitted tokens.
     """
-    known = state.slots.num_tokens
-    ready = fed & (state.table.length == known)
+    num_tokens = state.slots.num_tokens
+    ready = fed & (state.table.length == num_tokens)
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:
         rows = logit_rows.gather_logit_rows(state, logits, emits)
         draw = _sample(rows, emits, logits_fn, config)
-        drawn = _Candidates(
+        candidates = _Candidates(
             draw.token,
             draw.logprob,
             None,
@@ -116,20 +116,20 @@ def emit(
             state, result, emits, drafts, speculation, logits_fn, config
         )
         is_tree = drafts.tree is not None
-        drawn = _from_verification(state, judged, emits, is_tree, result, config)
-    state, emitted = _append_tokens(state, drawn, emits)
+        candidates = _from_verification(state, judged, emits, is_tree, result, config)
+    state, emitted = _append_tokens(state, candidates, emits)
     # Log-probabilities of the emitted tokens, of prompts, and of alternatives.
     s = state.sequences
     width = config.emit_width
     sequence = repeat_places(state.slots.sequence, width)
-    place = place_positions(known, width)
-    counts = place < repeat_places(known + emitted.num_emitted, width)
+    place = place_positions(num_tokens, width)
+    counts = place < repeat_places(num_tokens + emitted.num_emitted, width)
     place = jnp.where(counts, place, NO_SEQUENCE)
     logprobs = emitted.logprobs.reshape(-1).astype(jnp.float32)
     logprobs = arrays.put(s.logprobs, (sequence, place), logprobs)
     s = s._replace(logprobs=_score_prompts(logprobs, s, result, config))
-    at = jnp.where(drawn.keep_logprobs, sequence, NO_SEQUENCE), place
-    s = _store_alternatives(s, drawn, at, result, config)
+    at = jnp.where(candidates.keep_logprobs, sequence, NO_SEQUENCE), place
+    s = _store_alternatives(s, candidates, at, result, config)
     state = state._replace(sequences=s)
 
     def choices(logits: Array) -> tuple[Array, Array]:
@@ -142,9 +142,11 @@ def emit(
     def choose(logits: Array) -> tuple[Array, Array]:
         return logit_rows.map_rows(choices, (logits,), config)
 
-    state, found = engine_beam_search.step_beams(state, logits, ready, choose, config)
-    ended = found != NOT_ENDED
-    reason = jnp.where(ended, found, emitted.reason)
+    state, beam_reason = engine_beam_search.step_beams(
+        state, logits, ready, choose, config
+    )
+    ended = beam_reason != NOT_ENDED
+    reason = jnp.where(ended, beam_reason, emitted.reason)
     # The answers of a beam search are available only at its end.
     return state, emitted._replace(reason=reason, begins=emitted.begins | ended)
 
@@ -166,14 +168,14 @@ def _from_verification(
     )
     keep_logprobs = repeat_places(keep_logprobs, config.emit_width)
     zeros = jnp.zeros(tokens.shape, sampling.wide(result.logits[:, 0]).dtype)
-    found = lax.cond(
+    draft_logprobs = lax.cond(
         jnp.any(keep_logprobs),
         lambda: token_logprobs(logits(), tokens),
         lambda: zeros,
     )
-    logprobs = jnp.where(keep_logprobs, found, zeros)
-    drawn = tokens, logprobs, judged.num, judged.invalid, keep_logprobs
-    return _Candidates(*drawn, logits, judged.verified)
+    logprobs = jnp.where(keep_logprobs, draft_logprobs, zeros)
+    fields = tokens, logprobs, judged.num, judged.invalid, keep_logprobs
+    return _Candidates(*fields, logits, judged.verified)
 
 
 def _sample(
@@ -190,7 +192,7 @@ def _sample(
         answer, raw, params, keep_logprobs = leaves
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 
-        def asked() -> Draw:
+        def draw_all() -> Draw:
             known = answer.num_tokens
             changed = sampling.penalise(
                 logits, answer.tokens, answer.prompt_length, known, params
@@ -200,7 +202,9 @@ def _sample(
             )
 
         with jax.named_scope("asked"):
-            return lax.cond(any_asks, asked, lambda: sampling.greedy(logits, raw=raw))
+            return lax.cond(
+                any_asks, draw_all, lambda: sampling.greedy(logits, raw=raw)
+            )
 
     def of_all() -> Draw:
         return logit_rows.map_rows(of_rows, rows, config)
@@ -212,47 +216,51 @@ def _sample(
 
 
 def _append_tokens(
-    state: EngineState, drawn: _Candidates, emits: Bool[Array, " slots"]
+    state: EngineState, candidates: _Candidates, emits: Bool[Array, " slots"]
 ) -> tuple[EngineState, SamplerOutput]:
     """Appends tokens up to the first stop condition, and sets finish reasons."""
     s = state.sequences
     sequence = state.slots.sequence
     row = jnp.maximum(sequence, 0)
-    known = state.slots.num_tokens
-    width = drawn.tokens.shape[0] // row.shape[0]
-    place = place_positions(known, width)
+    num_tokens = state.slots.num_tokens
+    width = candidates.tokens.shape[0] // row.shape[0]
+    place = place_positions(num_tokens, width)
     owner = repeat_places(row, width)
-    stops = jnp.any(drawn.tokens[:, None] == s.stop_tokens[owner], axis=1)
-    if drawn.num is None:
-        counts = emits & ~drawn.invalid
+    stops = jnp.any(candidates.tokens[:, None] == s.stop_tokens[owner], axis=1)
+    if candidates.num is None:
+        counts = emits & ~candidates.invalid
         num = counts.astype(jnp.int32)
-        full = known + num == s.limit[row]
+        full = num_tokens + num == s.limit[row]
         why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
-        why = jnp.where(drawn.invalid, NOT_A_NUMBER, why)
+        why = jnp.where(candidates.invalid, NOT_A_NUMBER, why)
         reason = jnp.where(emits, why, NOT_ENDED)
     else:
         full = place + 1 == s.limit[owner]
         why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
         # The first stop condition and its reason, packed in one integer.
         why = why.reshape(row.shape[0], -1)
-        num = jnp.where(emits, drawn.num, 0)
+        num = jnp.where(emits, candidates.num, 0)
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         ends = (why != NOT_ENDED) & (index < num[:, None])
-        each = index * len(REASONS) + why
+        code = index * len(REASONS) + why
         no_end = width * len(REASONS) + NOT_ENDED
-        first = jnp.min(jnp.where(ends, each, no_end), axis=1)
+        first = jnp.min(jnp.where(ends, code, no_end), axis=1)
         num = jnp.minimum(num, first // len(REASONS) + 1)
         reason = first % len(REASONS)
-        broken = emits & drawn.invalid & (reason == NOT_ENDED)
+        broken = emits & candidates.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
-        counts = place < repeat_places(known + num, width)
+        counts = place < repeat_places(num_tokens + num, width)
     at = (repeat_places(sequence, width), jnp.where(counts, place, NO_SEQUENCE))
-    begins = (num > 0) & (known == s.prompt_length[row])
-    s = s._replace(tokens=arrays.put(s.tokens, at, drawn.tokens))
-    slots = state.slots._replace(num_tokens=known + num)
+    begins = (num > 0) & (num_tokens == s.prompt_length[row])
+    s = s._replace(tokens=arrays.put(s.tokens, at, candidates.tokens))
+    slots = state.slots._replace(num_tokens=num_tokens + num)
     state = state._replace(sequences=s).with_slots(slots)
-    tokens, logprobs = (x.reshape(-1, width) for x in (drawn.tokens, drawn.logprobs))
-    return state, SamplerOutput(tokens, logprobs, num, begins, reason, drawn.verified)
+    tokens, logprobs = (
+        x.reshape(-1, width) for x in (candidates.tokens, candidates.logprobs)
+    )
+    return state, SamplerOutput(
+        tokens, logprobs, num, begins, reason, candidates.verified
+    )
 
 
 def _score_prompts(
@@ -269,9 +277,9 @@ def _score_prompts(
     token = arrays.take(s.tokens, at, fill=0)
 
     def of_all() -> Array:
-        found = token_logprobs(logits, token)
-        found = jnp.where(is_finite(logits), found, jnp.nan)
-        return found.astype(jnp.float32)
+        logprobs = token_logprobs(logits, token)
+        logprobs = jnp.where(is_finite(logits), logprobs, jnp.nan)
+        return logprobs.astype(jnp.float32)
 
     values = lax.cond(
         jnp.any(result.spare_sequence >= 0),
@@ -283,7 +291,7 @@ def _score_prompts(
 
 def _store_alternatives(
     s: Sequences,
-    drawn: _Candidates,
+    candidates: _Candidates,
     at: tuple[Int32[Array, " rows"], Int32[Array, " rows"]],
     result: model_runner.ModelOutput,
     config: EngineConfig,
@@ -292,23 +300,32 @@ def _store_alternatives(
     if not config.max_logprobs:
         return s
 
-    def top(asked: Array, logits: Callable[[], Array]) -> tuple[Array, Array]:
+    def top(is_wanted: Array, logits: Callable[[], Array]) -> tuple[Array, Array]:
         def of_all() -> tuple[Array, Array]:
             return top_logprobs(logits(), config.max_logprobs)
 
         shapes = jax.eval_shape(of_all)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return lax.cond(jnp.any(asked), of_all, lambda: blank)
+        return lax.cond(jnp.any(is_wanted), of_all, lambda: blank)
 
-    found = *at, *top(drawn.keep_logprobs, drawn.logits)
+    alternatives = *at, *top(candidates.keep_logprobs, candidates.logits)
     if config.num_logit_rows > config.max_slots:
         reader = result.spare_sequence
         keep_logprobs = arrays.take(s.keep_logprobs, reader, fill=False)
-        own = jnp.where(keep_logprobs, reader, NO_SEQUENCE), result.spare_position + 1
-        own = *own, *top(keep_logprobs, lambda: result.logits[config.max_slots :])
+        prompt_alternatives = (
+            jnp.where(keep_logprobs, reader, NO_SEQUENCE),
+            result.spare_position + 1,
+        )
+        prompt_alternatives = (
+            *prompt_alternatives,
+            *top(keep_logprobs, lambda: result.logits[config.max_slots :]),
+        )
         # One write for both, since each `put` is a kernel launch.
-        found = tuple(jnp.concatenate(pair) for pair in zip(found, own, strict=True))
-    sequence, place, ids, values = found
+        alternatives = tuple(
+            jnp.concatenate(pair)
+            for pair in zip(alternatives, prompt_alternatives, strict=True)
+        )
+    sequence, place, ids, values = alternatives
     return s._replace(
         top_ids=arrays.put(s.top_ids, (sequence, place), ids),
         top_logprobs=arrays.put(

@@ -76,8 +76,8 @@ def verify(
     blank = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(programs[0])
     )
-    most = jnp.max(jnp.where(emits, drafts.num, -1))
-    index = sum((most > length).astype(jnp.int32) for length in lengths[:-1])
+    max_drafts = jnp.max(jnp.where(emits, drafts.num, -1))
+    index = sum((max_drafts > length).astype(jnp.int32) for length in lengths[:-1])
     index = jnp.where(jnp.any(emits), 1 + index, 0)
     with jax.named_scope("verify"):
         return lax.switch(index, [lambda: blank, *programs])
@@ -106,8 +106,8 @@ def _judge(
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.find_children(drafts, speculation.drafter.width)
     # By place; the root is not a draft.
-    known = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
-    token = arrays.take(known, (slot[:, :, None], child), fill=-1)
+    branch_tokens = jnp.pad(drafts.tokens, ((0, 0), (1, 0)), constant_values=-1)
+    token = arrays.take(branch_tokens, (slot[:, :, None], child), fill=-1)
     token = token.reshape(-1, child.shape[2])
     draft_probs = drafts.draft_probs
     draft_probs = (
@@ -121,17 +121,19 @@ def _judge(
         children: Array,
         draft_probs: Array | None,
     ) -> tuple[AcceptResult, Array]:
-        known = answer.num_tokens
+        num_tokens = answer.num_tokens
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
         logits = sampling.penalise(
-            logits, answer.tokens, answer.prompt_length, known, params
+            logits, answer.tokens, answer.prompt_length, num_tokens, params
         )
-        ruling = speculation.verifier(logits, children, draft_probs, params, known, raw)
+        ruling = speculation.verifier(
+            logits, children, draft_probs, params, num_tokens, raw
+        )
         accept = ruling.accept
 
         def flip() -> Array:
             """Accepts each child with its probability."""
-            keys = params.key, params.sample, known
+            keys = params.key, params.sample, num_tokens
             key = draw_key(*keys, ACCEPT)
             rank = jnp.arange(accept.shape[1], dtype=jnp.int32)[None, :]
             return sampling.uniform(key, rank, accept.dtype) < accept
@@ -142,28 +144,30 @@ def _judge(
     judged = answer, logits, rows.params, token, draft_probs
     ruling, accepts = logit_rows.map_rows(of_rows, judged, config)
     accepted, path = accept_path(child, accepts.reshape(child.shape), drafts)
-    return _follow_path(path, accepted, ruling, known, drafts, emits)
+    return _follow_path(path, accepted, ruling, branch_tokens, drafts, emits)
 
 
 def _follow_path(
     path: Int32[Array, "slots drafts"],
     accepted: Int32[Array, " slots"],
     ruling: AcceptResult,
-    known: Int32[Array, "slots places"],
+    tree_tokens: Int32[Array, "slots places"],
     drafts: Drafts,
     emits: Bool[Array, " slots"],
 ) -> Continuation:
     """Returns the drafts along a path, and the token that follows the last of them.
 
-    `known` are the drafts by place.
+    `tree_tokens` are the drafts by place.
     """
-    slot = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None]
-    follows, invalid = (x.reshape(known.shape) for x in (ruling.token, ruling.invalid))
+    slot = jnp.arange(tree_tokens.shape[0], dtype=jnp.int32)[:, None]
+    follows, invalid = (
+        x.reshape(tree_tokens.shape) for x in (ruling.token, ruling.invalid)
+    )
     # The place before each token; arbitrary after the last accepted draft.
     place = jnp.pad(path, ((0, 0), (1, 0)))
-    index = jnp.arange(known.shape[1], dtype=jnp.int32)[None, :]
+    index = jnp.arange(tree_tokens.shape[1], dtype=jnp.int32)[None, :]
     last = index == accepted[:, None]
-    tokens = jnp.pad(arrays.take(known, (slot, path), fill=0), ((0, 0), (0, 1)))
+    tokens = jnp.pad(arrays.take(tree_tokens, (slot, path), fill=0), ((0, 0), (0, 1)))
     tokens = jnp.maximum(tokens, 0)
     tokens = jnp.where(last, jnp.take_along_axis(follows, place, axis=1), tokens)
     ends = last & jnp.take_along_axis(invalid, place, axis=1)
@@ -205,16 +209,16 @@ def known_tokens_by_branch(answer: Answer, drafts: Drafts) -> Answer:
     assert tree is not None
     num_slots, num = drafts.tokens.shape
     width = num + 1
-    known = answer.num_tokens.reshape(num_slots, width)[:, :1]
+    num_tokens = answer.num_tokens.reshape(num_slots, width)[:, :1]
     depth = jnp.pad(tree.depth, ((0, 0), (1, 0)))
     is_kin = jnp.pad(tree.ancestors, ((0, 0), (1, 0), (0, 0)))
-    column = jnp.where(is_kin, (known + tree.depth - 1)[:, None, :], -1)
+    column = jnp.where(is_kin, (num_tokens + tree.depth - 1)[:, None, :], -1)
     row = jnp.arange(num_slots * width, dtype=jnp.int32)[:, None]
     token = jnp.broadcast_to(drafts.tokens[:, None, :], is_kin.shape)
     at = row, column.reshape(-1, num)
     return answer._replace(
         tokens=arrays.put(answer.tokens, at, token.reshape(-1, num)),
-        num_tokens=(known + depth).reshape(-1),
+        num_tokens=(num_tokens + depth).reshape(-1),
     )
 
 

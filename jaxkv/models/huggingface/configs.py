@@ -39,19 +39,21 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     name = _family_of(raw)
     family = FAMILIES[name]
     raw = without_aliases(family, raw)
-    given = {key: value for key, value in raw.items() if value is not None}
+    fields_given = {key: value for key, value in raw.items() if value is not None}
     is_rotary = family.implied.get("positions") != "learned"
     # Keys and values that ask for other arithmetic are refused.
     read = frozenset()
     if is_rotary:
         read = positions.KEYS
         has_switch = family.windows in ("flagged", "off")
-        if has_switch or given.get("use_sliding_window") is False:
+        if has_switch or fields_given.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
-    if "quantization_config" in given and _is_fp8(given["quantization_config"]):
+    if "quantization_config" in fields_given and _is_fp8(
+        fields_given["quantization_config"]
+    ):
         read |= {"quantization_config"}
-    harmless.refuse_unknown(family, given, read)
-    refuse_other_values(family, given, {**harmless.ONLY, **family.only_served})
+    harmless.refuse_unknown(family, fields_given, read)
+    refuse_other_values(family, fields_given, {**harmless.ONLY, **family.only_served})
     fields = read_fields(family, raw)
     fields["family"] = name
     if is_rotary:
@@ -72,9 +74,13 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         if (dense := experts.pop("dense_layers", None)) is not None:
             # Layers without experts must be the first ones, listed in any order.
             is_whole = all(type(layer) is int for layer in dense)
-            found = {*dense} if is_whole else set()
-            num = len(found)
-            if not is_whole or found != {*range(num)} or num >= fields["num_layers"]:
+            dense_layers = {*dense} if is_whole else set()
+            num = len(dense_layers)
+            if (
+                not is_whole
+                or dense_layers != {*range(num)}
+                or num >= fields["num_layers"]
+            ):
                 raise ValueError(
                     f"mlp_only_layers={shorten(dense)} is not supported, only the "
                     "first layers and not all"
@@ -85,14 +91,14 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_fields(
-    family: Family, raw: Mapping[str, Any], most: int = values.MAX_SIZE
+    family: Family, raw: Mapping[str, Any], high: int = values.MAX_SIZE
 ) -> dict[str, Any]:
     """Reads the fields that the keys of a family set, and fields derived from them.
 
     Args:
       family: entry of the family, or one with fewer keys to read fewer fields.
       raw: a `config.json` without aliases.
-      most: largest allowed size.
+      high: largest allowed size.
 
     Returns:
       Fields with the names of an entry; fields of experts are in a nested dict.
@@ -107,7 +113,7 @@ def read_fields(
         if value is None and (key not in raw or names[0] not in family.derived):
             value = default
         if value is not None:
-            result |= dict.fromkeys(names, _checked(key, names[0], value, most))
+            result |= dict.fromkeys(names, _checked(key, names[0], value, high))
         elif names[0] not in result and names[0] not in family.derived:
             raise ValueError(f"{key} is missing")
     hidden = result["hidden_size"]
@@ -180,21 +186,22 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _is_fp8(found: Any) -> bool:
+def _is_fp8(value: Any) -> bool:
     """Returns True for weights in 8 bits with a scale for each block of 128 x 128.
 
     `weights` loads them as numbers of the model's dtype. `activation_scheme` concerns
     kernels that multiply in 8 bits.
     """
     needed = {"quant_method": "fp8", "weight_block_size": [values.FP8_BLOCK] * 2}
-    known = {**needed, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    understood = {**needed, "fmt": "e4m3", "activation_scheme": "dynamic"}
     without_effect = {"modules_to_not_convert", "scale_fmt"}
     return (
-        isinstance(found, Mapping)
-        and needed.keys() <= found.keys()
+        isinstance(value, Mapping)
+        and needed.keys() <= value.keys()
         and all(
-            key in without_effect or (key in known and found[key] == known[key])
-            for key in found
+            key in without_effect
+            or (key in understood and value[key] == understood[key])
+            for key in value
         )
     )
 
@@ -219,23 +226,23 @@ def _family_of(raw: Mapping[str, Any]) -> str:
     """Returns the family by architecture and model type, which must agree."""
     served = {name: family for name, family in FAMILIES.items() if family.servable}
     names = {family.architecture: name for name, family in served.items()}
-    found = raw.get("architectures") or None
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
+    architectures = raw.get("architectures") or None
+    if isinstance(architectures, list) and len(architectures) == 1:
+        architectures = architectures[0]
     kind = raw.get("model_type")
-    if found is None:
-        found = kind
+    if architectures is None:
+        architectures = kind
         names = {name: name for name in served}
-    if not isinstance(found, str) or found not in names:
+    if not isinstance(architectures, str) or architectures not in names:
         raise ValueError(
-            f"architecture {shorten(found)} is not supported, only "
+            f"architecture {shorten(architectures)} is not supported, only "
             + ", ".join(family.architecture for family in served.values())
         )
-    if kind not in (None, names[found]):
+    if kind not in (None, names[architectures]):
         raise ValueError(
-            f"model_type={shorten(kind)} contradicts architecture {found!r}"
+            f"model_type={shorten(kind)} contradicts architecture {architectures!r}"
         )
-    return names[found]
+    return names[architectures]
 
 
 def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,12 +287,12 @@ def refuse_other_values(
             )
 
 
-def _checked(key: str, field: str, value: Any, most: int) -> Any:
+def _checked(key: str, field: str, value: Any, high: int) -> Any:
     """Returns a value converted to the type of its field."""
     if field == "experts.gate_bias":
         return value == "noaux_tc"
     if field != "activation":
-        return values.parse_field(key, field, value, most)
+        return values.parse_field(key, field, value, high)
     for activation, aliases in ACTIVATIONS.items():
         if value in aliases:
             return activation

@@ -147,31 +147,31 @@ _EVERYWHERE.update(key for keys in KEYS.values() for key in keys)
 
 
 def refuse_unknown(
-    family: Family, given: Mapping[str, Any], read: frozenset[str]
+    family: Family, settings: Mapping[str, Any], read: frozenset[str]
 ) -> None:
     """Raises an error for keys that may change the model's arithmetic.
 
     Args:
       family: entry of the family.
-      given: the file, without nulls.
+      settings: the file, without nulls.
       read: keys that are read, in addition to those of the family's tables.
 
     Raises:
       ValueError: there are such keys; the message has the first few.
     """
-    known = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
-    known.update(family.equal, family.harmless)
+    readable = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
+    readable.update(family.equal, family.harmless)
     unknown = [
         key
-        for key, value in given.items()
-        if key not in known and value not in ("", [], {})
+        for key, value in settings.items()
+        if key not in readable and value not in ("", [], {})
     ]
     for key in unknown:
         if key in _REASONS:
             raise ValueError(f"{key} is not supported: {_REASONS[key]}")
     if unknown:
         few = ", ".join(
-            f"{shorten(key)[1:-1]}={shorten(given[key])}" for key in unknown[:3]
+            f"{shorten(key)[1:-1]}={shorten(settings[key])}" for key in unknown[:3]
         )
         more = ", ..." if len(unknown) > 3 else ""
         raise ValueError(

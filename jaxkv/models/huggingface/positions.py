@@ -58,14 +58,18 @@ def read_positions(
       ValueError: a key is not supported; the message has the key, its value and the
         supported values.
     """
-    given = {key: value for key, value in raw.items() if value is not None}
+    present = {key: value for key, value in raw.items() if value is not None}
     # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
-    found = {
-        key: given[key] for key in ("rope_scaling", "rope_parameters") if given.get(key)
+    rope_objects = {
+        key: present[key]
+        for key in ("rope_scaling", "rope_parameters")
+        if present.get(key)
     }
-    rope = _agreed(found)
+    rope = _agreed(rope_objects)
     if rope is not None and not isinstance(rope, Mapping):
-        raise ValueError(f"{next(iter(found))}={shorten(rope)} must be an object")
+        raise ValueError(
+            f"{next(iter(rope_objects))}={shorten(rope)} must be an object"
+        )
     rope = {key: value for key, value in (rope or {}).items() if value is not None}
     kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
     kind = "default" if kind is None else kind
@@ -78,7 +82,7 @@ def read_positions(
         raise ValueError(
             f"rope_type={shorten(kind)} is not supported, only {supported}"
         )
-    given_original = {ORIGINAL: given[ORIGINAL]} if ORIGINAL in given else {}
+    given_original = {ORIGINAL: present[ORIGINAL]} if ORIGINAL in present else {}
     for key, value in (rope | given_original).items():
         if key not in _ROPE[kind]:
             raise ValueError(
@@ -87,8 +91,8 @@ def read_positions(
 
     def from_either(key: str) -> Any:
         # The value in the rotary object, in the file, or in both if they agree.
-        own = {f"{key} of the rotary object": rope.get(key)}
-        return _agreed(own | {key: given.get(key)})
+        rope_fields = {f"{key} of the rotary object": rope.get(key)}
+        return _agreed(rope_fields | {key: present.get(key)})
 
     part = from_either("partial_rotary_factor")
     if part not in (None, 1):
@@ -109,7 +113,7 @@ def read_positions(
     elif kind == "llama3":
         original = from_either(ORIGINAL)
         if original is None:
-            original = given.get("max_position_embeddings")
+            original = present.get("max_position_embeddings")
         low, high = (
             parse_positive_number(key, rope.get(key))
             for key in ("low_freq_factor", "high_freq_factor")
@@ -195,11 +199,11 @@ def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeSca
                 f"attention_factor={shorten(magnitude)} contradicts "
                 f"mscale={shorten(weights['mscale'])}"
             )
-        own, score_magnitude = (
+        score_scale, score_magnitude = (
             _magnitude(factor, parse_positive_number(key, value))
             for key, value in weights.items()
         )
-        magnitude = own / score_magnitude
+        magnitude = score_scale / score_magnitude
     elif magnitude is None:
         magnitude = _magnitude(factor)
     return RopeScaling(
@@ -241,12 +245,12 @@ def _agreed(values: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: two names have different values.
     """
-    found = {name: value for name, value in values.items() if value is not None}
-    if len(found) == 2:
-        (a, first), (b, second) = found.items()
+    present = {name: value for name, value in values.items() if value is not None}
+    if len(present) == 2:
+        (a, first), (b, second) = present.items()
         if first != second:
             raise ValueError(f"{a}={shorten(first)} contradicts {b}={shorten(second)}")
-    return next(iter(found.values()), None)
+    return next(iter(present.values()), None)
 
 
 def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:

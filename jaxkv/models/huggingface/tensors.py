@@ -85,15 +85,15 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
             names = tuple(name.format(x) for x in every for name in names)
         elif module in (".qkv", ".up", ".mixture.shared_up"):
             if module == ".qkv":
-                kv_heads, group_and_kv, head_dim, *rest = spec.shape
+                kv_heads, group_and_kv, head_dim, *tail_shape = spec.shape
                 row_counts = [kv_heads * (group_and_kv - 2) * head_dim]
                 row_counts += 2 * [kv_heads * head_dim]
             else:
-                gate_and_up, mlp_size, *rest = spec.shape
+                gate_and_up, mlp_size, *tail_shape = spec.shape
                 row_counts = gate_and_up * [mlp_size]
             if len(names) == 1:
                 row_counts = [sum(row_counts)]
-            shapes = [(count, *rest) for count in row_counts]
+            shapes = [(count, *tail_shape) for count in row_counts]
         is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
@@ -138,8 +138,8 @@ def _list_copies(config: ModelConfig, module: str) -> tuple[str, ...]:
     names = [
         f"{layer}{name}"
         for layer in layers
-        for each in repeated
-        for name in family.modules[f".{each}"]
+        for suffix in repeated
+        for name in family.modules[f".{suffix}"]
     ]
     if "head" in repeated[1:]:
         names += family.modules["head"]
@@ -150,17 +150,17 @@ def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Joins the tensors of one parameter, whose shapes must be `leaf.shapes`."""
     if leaf.is_of_experts:
         num_experts, width, columns = leaf.shape
-        each = np.stack(parts).reshape(num_experts, columns, width)
-        return np.ascontiguousarray(each.swapaxes(1, 2))
+        matrix = np.stack(parts).reshape(num_experts, columns, width)
+        return np.ascontiguousarray(matrix.swapaxes(1, 2))
     rows = np.concatenate([part.T if leaf.is_transposed else part for part in parts])
     if leaf.interleaved is not None:
         rows = rows[_half_split(leaf)]
     if leaf.path[-2] != "qkv":
         return rows.reshape(leaf.shape)
-    kv_heads, _, head_dim, *rest = leaf.shape
+    kv_heads, _, head_dim, *tail_shape = leaf.shape
     num_k = kv_heads * head_dim
     q, k, v = np.split(rows, [len(rows) - 2 * num_k, len(rows) - num_k])
-    heads = [part.reshape(kv_heads, -1, head_dim, *rest) for part in (q, k, v)]
+    heads = [part.reshape(kv_heads, -1, head_dim, *tail_shape) for part in (q, k, v)]
     return np.concatenate(heads, axis=1)
 
 
@@ -172,9 +172,9 @@ def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
         return list(rows)
     rows = array
     if leaf.path[-2] == "qkv":
-        rest = leaf.shape[3:]
+        tail_shape = leaf.shape[3:]
         q, k, v = np.split(array, [leaf.shape[1] - 2, leaf.shape[1] - 1], axis=1)
-        rows = np.concatenate([part.reshape(-1, *rest) for part in (q, k, v)])
+        rows = np.concatenate([part.reshape(-1, *tail_shape) for part in (q, k, v)])
     plain = [shape[::-1] if leaf.is_transposed else shape for shape in leaf.shapes]
     ends = np.cumsum([shape[0] for shape in plain])
     rows = rows.reshape(-1, *plain[0][1:])
@@ -212,14 +212,14 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     names = list(names)
     embed, head = embed_and_head(config)
     bare = not any(name.startswith(family.base) for name in names)
-    found = {
+    tensor_by_name = {
         family.base + name if bare and name != head else name: name
         for name in names
         if not _BUFFERS.search(name)
     }
-    if config.tie_embeddings and head in found and embed not in found:
-        found[embed] = found.pop(head)
-    return found
+    if config.tie_embeddings and head in tensor_by_name and embed not in tensor_by_name:
+        tensor_by_name[embed] = tensor_by_name.pop(head)
+    return tensor_by_name
 
 
 def embed_and_head(config: ModelConfig) -> tuple[str, str]:

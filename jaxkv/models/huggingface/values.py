@@ -14,7 +14,7 @@ _COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
-def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
+def parse_field(key: str, field: str, value: Any, high: int = MAX_SIZE) -> Any:
     """Returns a value as the type of its field; errors as in the functions below."""
     if field in _FLAGS:
         return parse_flag(key, value)
@@ -23,14 +23,14 @@ def parse_field(key: str, field: str, value: Any, most: int = MAX_SIZE) -> Any:
             raise ValueError(f"{key}={shorten(value)} must be a list")
         return value
     if field not in _NUMBERS:
-        return parse_size(key, value, low=0 if field in _COUNTS else 1, most=most)
+        return parse_size(key, value, low=0 if field in _COUNTS else 1, high=high)
     may_be_zero = field in ("experts.balance_weight", "experts.bias_rate")
     if may_be_zero and type(value) in (int, float) and value == 0:
         return 0.0
     return parse_positive_number(key, value)
 
 
-def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> int:
+def parse_size(key: str, value: Any, *, low: int = 1, high: int = MAX_SIZE) -> int:
     """Returns an integer in [low, most].
 
     Raises:
@@ -40,8 +40,8 @@ def parse_size(key: str, value: Any, *, low: int = 1, most: int = MAX_SIZE) -> i
         raise ValueError(
             f"{key}={shorten(value)} must be a whole number, at least {low}"
         )
-    if value > most:
-        raise ValueError(f"{key}={shorten(value)} must be at most {most}")
+    if value > high:
+        raise ValueError(f"{key}={shorten(value)} must be at most {high}")
     return value
 
 

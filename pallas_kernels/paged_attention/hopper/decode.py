@@ -120,7 +120,7 @@ def partial_states(
         slopes = jnp.pad(slopes, [(0, 0), (0, padding)])
     if packed_q is None:
         packed_q = row_packing.pack_queries(q, plan.packing, kv_heads=items)
-    given = decode_body.DecodeInputs(
+    inputs = decode_body.DecodeInputs(
         q=packed_q,
         k=k_pages,
         v=v_pages,
@@ -140,7 +140,9 @@ def partial_states(
     static = softmax.StaticScoreTransform(
         scoring.scale, scoring.softcap, slopes is not None
     )
-    return merging.PartialStates(*_launch(given, static, num_layers, tiling, interpret))
+    return merging.PartialStates(
+        *_launch(inputs, static, num_layers, tiling, interpret)
+    )
 
 
 def _launch(
@@ -164,10 +166,10 @@ def _launch(
     operands = [x for x in given if x is not None]
 
     def decode_attention(*references):
-        found = iter(references)
-        inputs = (None if x is None else next(found) for x in given)
+        remaining = iter(references)
+        inputs = (None if x is None else next(remaining) for x in given)
         inputs = decode_body.DecodeInputs(*inputs)
-        *outputs, shared = found
+        *outputs, shared = remaining
         outputs = decode_body.DecodeOutputs(*outputs)
         if is_latent:
             queries, out = shared.q

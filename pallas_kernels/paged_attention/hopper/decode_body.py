@@ -175,7 +175,7 @@ def run_decode_consumer(
     emulated: bool,
 ) -> None:
     """Runs a consumer warpgroup, which computes attention of 64 packed rows."""
-    own = _own_share(shared, outputs.out.shape[3])
+    share = _own_share(shared, outputs.out.shape[3])
     tile = tiling.tile
     kv_heads = inputs.q.shape[1]
     shape = (WGMMA_ROWS, tile)
@@ -185,7 +185,7 @@ def run_decode_consumer(
     def values_at(stage):
         if shared.v is not None:
             return shared.v.at[stage]
-        return shared.k.at[stage, :, pl.ds(own.column, own.width)]
+        return shared.k.at[stage, :, pl.ds(share.column, share.width)]
 
     def visit(piece: _Piece) -> None:
         low = inputs.low[piece.block]
@@ -194,10 +194,10 @@ def run_decode_consumer(
         inner_high = inputs.inner_high[piece.block]
         q_stage = lax.rem(piece.index, jnp.int32(tiling.q_stages))
         plgpu.barrier_wait(shared.q_full.at[q_stage])
-        rows = shared.rows.at[q_stage, own.product]
+        rows = shared.rows.at[q_stage, share.product]
         slopes = None
         if shared.slopes is not None:
-            slopes = shared.slopes.at[q_stage, own.product]
+            slopes = shared.slopes.at[q_stage, share.product]
 
         def one_tile(i, state):
             begin = (piece.tile + i) * tile
@@ -205,9 +205,9 @@ def run_decode_consumer(
             values = values_at(stage)
             plgpu.barrier_wait(shared.k_full.at[stage])
             if is_latent:  # before any consumer reads them as keys
-                _clear(values, begin, low, high, own, shared)
+                _clear(values, begin, low, high, share, shared)
 
-            product_index = own.product
+            product_index = share.product
             if is_latent:
                 # Plus 0, which the compiler cannot know: it would keep the addresses
                 # of all 36 operands of the queries in registers, and spill.
@@ -227,19 +227,21 @@ def run_decode_consumer(
             scores = lax.cond(
                 inside,
                 lambda scores: scores,
-                lambda scores: jnp.where(_seen(shape, begin, rows), scores, MASKED),
+                lambda scores: jnp.where(
+                    _is_visible(shape, begin, rows), scores, MASKED
+                ),
                 scores,
             )
             weights, state = softmax.update_rows(scores, state, scoring.factor)
             if shared.v_full is not None:
                 plgpu.barrier_wait(shared.v_full.at[stage])
-                _clear(values, begin, low, high, own, shared)
+                _clear(values, begin, low, high, share, shared)
             weights = weights.astype(shared.k.dtype)
             out = softmax.add_product(state.out, weights, values, emulated)
             plgpu.barrier_arrive(v_free.at[stage])
             return state._replace(out=out)
 
-        start = softmax.init_rows(own.width)
+        start = softmax.init_rows(share.width)
         out, top, total = lax.fori_loop(0, piece.take, one_tile, start)
         if is_latent:  # the output is sent from the memory of the queries
             plgpu.barrier_arrive(shared.consumers)
@@ -282,7 +284,7 @@ def _shape_scores(
     return scores
 
 
-def _seen(shape, begin, rows: Ref):
+def _is_visible(shape, begin, rows: Ref):
     """Returns the mask of each row's positions: `[64, tile]`."""
     place = softmax.key_positions(shape, begin)
     column = place - softmax.load_row_values(rows.at[decode_plan.LIMIT], shape)
@@ -295,12 +297,12 @@ def _seen(shape, begin, rows: Ref):
     return seen & (place >= softmax.load_row_values(rows.at[decode_plan.FIRST], shape))
 
 
-def _clear(values, begin, low, high, own: _Share, shared: DecodeSharedMemory) -> None:
+def _clear(values, begin, low, high, share: _Share, shared: DecodeSharedMemory) -> None:
     """Clears values that no row attends to: a weight of 0 times NaN is NaN."""
 
     @pl.when((begin < low) | (begin + values.shape[0] > high))
     def _():
-        @pl.when(own.product == 0)
+        @pl.when(share.product == 0)
         def _():
             softmax.clear_unseen(values, begin, low, high)
 
@@ -315,23 +317,23 @@ def _send(out, lse, shared: DecodeSharedMemory, out_target, lse_target) -> None:
     The last copies are still in flight when this returns.
     """
     (block_rows, value_width), width = out_target.shape, shared.out.shape[2]
-    own = _own_share(shared, value_width)
+    share = _own_share(shared, value_width)
     moved = min(block_rows, WGMMA_ROWS)
-    packed = pl.ds(own.product * WGMMA_ROWS, moved)
-    for begin in range(0, own.width, width):
+    packed = pl.ds(share.product * WGMMA_ROWS, moved)
+    for begin in range(0, share.width, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        shared.out[own.warpgroup] = out[:, begin : begin + width]
+        shared.out[share.warpgroup] = out[:, begin : begin + width]
         if begin == 0:
-            shared.lse[own.warpgroup] = lse
+            shared.lse[share.warpgroup] = lse
         plgpu.commit_smem()
-        source = shared.out.at[own.warpgroup, pl.ds(0, moved)]
-        target = out_target.at[packed, pl.ds(own.column + begin, width)]
+        source = shared.out.at[share.warpgroup, pl.ds(0, moved)]
+        target = out_target.at[packed, pl.ds(share.column + begin, width)]
         plgpu.copy_smem_to_gmem(source, target)
         if begin == 0:
 
-            @pl.when(own.column == 0)
+            @pl.when(share.column == 0)
             def _():
-                source = shared.lse.at[own.warpgroup, pl.ds(0, moved)]
+                source = shared.lse.at[share.warpgroup, pl.ds(0, moved)]
                 plgpu.copy_smem_to_gmem(source, lse_target.at[packed])
 
 

@@ -110,10 +110,10 @@ def merge_and_unpack_mosaic_gpu(
             stage = lax.rem(index, jnp.int32(_STAGES))
             plgpu.barrier_wait(arrived.at[stage])
             layout = plgpu.Layout.WGMMA
-            found = plgpu.load(state_out.at[stage], layout=layout)
+            part_out = plgpu.load(state_out.at[stage], layout=layout)
             weight = plgpu.load(state_lse.at[stage], layout=layout.reduce(1))
             plgpu.commit_smem()
-            return add_partial_state(state, found, weight)
+            return add_partial_state(state, part_out, weight)
 
         if not is_row_a_block:
             zeros = jnp.zeros((WGMMA_ROWS, width), dtype)
@@ -140,9 +140,9 @@ def merge_and_unpack_mosaic_gpu(
                 lambda index, state, packed=packed: merge(index, state, packed),
                 softmax.init_rows(width),
             )
-            whole, whole_lse = finish_merge(state)
+            output, whole_lse = finish_merge(state)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
-            result[held] = whole.astype(dtype)
+            result[held] = output.astype(dtype)
             result_lse[held] = whole_lse
         plgpu.commit_smem()
 

@@ -133,12 +133,12 @@ def run_fused_merge(
 
             def add(index: Any, state: softmax.RowState) -> softmax.RowState:
                 part = first + index, jnp.where(index == 0, 1, 0)
-                found, weight = lax.cond(
+                part_out, weight = lax.cond(
                     first == last,
                     lambda: _load(*inputs.states[:2], (block, head), columns),
                     lambda: _load(*inputs.states[2:], part, columns),
                 )
-                return merge.add_partial_state(state, found, weight)
+                return merge.add_partial_state(state, part_out, weight)
 
             state = lax.fori_loop(0, last - first + 1, add, softmax.init_rows(width))
             is_first = side == 0
@@ -174,7 +174,7 @@ def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
     """Loads a state of 64 rows from global memory."""
     layout = plgpu.Layout.WGMMA
     source = outs.at[*place, :, columns]
-    found = plgpu.load(source, layout=layout, optimized=False)
+    part_out = plgpu.load(source, layout=layout, optimized=False)
     source = lses.at[*place]
     layout = layout.reduce(1)
-    return found, plgpu.load(source, layout=layout, optimized=False)
+    return part_out, plgpu.load(source, layout=layout, optimized=False)

@@ -82,7 +82,7 @@ def attend_prefill(
         None if x is None else x.astype(jnp.float32) * LOG2E
         for x in (scoring.slopes, scoring.sinks)
     ]
-    given = prefill_body.PrefillInputs(
+    inputs = prefill_body.PrefillInputs(
         q=jnp.pad(q, [(0, padding), (0, 0), (0, 0)]) if padding else q,
         k=k_pages,
         v=v_pages,
@@ -94,7 +94,7 @@ def attend_prefill(
         sinks=base_2[1],
     )
     out, lse, *packed = _launch(
-        given,
+        inputs,
         decode_output.inputs
         if isinstance(decode_output, merge_fused.DecodePartials)
         else decode_output[0],
@@ -118,8 +118,8 @@ def attend_prefill(
     num_tiles = plan.tiles.shape[1]
     tile = jnp.minimum(plan.tile_of, num_tiles - 1)
     place = jnp.arange(num_rows, dtype=jnp.int32) - plan.tiles[prefill_plan.ROW, tile]
-    mine = lse[tile, :, jnp.clip(place, 0, TILE_ROWS - 1)] / LOG2E
-    return out, jnp.where((plan.tile_of < num_tiles)[:, None], mine, left)
+    row_lse = lse[tile, :, jnp.clip(place, 0, TILE_ROWS - 1)] / LOG2E
+    return out, jnp.where((plan.tile_of < num_tiles)[:, None], row_lse, left)
 
 
 def _launch(
@@ -204,14 +204,14 @@ def _launch(
     written = [] if cut is not None else [jax.new_ref(decode_output)]
     wide = jnp.float32
     lse = (given.tiles.shape[1], q_heads, TILE_ROWS)
-    made = [jax.ShapeDtypeStruct(lse, wide)]
+    shapes = [jax.ShapeDtypeStruct(lse, wide)]
     if cut is not None:
         rows = cut.block.shape[0], q_heads, head_dim
         lse = jax.ShapeDtypeStruct(cut.states.lse.shape, wide)
-        made = [jax.ShapeDtypeStruct(rows, dtype), *made, lse]
-    found = plgpu.kernel(
+        shapes = [jax.ShapeDtypeStruct(rows, dtype), *shapes, lse]
+    results = plgpu.kernel(
         prefill_attention,
-        out_type=made,
+        out_type=shapes,
         scratch_types=[shared],
         grid=(tiling.num_programs,),
         grid_names=("program",),
@@ -222,4 +222,4 @@ def _launch(
         ),
         interpret=interpret,
     )(*operands, *written)
-    return [*(jax.freeze(x) for x in written), *found]
+    return [*(jax.freeze(x) for x in written), *results]

@@ -203,7 +203,7 @@ def run_prefill_consumer(
                 )
                 scores += inputs.slopes[item.head] * away.astype(jnp.float32)
             if masked:
-                scores = jnp.where(_seen(shape, begin, positions), scores, MASKED)
+                scores = jnp.where(_is_visible(shape, begin, positions), scores, MASKED)
             weights, state = softmax.update_rows(scores, state, scoring.factor)
             weights = weights.astype(shared.v.dtype)
             if not masked:
@@ -234,7 +234,7 @@ def run_prefill_consumer(
         plgpu.barrier_arrive(shared.q_free.at[half])
         _send(item, state, inputs, outputs, shared)
 
-    def _seen(shape, begin, positions):
+    def _is_visible(shape, begin, positions):
         place = softmax.key_positions(shape, begin)
         position = softmax.load_row_values(positions, shape)
         seen = place <= position

@@ -140,9 +140,9 @@ def clear_unseen(values: Ref, begin: Any, low: Any, high: Any) -> None:
                 jnp.int32, (_SQUARE, _SQUARE), 0, layout=plgpu.Layout.WGMMA
             )
         )
-        found = values[*square]
-        kept = (place >= low) & (place < high)
-        values[*square] = jnp.where(kept, found, jnp.zeros_like(found))
+        block = values[*square]
+        mask = (place >= low) & (place < high)
+        values[*square] = jnp.where(mask, block, jnp.zeros_like(block))
     plgpu.commit_smem()
 
 

@@ -51,11 +51,11 @@ def specialize_warpgroups(
       multiply: body of a consumer.
       copy: body of the producer.
     """
-    warpgroup, (many, few) = lax.axis_index("warpgroup"), registers
+    warpgroup, (high, few) = lax.axis_index("warpgroup"), registers
 
     @pl.when(warpgroup < num_multiply)
     def _():
-        plgpu.set_max_registers(many, action="increase")
+        plgpu.set_max_registers(high, action="increase")
         multiply()
 
     @pl.when(warpgroup == num_multiply)

@@ -291,8 +291,8 @@ BUGS = {
     "the second child is judged as if it were the first": Bug(
         verifiers.Rejection,
         "rule",
-        "chance, rest = _try_child(rest, guess, child)",
-        "chance, rest = _try_child(target_probs, guess, child)",
+        "chance, residual = _try_child(residual, guess, child)",
+        "chance, residual = _try_child(target_probs, guess, child)",
         check_distance,
         ("two that may be equal",),
     ),

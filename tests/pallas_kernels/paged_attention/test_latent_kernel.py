@@ -117,7 +117,7 @@ BUGS = {
         "if shared.out.shape[0] > 1:\n" + " " * 12 + MEET.format(" " * 12),
         "",
     ),
-    "both write": ("@pl.when(own.column == 0)", "@pl.when(True)"),
+    "both write": ("@pl.when(share.column == 0)", "@pl.when(True)"),
 }
 TWO_ITEMS = [(130, 1), (70, 1)]
 QUICK_BUG = "results over queries in use"
