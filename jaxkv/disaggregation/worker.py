@@ -143,20 +143,11 @@ class Worker:
         if spec.mesh:
             set_cpu_devices(math.prod(spec.mesh.values()))
             mesh = make_mesh(**spec.mesh)
-        folder = Path(spec.folder)
-        engine = Engine.load(folder, mesh=mesh, **fields)
+        engine = Engine.load(Path(spec.folder), mesh=mesh, **fields)
         self._pages = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
         )
-        dtype = fields.get("dtype", "float32")
-        self.identity = identity.engine_identity(
-            engine.config, self._pages, dtype=dtype
-        )
-        self.identity |= identity.folder_identity(folder)
-        for kind in ("draft_folder", "heads_folder"):
-            if (drafted := getattr(fields.get("speculate"), kind, None)) is not None:
-                files = identity.folder_identity(Path(drafted))
-                self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
+        self.identity = identity.engine_identity(engine)
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
         engine.generate([[0]], ask)

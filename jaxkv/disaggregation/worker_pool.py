@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.disaggregation import identity
@@ -159,6 +160,7 @@ class WorkerPool:
       config: timeouts and bounds.
       deliver: receives each report of a worker, and a failure for each attempt of a
         lost worker.
+      identity_fields: fields of the identity that the router itself requires.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class WorkerPool:
         launcher: Launcher,
         config: RouterConfig,
         deliver: Callable[[Report], None],
+        identity_fields: Mapping[str, str] = MappingProxyType({}),
     ):
         self.by_name: dict[str, WorkerRecord] = {}
         self.bounds: dict[str, Any] = {}
@@ -174,6 +177,7 @@ class WorkerPool:
         self._router, self._launcher, self._config = router, launcher, config
         self._deliver = deliver
         self._identity: dict[str, str] | None = None
+        self._identity_fields = identity_fields
         self._removed: set[str] = set()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -330,14 +334,16 @@ class WorkerPool:
         if described["failure"] is not None:
             raise ValueError(described["failure"])
         bounds = {key: described[key] for key in ("max_length", "seed", "page_size")}
-        if self._identity is None:
-            self._identity, self.bounds = described["identity"], bounds
-        differs = identity.describe_difference(described["identity"], self._identity)
+        required = described["identity"] if self._identity is None else self._identity
+        differs = identity.describe_difference(
+            described["identity"], {**required, **self._identity_fields}
+        )
         for key, value in bounds.items():
-            if value != self.bounds[key]:
+            if value != self.bounds.get(key, value):
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
         if differs is not None:
             raise ValueError(f"workers must serve one model: {differs}")
+        self._identity, self.bounds = required, bounds
         worker.described, worker.spec = described, described["spec"]
         worker.role = described["spec"].role
         worker.state = "serving"

@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -24,6 +24,9 @@ from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import PartialAnswer, RequestRecord
 from jaxkv.speculation import Method, SpeculationConfig, parse_speculation
+
+if TYPE_CHECKING:
+    from jaxkv.serving.loading import Origin
 
 
 class Engine:
@@ -126,6 +129,8 @@ class Engine:
             mesh=mesh,
         )
         """The core that runs on the device, for measurements."""
+        self.origin: Origin | None = None
+        """Source of the engine; None unless `load` made it."""
 
     @classmethod
     def load(
@@ -181,6 +186,7 @@ class Engine:
         validation.check_keywords("Engine.load", bounds, known)
         # Flax and tokenizers load only here.
         from jaxkv.models import LoadedModel
+        from jaxkv.models.huggingface import checked_dtype
         from jaxkv.serving import loading
 
         folder = loading.find_model_folder("folder", folder)
@@ -218,6 +224,14 @@ class Engine:
             host_pages=host_pages,
             mesh=mesh,
         )
+        engine.origin = loading.Origin(
+            loading.read_config(folder),
+            model.weight_files,
+            served.draft_files,
+            checked_dtype(dtype).name,
+            scan_layers,
+            mesh,
+        )
         if speculation is not None and speculation.adaptive:
             engine.tune()
         return engine
@@ -236,6 +250,11 @@ class Engine:
             have no room for the calls.
         """
         self.core.tune(context)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._eos_ids
 
     @property
     def params(self) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxkv import files, parallel, validation
 from jaxkv.engine import EngineConfig, init
 from jaxkv.memory import Pages
-from jaxkv.models import LoadedModel, load_model, read_config
+from jaxkv.models import LoadedModel, ModelConfig, load_model, read_config
 from jaxkv.parallel import (
     check_pages,
     degree_of,
@@ -34,6 +34,20 @@ from jaxkv.speculation import (
     build_speculative,
     load_heads,
 )
+
+
+class Origin(NamedTuple):
+    """Source of an engine: the parts that its arrays and programs do not show."""
+
+    model: ModelConfig
+    """Shape in the folder, before it is divided over a mesh."""
+    weight_files: tuple[Path, ...]
+    draft_files: tuple[Path, ...]
+    """Files with the weights of a draft model or of heads."""
+    dtype: str
+    """Type of the weights."""
+    scan_layers: bool
+    mesh: Mesh | None
 
 
 def make_engine_config(
@@ -106,14 +120,17 @@ def build_engine_parts(
     if scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
+    draft_files: tuple[Path, ...] = ()
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
         small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
         draft = ModelWeights(small.config, small.params)
+        draft_files = small.weight_files
     if speculation is not None and speculation.heads_folder is not None:
         heads_folder = validation.path("heads_folder", speculation.heads_folder)
         shape = read_config(folder)
         heads = load_heads(heads_folder, shape, dtype=dtype)
+        draft_files = heads.weight_files
         heads = heads if mesh is None else place_heads(heads, mesh)
     found: list[EngineParts] = []
 
@@ -126,7 +143,7 @@ def build_engine_parts(
             draft=draft,
             heads=heads,
         )
-        found.append(served)
+        found.append(dataclasses.replace(served, draft_files=draft_files))
         return served.pages
 
     with warnings.catch_warnings():

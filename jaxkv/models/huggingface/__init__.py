@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         load_params,
         read_tree,
         save_params,
+        weight_files,
         write_tree,
     )
 

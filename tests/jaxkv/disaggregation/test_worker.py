@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.disaggregation import Router, WorkerSpec, identity, page_messages, worker
+from jaxkv.disaggregation import Router, WorkerSpec, digests, page_messages, worker
 from jaxkv.disaggregation.page_messages import PageMessage
 from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, Worker
 from tests.support import engines, moods
@@ -324,37 +324,14 @@ def test_damaged_messages_are_refused() -> None:
             page_messages.unpack(PageMessage(*wrong), LIKE, OWN)
 
 
-def make_folder(path: Path, weights: bytes = b"0123") -> Path:
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "llama"}')
-    (path / "model.safetensors").write_bytes(weights)
-    (path / "tokenizer.json").write_text("{}")
-    return path
-
-
-def test_a_model_is_identified_by_its_contents(tmp_path: Path) -> None:
-    one, two = make_folder(tmp_path / "a"), make_folder(tmp_path / "b")
-    assert identity.folder_identity(one) == identity.folder_identity(two)
-    same_size = make_folder(tmp_path / "c", b"0124")
-    found = identity.describe_difference(
-        identity.folder_identity(same_size), identity.folder_identity(one)
-    )
-    assert found is not None
-    assert found.startswith("weights=")
-    (two / "tokenizer_config.json").write_text("{}")
-    found = identity.describe_difference(
-        identity.folder_identity(two), identity.folder_identity(one)
-    )
-    assert found is not None
-    assert found.startswith("tokenizer=")
-    with pytest.raises(ValueError, match=r"must be a folder with config\.json"):
-        identity.folder_identity(tmp_path)
-
-
 def test_digests_are_remembered_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, hashed = make_folder(tmp_path / "a"), []
+    folder, hashed = tmp_path / "a", []
+    folder.mkdir()
+    files = [folder / "one.safetensors", folder / "two.safetensors"]
+    for path in files:
+        path.write_bytes(b"0123")
     whole = hashlib.file_digest
 
     def count(file: Any, kind: str) -> Any:
@@ -362,17 +339,17 @@ def test_digests_are_remembered_until_a_file_changes(
         return whole(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", count)
-    identity.folder_identity(folder)
+    digests.digest_files(files)
     assert [*tmp_path.iterdir()] == [folder]  # small folders leave no file
-    monkeypatch.setattr(identity, "REMEMBERED_BYTES", 1)
-    first = identity.folder_identity(folder)
+    monkeypatch.setattr(digests, "REMEMBERED_BYTES", 1)
+    first = digests.digest_files(files)
     hashed.clear()
-    assert identity.folder_identity(folder) == first
+    assert digests.digest_files(files) == first
     assert hashed == []
-    (folder / "model.safetensors").write_bytes(b"9999")
-    assert identity.folder_identity(folder) != first
-    assert hashed == ["model.safetensors"]
+    files[0].write_bytes(b"9999")
+    assert digests.digest_files(files) != first
+    assert hashed == ["one.safetensors"]
     memory = tmp_path / ".a.sha256.json"
-    for damaged in ("{", "[]", '{"config.json": [1]}'):
+    for damaged in ("{", "[]", '{"one.safetensors": [1]}'):
         memory.write_text(damaged)
-        assert identity.folder_identity(folder) != first
+        assert digests.digest_files(files) != first
