@@ -31,7 +31,8 @@ from jaxkv.serving import Engine, Event
 POLL_S = 1.0
 """Seconds after which `poll` returns without reports."""
 ROUTER_TIMEOUT_S = 15.0
-"""Seconds without a poll after which a router's requests are cancelled."""
+"""Seconds without a poll after which a router's requests are cancelled. A router that
+polls again later learns of it and repeats them, so no other timeout depends on it."""
 ORPHAN_S = 60.0
 """Seconds without any router after which a worker ends itself."""
 
@@ -173,12 +174,16 @@ class Worker:
             "seed": config.seed,
         }
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         """Returns all reports for a router, once there is one or after `POLL_S`.
 
-        Regular polls also keep the router's requests, and the worker, alive.
+        Regular polls also keep the router's requests, and the worker, alive. None is
+        returned at once if the router is unknown: it has just been added, and all
+        attempts that it may have started earlier have ended without a report.
         """
-        box = self._mailbox(router)
+        if (box := self._mailboxes.get(router)) is None:
+            self._mailboxes[router] = _Mailbox()
+            return None
         if not box.reports:
             box.is_filled.clear()
             with contextlib.suppress(TimeoutError):
@@ -195,7 +200,11 @@ class Worker:
         key_id: int,
         attributes: RequestAttributes | None = None,
     ) -> None:
-        """Starts to answer a prompt; reports are returned by `poll`."""
+        """Starts to answer a prompt; reports are returned by `poll`.
+
+        Raises:
+          ConnectionError: the router is unknown, see `poll`.
+        """
 
         async def answer() -> None:
             try:
@@ -223,6 +232,7 @@ class Worker:
 
         Raises:
           ValueError: the prompt cannot be served.
+          ConnectionError: the router is unknown, see `poll`.
           StallError: the policy never reads the prompt.
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
@@ -246,8 +256,9 @@ class Worker:
                 payload,
             )
 
+        task = self._start_task(attempt, read_prompt())
         try:
-            return await self._start_task(attempt, read_prompt())
+            return await task
         except asyncio.CancelledError:
             raise RuntimeError("the attempt was cancelled") from None
         except (ValueError, StallError):
@@ -298,15 +309,13 @@ class Worker:
         if self._failure is None:
             self._engine.close()
 
-    def _mailbox(self, router: str) -> _Mailbox:
-        if router not in self._mailboxes:
-            self._mailboxes[router] = _Mailbox()
-        return self._mailboxes[router]
-
     def _start_task(
         self, attempt: Attempt, work: Coroutine[Any, Any, Any]
     ) -> asyncio.Task[Any]:
-        tasks = self._mailbox(attempt.router).tasks
+        if (box := self._mailboxes.get(attempt.router)) is None:
+            work.close()
+            raise ConnectionError(f"router {attempt.router} is unknown")
+        tasks = box.tasks
         tasks[attempt] = task = asyncio.create_task(work)
         task.add_done_callback(lambda _: tasks.pop(attempt, None))
         return task

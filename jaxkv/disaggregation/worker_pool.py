@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN_PAGES = 1 << 16
 """Pages of a worker that the router remembers."""
+SLICE_S = 0.5
+"""Seconds of a wait for an answer that are counted at once."""
 RELEASE_S = 5.0
 """Seconds within which a worker must release a router."""
 
@@ -38,7 +40,7 @@ class WorkerHandle(Protocol):
     """
 
     async def describe(self) -> dict[str, Any]: ...  # noqa: D102
-    async def poll(self, router: str) -> list[Report]: ...  # noqa: D102
+    async def poll(self, router: str) -> list[Report] | None: ...  # noqa: D102
     async def submit(  # noqa: D102
         self,
         attempt: Attempt,
@@ -311,11 +313,12 @@ class WorkerPool:
             described = await asyncio.wait_for(
                 worker.handle.describe(), config.start_timeout_s
             )
+            await self._poll(worker)  # adds this router
             self._mark_serving(worker, described)
             while True:
-                reports = await asyncio.wait_for(
-                    worker.handle.poll(self._router), config.heartbeat_s
-                )
+                if (reports := await self._poll(worker)) is None:
+                    self._fail_attempts(worker, "it had cancelled the attempt")
+                    continue
                 for report in reports:
                     if report.failure is not None:
                         raise ConnectionError(report.failure)
@@ -324,6 +327,32 @@ class WorkerPool:
             self.mark_lost(worker, "it has stopped answering")
         except Exception as error:
             self.mark_lost(worker, str(error))
+
+    async def _poll(self, worker: WorkerRecord) -> list[Report] | None:
+        """Polls a worker once.
+
+        Raises:
+          TimeoutError: there is no answer within `heartbeat_s`.
+        """
+        poll = asyncio.create_task(worker.handle.poll(self._router))
+        left_s = self._config.heartbeat_s
+        try:
+            while not poll.done():
+                if left_s <= 0:
+                    raise TimeoutError
+                # A stall of this process, however long, counts as one slice, since the
+                # answer may have arrived meanwhile.
+                await asyncio.wait([poll], timeout=min(SLICE_S, left_s))
+                left_s -= SLICE_S
+            return poll.result()
+        finally:
+            poll.cancel()
+
+    def _fail_attempts(self, worker: WorkerRecord, reason: str) -> None:
+        """Ends all attempts on a worker; their requests are repeated."""
+        for attempt in worker.attempts:
+            worker.handle.cancel(attempt)
+            self._deliver(Report(attempt, failure=reason))
 
     def _mark_serving(self, worker: WorkerRecord, described: dict[str, Any]) -> None:
         """Marks a worker that is ready as serving.

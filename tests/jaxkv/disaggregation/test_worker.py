@@ -56,7 +56,7 @@ class LocalHandle:
     async def describe(self) -> dict[str, Any]:
         return await self.local.describe()
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         return await self.local.poll(router)
 
     async def submit(
@@ -240,13 +240,22 @@ def test_a_router_that_stops_polling_loses_its_requests(
         one = Worker("one", DECODE)
         assert (await one.describe())["failure"] is None
         endless = Sampling(max_tokens=40, ignore_eos=True)
-        await one.submit(Attempt("gone", 1, 1), PROMPTS[3], endless, 0)
+        attempt = Attempt("gone", 1, 1)
+        with pytest.raises(ConnectionError, match="router gone is unknown"):
+            await one.submit(attempt, PROMPTS[3], endless, 0)
+        assert await one.poll("gone") is None
+        await one.submit(attempt, PROMPTS[3], endless, 0)
         assert (await one.status())["routers"] == 1
-        await one.poll("there")
+        assert await one.poll("there") is None
         assert (await one.status())["routers"] == 2
         while (await one.status())["routers"] == 2:
             await one.poll("there")
         assert (await one.status())["running"] == 0
+        # The router learns that its attempts have ended.
+        with pytest.raises(ConnectionError, match="router gone is unknown"):
+            await one.prefill(attempt, PROMPTS[3], 0)
+        assert await one.poll("gone") is None
+        await one.release("gone")
         assert not ends
         await one.release("there")
         while not ends:
