@@ -62,6 +62,7 @@ class Service:
         choose: Choose = choice.prefix_affinity,
         http: HttpFront | None = None,
         model_name: str | None = None,
+        wait: bool = True,
     ):
         """Starts the service and waits until the workers serve.
 
@@ -81,6 +82,7 @@ class Service:
           choose: chooses a worker for each phase of a request.
           http: also serves OpenAI's API from the router's process.
           model_name: name of the model for HTTP clients; None takes the folder's.
+          wait: False returns while the workers start, see `wait_until_ready`.
 
         Raises:
           ValueError: an extra is not installed, or a worker cannot start.
@@ -139,17 +141,37 @@ class Service:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
-        started: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._replies[0] = _resolve_future(started)
+        self._started: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._replies[0] = _resolve_future(self._started)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
             self._send(setup)
-            self.info: dict[str, str] = started.result()
-            """`head`, the address of the cluster's head, and `service`, its name."""
+            if wait:
+                self.wait_until_ready()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def info(self) -> dict[str, str]:
+        """`head`, the address of the cluster's head, and `service`, its name."""
+        return self._started.result()
+
+    def wait_until_ready(self, limit_s: float | None = None) -> bool:
+        """Waits until the workers serve; returns True if they do.
+
+        Args:
+          limit_s: largest wait in s; None waits as long as they start.
+
+        Raises:
+          ValueError: a worker cannot start.
+          ConnectionError: the cluster cannot be reached.
+        """
+        if not concurrent.futures.wait([self._started], limit_s).done:
+            return False
+        self._started.result()
+        return True
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Waits for the router's process to end; returns True if it has ended."""

@@ -403,16 +403,18 @@ class WorkerPool:
         """Releases a worker; it ends if no other router uses it."""
         if worker.task is not None:
             worker.task.cancel()
-        was_lost, worker.state = worker.state == "lost", "lost"
+        before, worker.state = worker.state, "lost"
         worker.lost.set()
-        if not was_lost:
+        # A worker that starts answers no call; the router that started it ends it.
+        is_last = before == "starting" and worker.spec is not None
+        if before in ("serving", "draining"):
             is_last = True
             with contextlib.suppress(ConnectionError, TimeoutError):
                 released = worker.handle.release(self._router)
                 is_last = await asyncio.wait_for(released, RELEASE_S)
-            if is_last:
-                with contextlib.suppress(Exception):
-                    self._launcher.kill(worker.name, worker.handle)
+        if is_last:
+            with contextlib.suppress(Exception):
+                self._launcher.kill(worker.name, worker.handle)
         self.by_name.pop(worker.name, None)
         self.note_change()
 
