@@ -310,6 +310,31 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert "Transfer(num_bytes=" in ran.stdout
 
 
+def test_workers_share_programs_where_the_users_cache_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders: list[str] = []
+
+    def refuse(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        folders.append(env.get("JAX_COMPILATION_CACHE_DIR", ""))
+        raise OSError("no process")
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    (tmp_path / "file").touch()
+    for name, cache in (
+        ("XDG_CACHE_HOME", tmp_path),
+        ("XDG_CACHE_HOME", tmp_path / "file"),
+        ("JAX_COMPILATION_CACHE_DIR", tmp_path / "file"),
+        ("JAX_COMPILATION_CACHE_DIR", tmp_path),
+    ):
+        monkeypatch.setenv(name, str(cache))
+        with pytest.raises(OSError, match="no process"):
+            Service(TOKENIZED)
+    assert folders[::3] == ["", str(tmp_path)]
+    assert all(folder.endswith("/programs") for folder in folders[1:3])
+
+
 def test_services_that_cannot_start_are_refused() -> None:
     with pytest.raises(ValueError, match=r"address='x:1' needs the cluster's token"):
         Service(TOKENIZED, address="x:1")
