@@ -6,6 +6,7 @@ loader made of a folder is what answers. Contents are hashed, not names or sizes
 two trainings of one shape differ.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jaxkv
 from jaxkv.disaggregation import digests
 from jaxkv.engine import EngineConfig
 from jaxkv.memory import Pages
+from jaxkv.models import read_config, weight_files
 from jaxkv.serving import Engine
 from jaxkv.speculation import SharedNoiseVerifier
 
@@ -40,6 +42,9 @@ def engine_identity(engine: Engine) -> dict[str, str]:
         mesh = {} if origin.mesh is None else dict(origin.mesh.shape)
         scan = f"scan_layers={origin.scan_layers}"
         numerics += f" on {jax.devices()[0].device_kind}, {mesh=}, {scan}"
+    draft_files: list[Path] = []
+    if (draft := origin.draft_folder) is not None:
+        draft_files = [*weight_files(draft), draft / "config.json"]
     options = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
     speculation = static["speculation"]
     # With shared noise all drafts give the tokens of plain decoding.
@@ -47,14 +52,15 @@ def engine_identity(engine: Engine) -> dict[str, str]:
         speculation.verifier, SharedNoiseVerifier
     )
     deciding = {
-        "model": origin.model,
+        # The engine's own shape may be divided over a mesh.
+        "model": read_config(origin.folder),
         "logits_fn": static["logits_fn"],
         "speculation": None if is_plain else speculation,
     }
     return {
         "software": f"jaxkv {jaxkv.__version__}, jax {jax.__version__}",
-        "weights": digests.digest_files(origin.weight_files),
-        "draft_weights": digests.digest_files(origin.draft_files),
+        "weights": digests.digest_files(weight_files(origin.folder)),
+        "drafts": digests.digest_files(draft_files),
         **{name: digests.digest_value(name, value) for name, value in deciding.items()},
         "tokenizer": tokenizer_identity(engine.tokenizer),
         "end_tokens": str(sorted(engine.eos_ids)),

@@ -32,7 +32,7 @@ from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
-from jaxkv.serving import Event, compilation_cache
+from jaxkv.serving import MIN_COMPILE_TIME_S, Event, usable_folder
 
 STOP_S = 20.0
 """Seconds within which the router's process must end."""
@@ -133,13 +133,11 @@ class Service:
         self._log = Path(self._scratch, "router.log")
         environment = os.environ | cluster.environment(token)
         cache = environment.get("JAX_COMPILATION_CACHE_DIR", "")
-        if "://" not in cache and compilation_cache.usable_folder(cache) is None:
+        if "://" not in cache and usable_folder(cache) is None:
             # A new worker reads the programs of the first one.
             environment |= {
                 "JAX_COMPILATION_CACHE_DIR": f"{self._scratch}/programs",
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(
-                    compilation_cache.MIN_COMPILE_TIME_S
-                ),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(MIN_COMPILE_TIME_S),
             }
         with remote_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -26,7 +26,7 @@ from jaxkv.parallel import make_mesh, set_cpu_devices
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.server import SWITCH_S, AsyncEngine
-from jaxkv.serving import Engine, Event, compilation_cache
+from jaxkv.serving import Engine, Event, compile_once
 
 POLL_S = 1.0
 """Seconds after which `poll` returns without reports."""
@@ -152,7 +152,7 @@ class Worker:
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
         programs = [*engine.core.static.values(), engine.policy, spec.mesh]
-        with compilation_cache.compile_once(f"{programs} {self.identity['software']}"):
+        with compile_once(f"{programs} {self.identity['software']}"):
             engine.generate([[0]], ask)
             pages, _ = engine.take_prefix([0])
             engine.bring_prefix([0], pages)

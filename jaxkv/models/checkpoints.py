@@ -32,7 +32,6 @@ from jaxkv.models.huggingface import (
     read_tree,
     save_params,
     to_hf,
-    weight_files,
     write_tree,
 )
 from jaxkv.models.interface import Params
@@ -59,8 +58,6 @@ class LoadedModel(NamedTuple):
     reads and writes token ids only."""
     eos_ids: tuple[int, ...]
     """Tokens that end a text, in [0, vocab_size); may be empty."""
-    weight_files: tuple[Path, ...] = ()
-    """Files that the parameters were read from."""
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -105,9 +102,7 @@ def load_model(
     config = read_config(folder)
     put = None if place is None else place(config)
     params = load_params(folder, config, dtype, put)
-    tokenizer, eos_ids = _load_tokenizer(folder, config)
-    files = tuple(weight_files(folder))
-    return LoadedModel(config, params, tokenizer, eos_ids, files)
+    return LoadedModel(config, params, *_load_tokenizer(folder, config))
 
 
 @validation.suggests_keywords

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import scheduling, validation
@@ -186,7 +187,6 @@ class Engine:
         validation.check_keywords("Engine.load", bounds, known)
         # Flax and tokenizers load only here.
         from jaxkv.models import LoadedModel
-        from jaxkv.models.huggingface import checked_dtype
         from jaxkv.serving import loading
 
         folder = loading.find_model_folder("folder", folder)
@@ -224,13 +224,9 @@ class Engine:
             host_pages=host_pages,
             mesh=mesh,
         )
+        name = np.dtype(dtype).name
         engine.origin = loading.Origin(
-            loading.read_config(folder),
-            model.weight_files,
-            served.draft_files,
-            checked_dtype(dtype).name,
-            scan_layers,
-            mesh,
+            folder, served.draft_folder, name, scan_layers, mesh
         )
         if speculation is not None and speculation.adaptive:
             engine.tune()

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxkv import files, parallel, validation
 from jaxkv.engine import EngineConfig, init
 from jaxkv.memory import Pages
-from jaxkv.models import LoadedModel, ModelConfig, load_model, read_config
+from jaxkv.models import LoadedModel, load_model, read_config
 from jaxkv.parallel import (
     check_pages,
     degree_of,
@@ -39,11 +39,9 @@ from jaxkv.speculation import (
 class Origin(NamedTuple):
     """Source of an engine: the parts that its arrays and programs do not show."""
 
-    model: ModelConfig
-    """Shape in the folder, before it is divided over a mesh."""
-    weight_files: tuple[Path, ...]
-    draft_files: tuple[Path, ...]
-    """Files with the weights of a draft model or of heads."""
+    folder: Path
+    draft_folder: Path | None
+    """Folder of the draft model or of the heads, if there are any."""
     dtype: str
     """Type of the weights."""
     scan_layers: bool
@@ -120,17 +118,15 @@ def build_engine_parts(
     if scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
-    draft_files: tuple[Path, ...] = ()
+    draft_folder: Path | None = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
         small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
         draft = ModelWeights(small.config, small.params)
-        draft_files = small.weight_files
     if speculation is not None and speculation.heads_folder is not None:
-        heads_folder = validation.path("heads_folder", speculation.heads_folder)
+        draft_folder = validation.path("heads_folder", speculation.heads_folder)
         shape = read_config(folder)
-        heads = load_heads(heads_folder, shape, dtype=dtype)
-        draft_files = heads.weight_files
+        heads = load_heads(draft_folder, shape, dtype=dtype)
         heads = heads if mesh is None else place_heads(heads, mesh)
     found: list[EngineParts] = []
 
@@ -143,7 +139,7 @@ def build_engine_parts(
             draft=draft,
             heads=heads,
         )
-        found.append(dataclasses.replace(served, draft_files=draft_files))
+        found.append(dataclasses.replace(served, draft_folder=draft_folder))
         return served.pages
 
     with warnings.catch_warnings():

@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from jaxkv import validation
 from jaxkv.files import check_replaceable, read_json, replace_folder, reporting_errors
 from jaxkv.models import ModelConfig, Params, load_tree, save_tree
-from jaxkv.models.huggingface import weight_files
 from jaxkv.speculation.eagle import EagleConfig
 from jaxkv.speculation.medusa import MedusaConfig
 
@@ -47,8 +46,6 @@ class LoadedHeads(NamedTuple):
     """Parameters of the heads."""
     acceptance: tuple[tuple[float, ...], ...]
     """Probability that each guess is right: by depth, then by rank."""
-    weight_files: tuple[Path, ...] = ()
-    """Files that the parameters were read from."""
 
 
 def heads_kind(config: HeadsConfig) -> Kind:
@@ -89,7 +86,7 @@ def load_heads(
         )
         acceptance = _check_acceptance(raw["acceptance"])
     params = load_tree(folder, config.param_shapes(), dtype=dtype)
-    return LoadedHeads(config, params, acceptance, tuple(weight_files(folder)))
+    return LoadedHeads(config, params, acceptance)
 
 
 def _check_integers(name: str, value: Any) -> int | tuple[int, ...]:

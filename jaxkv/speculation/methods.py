@@ -80,8 +80,8 @@ class EngineParts:
     params: Any
     pages: Pages
     speculation: Speculation | None = None
-    draft_files: tuple[Path, ...] = ()
-    """Files with the weights of a draft model or of heads."""
+    draft_folder: Path | None = None
+    """Folder of the draft model or of the heads, if there are any."""
 
     def with_drafter(self, drafter: Drafter) -> "EngineParts":
         """Returns the same parts with a drafter and `SharedNoiseVerifier`."""

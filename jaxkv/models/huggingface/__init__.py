@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         load_params,
         read_tree,
         save_params,
-        weight_files,
         write_tree,
     )
 

@@ -86,7 +86,7 @@ def changed_fields(changed: dict[str, str], **fields: Any) -> set[str]:
     return {name for name, value in changed.items() if value != before[name]}
 
 
-YARN = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+SCALED = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ YARN = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
         (edit("generation_config.json", eos_token_id=[1, 7]), {"end_tokens"}),
         (edit("config.json", eos_token_id=7), {"end_tokens"}),
         (edit("config.json", rms_norm_eps=1e-5), {"model"}),
-        (edit("config.json", rope_parameters=YARN), {"model"}),
+        (edit("config.json", rope_parameters=SCALED), {"model"}),
         (edit("config.json", max_position_embeddings=64), {"model"}),
         (change_weight, {"weights"}),
         (change_token, {"tokenizer"}),
@@ -167,8 +167,13 @@ def test_the_weights_of_drafts_and_lossy_verifiers_are_compared(tmp_path: Path) 
         return load(TOKENIZED, speculate=how, max_drafts=3)
 
     other = copy_model(tmp_path / "draft", change_weight)
-    assert drafted(TOKENIZED)["draft_weights"] != drafted(other)["draft_weights"]
-    engine = Engine.load(TOKENIZED, **ENGINE | {"max_drafts": 3}, speculate="ngram")
+    turned = copy_model(tmp_path / "rope", edit("config.json", rope_parameters=SCALED))
+    folders = TOKENIZED, copy_model(tmp_path / "equal"), other, turned
+    first, equal, *different = (drafted(folder)["drafts"] for folder in folders)
+    assert first == equal
+    assert len({first, *different}) == 3
+    drafting: dict[str, Any] = ENGINE | {"max_drafts": 3}
+    engine = Engine.load(TOKENIZED, **drafting, speculate="ngram")
 
     def verified(verifier: Any) -> str:
         engine.core.static["speculation"] = Speculation(NGram(), verifier)
