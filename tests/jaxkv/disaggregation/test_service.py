@@ -27,6 +27,7 @@ from jaxkv.disaggregation import (
     Service,
     ServiceLostError,
     WorkerSpec,
+    worker,
 )
 from tests.support.disaggregated import ENGINE, draw_prompts, until, wanted, workers
 from tests.support.folders import ROOT, TOKENIZED
@@ -111,6 +112,23 @@ def test_a_killed_worker_only_costs_time(service: Service, role: str) -> None:
     assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
     until(lambda: len(workers(service)) == 3)
     assert dead["pid"] not in [x["pid"] for x in workers(service)]
+
+
+@pytest.mark.slow
+def test_a_router_that_was_stopped_loses_neither_requests_nor_workers(
+    service: Service,
+) -> None:
+    prompts = draw_prompts(7, 24)
+    pids = {x["pid"] for x in workers(service)}
+    futures = [service.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
+    until(lambda: service.status()["running"] > 0)
+    os.kill(service.pid, signal.SIGSTOP)
+    time.sleep(worker.ROUTER_TIMEOUT_S + 3)  # the workers have cancelled the requests
+    os.kill(service.pid, signal.SIGCONT)
+    answers = [x.result(timeout=120) for x in futures]
+    assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
+    assert any(x.num_attempts > 1 for x in answers)
+    assert {x["pid"] for x in workers(service)} == pids
 
 
 @pytest.mark.slow
