@@ -25,6 +25,8 @@ from jaxkv.report import from_plain
 
 API_KEY = "JAXKV_API_KEY"
 """Environment variable with the key, used without `--api-key`."""
+WAIT_S = 0.2
+"""Largest delay of a signal by a wait for workers."""
 _DEFAULT_LENGTH = 1024
 
 
@@ -241,15 +243,19 @@ def _serve_workers(
                 name=options.service,
                 http=front,
                 model_name=name,
+                wait=False,
             ) as service:
-                fields: dict[str, Any] = {"model": name, **service.info}
-                lines = [f"cluster: {fields['head']}, service: {fields['service']}"]
-                if documents is not None:
-                    workers = service.status()["workers"]
-                    fields |= {"router_pid": service.pid, "workers": workers}
-                url = url_of(listener)
-                _announce(url, fields, lines, shown_key, documents)
-                while not signals and not service.wait(0.2):
+                # Each wait is short, since a signal is only recorded.
+                while not signals and not service.wait_until_ready(WAIT_S):
+                    pass
+                if not signals:
+                    fields: dict[str, Any] = {"model": name, **service.info}
+                    lines = [f"cluster: {fields['head']}, service: {fields['service']}"]
+                    if documents is not None:
+                        workers = service.status()["workers"]
+                        fields |= {"router_pid": service.pid, "workers": workers}
+                    _announce(url_of(listener), fields, lines, shown_key, documents)
+                while not signals and not service.wait(WAIT_S):
                     pass
                 if not signals:
                     raise ConnectionError(service.end_reason())

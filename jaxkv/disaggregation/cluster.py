@@ -65,7 +65,7 @@ class RayHandle:
         """See `Worker.describe`."""
         return await _result(self.actor.describe.remote())
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         """See `Worker.poll`."""
         return await _result(self.actor.poll.remote(router))
 

@@ -22,7 +22,8 @@ class RouterConfig:
 
     heartbeat_s: float = 10.0
     """Seconds without an answer to a poll after which a worker is lost; above the 1 s
-    that a poll takes."""
+    that a poll takes. Seconds in which the router's own process stalled do not count.
+    """
     start_timeout_s: float = 300.0
     """Seconds within which a worker must load its model."""
     max_attempts: int = 5

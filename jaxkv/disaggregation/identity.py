@@ -1,40 +1,82 @@
-"""Identity of a served model: hashes of its files, and the layout of its pages.
+"""Identity of a served model: all that decides an answer, and the layout of its pages.
 
-Pages of two workers may be exchanged only if every field is equal. Contents are hashed,
-not names or sizes, since two trainings of one shape differ.
+A request may move between two workers, and pages may be exchanged, only if every field
+is equal. The fields come from the loaded engine, not from a list of its files: what the
+loader made of a folder is what answers. Contents are hashed, not names or sizes, since
+two trainings of one shape differ.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import jaxkv
+from jaxkv.disaggregation import digests
 from jaxkv.engine import EngineConfig
 from jaxkv.memory import Pages
+from jaxkv.models import read_config, weight_files
+from jaxkv.serving import Engine
+from jaxkv.speculation import SharedNoiseVerifier
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-REMEMBERED_BYTES = 1 << 26
-"""Folders with fewer bytes of weights are hashed at every load, in under 0.1 s."""
+_ORIGINS = ("name_or_path", "tokenizer_file", "special_tokens_map_file")
+"""Settings of tokenizers with the paths that they were once read from."""
 
 
-def engine_identity(
-    config: EngineConfig, pages: Pages, *, dtype: str
-) -> dict[str, str]:
-    """Returns the fields of an identity that depend on the engine.
+def engine_identity(engine: Engine) -> dict[str, str]:
+    """Returns the identity of an engine that `Engine.load` made.
+
+    Scheduling, slots, pages, paths and lossless drafts are not part of it: they change
+    no token, or under `numerics="fast"` near ties only. Under "reproducible" numerics
+    the devices, which change the last bits, are.
+
+    Raises:
+      ValueError: the engine was not loaded from a folder, or `logits_fn` has a part
+        without content that can be compared.
+    """
+    if (origin := engine.origin) is None:
+        raise ValueError("an engine without a folder has no identity")
+    config, static = engine.config, engine.core.static
+    numerics = config.numerics
+    if numerics == "reproducible":
+        mesh = {} if origin.mesh is None else dict(origin.mesh.shape)
+        scan = f"scan_layers={origin.scan_layers}"
+        numerics += f" on {jax.devices()[0].device_kind}, {mesh=}, {scan}"
+    draft_files: list[Path] = []
+    if (draft := origin.draft_folder) is not None:
+        draft_files = [*weight_files(draft), draft / "config.json"]
+    options = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+    speculation = static["speculation"]
+    # With shared noise all drafts give the tokens of plain decoding.
+    is_plain = speculation is None or isinstance(
+        speculation.verifier, SharedNoiseVerifier
+    )
+    deciding = {
+        # The engine's own shape may be divided over a mesh.
+        "model": read_config(origin.folder),
+        "logits_fn": static["logits_fn"],
+        "speculation": None if is_plain else speculation,
+    }
+    return {
+        "software": f"jaxkv {jaxkv.__version__}, jax {jax.__version__}",
+        "weights": digests.digest_files(weight_files(origin.folder)),
+        "drafts": digests.digest_files(draft_files),
+        **{name: digests.digest_value(name, value) for name, value in deciding.items()},
+        "tokenizer": tokenizer_identity(engine.tokenizer),
+        "end_tokens": str(sorted(engine.eos_ids)),
+        "dtype": origin.dtype,
+        "precision": str(options),
+        "numerics": numerics,
+        **page_identity(config, engine.core.state.pages),
+    }
+
+
+def page_identity(config: EngineConfig, pages: Pages) -> dict[str, str]:
+    """Returns the fields of an identity that describe pages.
 
     Args:
       config: the engine's bounds.
       pages: its page arrays, or their shapes.
-      dtype: type of the weights.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(pages)
     shapes = [
@@ -43,64 +85,25 @@ def engine_identity(
     ]
     both = pages, pages.draft_pages
     return {
-        "dtype": dtype,
         "page_size": str(config.page_size),
         # The width of values that are a part of the keys is in no shape.
         "value_width": ", ".join(str(x.layout.value_width) for x in both if x),
         "layout": "; ".join(shapes),
-        "numerics": config.numerics,
     }
 
 
-def folder_identity(folder: Path) -> dict[str, str]:
-    """Returns SHA-256 digests of a model folder's weights, config and tokenizer.
+def tokenizer_identity(tokenizer: Any) -> str:
+    """Returns a digest of a tokenizer with its chat templates; "None" without one.
 
-    Digests of large files are stored in `.NAME.sha256.json` next to the folder NAME,
-    and reused while size, modification time and change time of a file are unchanged. A
-    failure to write that file is ignored.
-
-    Raises:
-      ValueError: the folder has no config.json.
+    End tokens are not included: those of an engine may differ.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"folder={str(folder)!r} must be a folder with config.json")
-    weights = sorted(folder.glob("*.safetensors"))
-    files = [
-        *weights,
-        folder / "config.json",
-        *(folder / name for name in TOKENIZER_FILES),
-    ]
-    memory = folder.parent / f".{folder.name}.sha256.json"
-    try:
-        known = json.loads(memory.read_text())
-    except (OSError, ValueError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
-    found, num_bytes = {}, 0
-    for path in filter(Path.is_file, files):
-        status = path.stat()
-        num_bytes += status.st_size
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        old = known.get(path.name)
-        if isinstance(old, list) and old[:-1] == stamp:
-            found[path.name] = old
-        else:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.name] = [*stamp, digest]
-    if num_bytes >= REMEMBERED_BYTES and found != known:
-        draft = memory.with_name(f"{memory.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(found))
-            draft.replace(memory)
-        except OSError:
-            draft.unlink(missing_ok=True)
-    digests = {name: str(entry[-1]) for name, entry in found.items()}
-    return {
-        "weights": _hash_lines(digests, (path.name for path in weights)),
-        "config": digests["config.json"],
-        "tokenizer": _hash_lines(digests, (n for n in TOKENIZER_FILES if n in digests)),
-    }
+    if tokenizer is None:
+        return "None"
+    settings = {k: x for k, x in tokenizer.settings.items() if k not in _ORIGINS}
+    files = tokenizer.files()
+    files.pop("tokenizer_config.json", None)  # the settings as text
+    content = [type(tokenizer).__name__, tokenizer.vocab_size, settings, files]
+    return digests.digest_value("tokenizer", content)
 
 
 def describe_difference(other: Any, own: dict[str, str]) -> str | None:
@@ -111,8 +114,3 @@ def describe_difference(other: Any, own: dict[str, str]) -> str | None:
         if other.get(name) != own.get(name):
             return f"{name}={other.get(name)!r} must be {own.get(name)!r}"
     return None
-
-
-def _hash_lines(digests: dict[str, str], names: Iterable[str]) -> str:
-    lines = "\n".join(f"{name} {digests[name]}" for name in names)
-    return hashlib.sha256(lines.encode()).hexdigest()

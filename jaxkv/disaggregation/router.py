@@ -18,6 +18,7 @@ from jaxkv import scheduling, validation
 from jaxkv.disaggregation import choice
 from jaxkv.disaggregation.choice import Candidate, Choose
 from jaxkv.disaggregation.config import RouterConfig
+from jaxkv.disaggregation.identity import tokenizer_identity
 from jaxkv.disaggregation.worker import Attempt, Report, WorkerSpec
 from jaxkv.disaggregation.worker_pool import (
     Launcher,
@@ -144,7 +145,11 @@ class Router:
         self.config = RouterConfig() if config is None else config
         self.tokenizer, self.model_name = tokenizer, model_name
         self.name = secrets.token_hex(8)
-        self._pool = WorkerPool(self.name, launcher, self.config, self._deliver)
+        # The router encodes prompts, and workers decode answers.
+        fields = (
+            {} if tokenizer is None else {"tokenizer": tokenizer_identity(tokenizer)}
+        )
+        self._pool = WorkerPool(self.name, launcher, self.config, self._deliver, fields)
         self.workers = self._pool.by_name
         self._choose = choose
         self._requests: dict[int, _Request] = {}

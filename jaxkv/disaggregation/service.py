@@ -32,7 +32,7 @@ from jaxkv.disaggregation.router import RoutedAnswer
 from jaxkv.disaggregation.worker import WorkerSpec
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
-from jaxkv.serving import Event
+from jaxkv.serving import MIN_COMPILE_TIME_S, Event, usable_folder
 
 STOP_S = 20.0
 """Seconds within which the router's process must end."""
@@ -62,6 +62,7 @@ class Service:
         choose: Choose = choice.prefix_affinity,
         http: HttpFront | None = None,
         model_name: str | None = None,
+        wait: bool = True,
     ):
         """Starts the service and waits until the workers serve.
 
@@ -81,6 +82,7 @@ class Service:
           choose: chooses a worker for each phase of a request.
           http: also serves OpenAI's API from the router's process.
           model_name: name of the model for HTTP clients; None takes the folder's.
+          wait: False returns while the workers start, see `wait_until_ready`.
 
         Raises:
           ValueError: an extra is not installed, or a worker cannot start.
@@ -129,27 +131,55 @@ class Service:
         code = f"from {process.__name__} import main; main({remote_end.fileno()})"
         command = [sys.executable, "-c", code]
         self._log = Path(self._scratch, "router.log")
+        environment = os.environ | cluster.environment(token)
+        cache = environment.get("JAX_COMPILATION_CACHE_DIR", "")
+        if "://" not in cache and usable_folder(cache) is None:
+            # A new worker reads the programs of the first one.
+            environment |= {
+                "JAX_COMPILATION_CACHE_DIR": f"{self._scratch}/programs",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(MIN_COMPILE_TIME_S),
+            }
         with remote_end, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | cluster.environment(token),
+                env=environment,
                 pass_fds=[remote_end.fileno(), *([] if http is None else http[:1])],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
-        started: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._replies[0] = _resolve_future(started)
+        self._started: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._replies[0] = _resolve_future(self._started)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
             self._send(setup)
-            self.info: dict[str, str] = started.result()
-            """`head`, the address of the cluster's head, and `service`, its name."""
+            if wait:
+                self.wait_until_ready()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def info(self) -> dict[str, str]:
+        """`head`, the address of the cluster's head, and `service`, its name."""
+        return self._started.result()
+
+    def wait_until_ready(self, limit_s: float | None = None) -> bool:
+        """Waits until the workers serve; returns True if they do.
+
+        Args:
+          limit_s: largest wait in s; None waits as long as they start.
+
+        Raises:
+          ValueError: a worker cannot start.
+          ConnectionError: the cluster cannot be reached.
+        """
+        if not concurrent.futures.wait([self._started], limit_s).done:
+            return False
+        self._started.result()
+        return True
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Waits for the router's process to end; returns True if it has ended."""

@@ -26,12 +26,13 @@ from jaxkv.parallel import make_mesh, set_cpu_devices
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes, StallError
 from jaxkv.server import SWITCH_S, AsyncEngine
-from jaxkv.serving import Engine, Event
+from jaxkv.serving import Engine, Event, compile_once
 
 POLL_S = 1.0
 """Seconds after which `poll` returns without reports."""
 ROUTER_TIMEOUT_S = 15.0
-"""Seconds without a poll after which a router's requests are cancelled."""
+"""Seconds without a poll after which a router's requests are cancelled. A router that
+polls again later learns of it and repeats them, so no other timeout depends on it."""
 ORPHAN_S = 60.0
 """Seconds without any router after which a worker ends itself."""
 
@@ -143,25 +144,18 @@ class Worker:
         if spec.mesh:
             set_cpu_devices(math.prod(spec.mesh.values()))
             mesh = make_mesh(**spec.mesh)
-        folder = Path(spec.folder)
-        engine = Engine.load(folder, mesh=mesh, **fields)
+        engine = Engine.load(Path(spec.folder), mesh=mesh, **fields)
         self._pages = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
         )
-        dtype = fields.get("dtype", "float32")
-        self.identity = identity.engine_identity(
-            engine.config, self._pages, dtype=dtype
-        )
-        self.identity |= identity.folder_identity(folder)
-        for kind in ("draft_folder", "heads_folder"):
-            if (drafted := getattr(fields.get("speculate"), kind, None)) is not None:
-                files = identity.folder_identity(Path(drafted))
-                self.identity |= {f"{kind}.{name}": x for name, x in files.items()}
+        self.identity = identity.engine_identity(engine)
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
-        engine.generate([[0]], ask)
-        pages, _ = engine.take_prefix([0])
-        engine.bring_prefix([0], pages)
+        programs = [*engine.core.static.values(), engine.policy, spec.mesh]
+        with compile_once(f"{programs} {self.identity['software']}"):
+            engine.generate([[0]], ask)
+            pages, _ = engine.take_prefix([0])
+            engine.bring_prefix([0], pages)
         self._engine = AsyncEngine(engine)
 
     async def describe(self) -> dict[str, Any]:
@@ -182,12 +176,16 @@ class Worker:
             "seed": config.seed,
         }
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         """Returns all reports for a router, once there is one or after `POLL_S`.
 
-        Regular polls also keep the router's requests, and the worker, alive.
+        Regular polls also keep the router's requests, and the worker, alive. None is
+        returned at once if the router is unknown: it has just been added, and all
+        attempts that it may have started earlier have ended without a report.
         """
-        box = self._mailbox(router)
+        if (box := self._mailboxes.get(router)) is None:
+            self._mailboxes[router] = _Mailbox()
+            return None
         if not box.reports:
             box.is_filled.clear()
             with contextlib.suppress(TimeoutError):
@@ -204,7 +202,11 @@ class Worker:
         key_id: int,
         attributes: RequestAttributes | None = None,
     ) -> None:
-        """Starts to answer a prompt; reports are returned by `poll`."""
+        """Starts to answer a prompt; reports are returned by `poll`.
+
+        Raises:
+          ConnectionError: the router is unknown, see `poll`.
+        """
 
         async def answer() -> None:
             try:
@@ -232,6 +234,7 @@ class Worker:
 
         Raises:
           ValueError: the prompt cannot be served.
+          ConnectionError: the router is unknown, see `poll`.
           StallError: the policy never reads the prompt.
           RuntimeError: the engine has failed, or the attempt was cancelled.
         """
@@ -255,8 +258,9 @@ class Worker:
                 payload,
             )
 
+        task = self._start_task(attempt, read_prompt())
         try:
-            return await self._start_task(attempt, read_prompt())
+            return await task
         except asyncio.CancelledError:
             raise RuntimeError("the attempt was cancelled") from None
         except (ValueError, StallError):
@@ -307,15 +311,13 @@ class Worker:
         if self._failure is None:
             self._engine.close()
 
-    def _mailbox(self, router: str) -> _Mailbox:
-        if router not in self._mailboxes:
-            self._mailboxes[router] = _Mailbox()
-        return self._mailboxes[router]
-
     def _start_task(
         self, attempt: Attempt, work: Coroutine[Any, Any, Any]
     ) -> asyncio.Task[Any]:
-        tasks = self._mailbox(attempt.router).tasks
+        if (box := self._mailboxes.get(attempt.router)) is None:
+            work.close()
+            raise ConnectionError(f"router {attempt.router} is unknown")
+        tasks = box.tasks
         tasks[attempt] = task = asyncio.create_task(work)
         task.add_done_callback(lambda _: tasks.pop(attempt, None))
         return task

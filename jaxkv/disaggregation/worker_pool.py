@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from jaxkv.disaggregation import identity
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN_PAGES = 1 << 16
 """Pages of a worker that the router remembers."""
+SLICE_S = 0.5
+"""Seconds of a wait for an answer that are counted at once."""
 RELEASE_S = 5.0
 """Seconds within which a worker must release a router."""
 
@@ -37,7 +40,7 @@ class WorkerHandle(Protocol):
     """
 
     async def describe(self) -> dict[str, Any]: ...  # noqa: D102
-    async def poll(self, router: str) -> list[Report]: ...  # noqa: D102
+    async def poll(self, router: str) -> list[Report] | None: ...  # noqa: D102
     async def submit(  # noqa: D102
         self,
         attempt: Attempt,
@@ -159,6 +162,7 @@ class WorkerPool:
       config: timeouts and bounds.
       deliver: receives each report of a worker, and a failure for each attempt of a
         lost worker.
+      identity_fields: fields of the identity that the router itself requires.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class WorkerPool:
         launcher: Launcher,
         config: RouterConfig,
         deliver: Callable[[Report], None],
+        identity_fields: Mapping[str, str] = MappingProxyType({}),
     ):
         self.by_name: dict[str, WorkerRecord] = {}
         self.bounds: dict[str, Any] = {}
@@ -174,6 +179,7 @@ class WorkerPool:
         self._router, self._launcher, self._config = router, launcher, config
         self._deliver = deliver
         self._identity: dict[str, str] | None = None
+        self._identity_fields = identity_fields
         self._removed: set[str] = set()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -307,11 +313,12 @@ class WorkerPool:
             described = await asyncio.wait_for(
                 worker.handle.describe(), config.start_timeout_s
             )
+            await self._poll(worker)  # adds this router
             self._mark_serving(worker, described)
             while True:
-                reports = await asyncio.wait_for(
-                    worker.handle.poll(self._router), config.heartbeat_s
-                )
+                if (reports := await self._poll(worker)) is None:
+                    self._fail_attempts(worker, "it had cancelled the attempt")
+                    continue
                 for report in reports:
                     if report.failure is not None:
                         raise ConnectionError(report.failure)
@@ -320,6 +327,32 @@ class WorkerPool:
             self.mark_lost(worker, "it has stopped answering")
         except Exception as error:
             self.mark_lost(worker, str(error))
+
+    async def _poll(self, worker: WorkerRecord) -> list[Report] | None:
+        """Polls a worker once.
+
+        Raises:
+          TimeoutError: there is no answer within `heartbeat_s`.
+        """
+        poll = asyncio.create_task(worker.handle.poll(self._router))
+        left_s = self._config.heartbeat_s
+        try:
+            while not poll.done():
+                if left_s <= 0:
+                    raise TimeoutError
+                # A stall of this process, however long, counts as one slice, since the
+                # answer may have arrived meanwhile.
+                await asyncio.wait([poll], timeout=min(SLICE_S, left_s))
+                left_s -= SLICE_S
+            return poll.result()
+        finally:
+            poll.cancel()
+
+    def _fail_attempts(self, worker: WorkerRecord, reason: str) -> None:
+        """Ends all attempts on a worker; their requests are repeated."""
+        for attempt in worker.attempts:
+            worker.handle.cancel(attempt)
+            self._deliver(Report(attempt, failure=reason))
 
     def _mark_serving(self, worker: WorkerRecord, described: dict[str, Any]) -> None:
         """Marks a worker that is ready as serving.
@@ -330,14 +363,16 @@ class WorkerPool:
         if described["failure"] is not None:
             raise ValueError(described["failure"])
         bounds = {key: described[key] for key in ("max_length", "seed", "page_size")}
-        if self._identity is None:
-            self._identity, self.bounds = described["identity"], bounds
-        differs = identity.describe_difference(described["identity"], self._identity)
+        required = described["identity"] if self._identity is None else self._identity
+        differs = identity.describe_difference(
+            described["identity"], {**required, **self._identity_fields}
+        )
         for key, value in bounds.items():
-            if value != self.bounds[key]:
+            if value != self.bounds.get(key, value):
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
         if differs is not None:
             raise ValueError(f"workers must serve one model: {differs}")
+        self._identity, self.bounds = required, bounds
         worker.described, worker.spec = described, described["spec"]
         worker.role = described["spec"].role
         worker.state = "serving"
@@ -368,16 +403,18 @@ class WorkerPool:
         """Releases a worker; it ends if no other router uses it."""
         if worker.task is not None:
             worker.task.cancel()
-        was_lost, worker.state = worker.state == "lost", "lost"
+        before, worker.state = worker.state, "lost"
         worker.lost.set()
-        if not was_lost:
+        # A worker that starts answers no call; the router that started it ends it.
+        is_last = before == "starting" and worker.spec is not None
+        if before in ("serving", "draining"):
             is_last = True
             with contextlib.suppress(ConnectionError, TimeoutError):
                 released = worker.handle.release(self._router)
                 is_last = await asyncio.wait_for(released, RELEASE_S)
-            if is_last:
-                with contextlib.suppress(Exception):
-                    self._launcher.kill(worker.name, worker.handle)
+        if is_last:
+            with contextlib.suppress(Exception):
+                self._launcher.kill(worker.name, worker.handle)
         self.by_name.pop(worker.name, None)
         self.note_change()
 

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.serving.compilation_cache import (
+        MIN_COMPILE_TIME_S,
+        compile_once,
+        usable_folder,
+    )
     from jaxkv.serving.core import EngineCore
     from jaxkv.serving.engine import Engine
     from jaxkv.serving.host_swap import HostSpace

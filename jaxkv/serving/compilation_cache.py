@@ -5,11 +5,15 @@ seconds at every start of a notebook. `Engine.load` sets a folder.
 """
 
 import contextlib
+import fcntl
+import hashlib
 import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Generator
+from pathlib import Path
 
 import jax
 
@@ -21,6 +25,8 @@ MIN_COMPILE_TIME_S = 0.1
 """Programs that compile in less time are not stored."""
 NOTICE_S = 5.0
 """Seconds of compilation after which a notice is printed."""
+WAIT_S = 120.0
+"""Longest wait in s for another process that compiles the same programs."""
 
 _OFF = "JAX_ENABLE_COMPILATION_CACHE=false"
 
@@ -38,13 +44,7 @@ def keep_programs() -> None:
     )
     if is_chosen or not config.values["jax_enable_compilation_cache"]:
         return
-    try:
-        folder = files.cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        is_usable = os.access(folder, os.W_OK | os.X_OK)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
-        is_usable = False
-    if not is_usable:
+    if (folder := usable_folder()) is None:
         return
     config.update("jax_compilation_cache_dir", str(folder))
     _set_default("jax_persistent_cache_min_compile_time_secs", 1.0, MIN_COMPILE_TIME_S)
@@ -52,6 +52,52 @@ def keep_programs() -> None:
     if importlib.util.find_spec("filelock") is not None:
         _set_default("jax_compilation_cache_max_size", -1, MAX_BYTES)
     _report(f"compiled programs are kept in {folder}; {_OFF} disables this")
+
+
+def usable_folder(configured: str = "") -> Path | None:
+    """Returns the folder of the cache, made if missing; None if it cannot be written.
+
+    Args:
+      configured: path of the folder; empty means `files.cache_folder()`.
+    """
+    try:
+        folder = Path(configured) if configured else files.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+
+
+@contextlib.contextmanager
+def compile_once(programs: str) -> Generator[None]:
+    """Lets one process compile while others that start with it wait for the cache.
+
+    Processes on few cores would otherwise compile the same programs side by side, each
+    slower by their number. Has no effect without a cache, after `WAIT_S`, or once a
+    process has compiled these programs.
+
+    Args:
+      programs: text that is equal for equal programs.
+    """
+    cache = jax.config.jax_compilation_cache_dir
+    if cache is None or not jax.config.values["jax_enable_compilation_cache"]:
+        yield
+        return
+    path = Path(cache, f"{hashlib.sha256(programs.encode()).hexdigest()}.compiled")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the folder is remote, or cannot be written
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mark = stack.enter_context(path.open("a+b"))
+            deadline_s = time.monotonic() + WAIT_S
+            # A mark with content: all programs are in the cache.
+            while not path.stat().st_size and time.monotonic() < deadline_s:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.1)
+        yield
+        with contextlib.suppress(OSError):
+            path.write_bytes(b"1")
 
 
 @contextlib.contextmanager

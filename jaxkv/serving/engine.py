@@ -8,8 +8,9 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import scheduling, validation
@@ -24,6 +25,9 @@ from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import PartialAnswer, RequestRecord
 from jaxkv.speculation import Method, SpeculationConfig, parse_speculation
+
+if TYPE_CHECKING:
+    from jaxkv.serving.loading import Origin
 
 
 class Engine:
@@ -126,6 +130,8 @@ class Engine:
             mesh=mesh,
         )
         """The core that runs on the device, for measurements."""
+        self.origin: Origin | None = None
+        """Source of the engine; None unless `load` made it."""
 
     @classmethod
     def load(
@@ -218,6 +224,10 @@ class Engine:
             host_pages=host_pages,
             mesh=mesh,
         )
+        name = np.dtype(dtype).name
+        engine.origin = loading.Origin(
+            folder, served.draft_folder, name, scan_layers, mesh
+        )
         if speculation is not None and speculation.adaptive:
             engine.tune()
         return engine
@@ -236,6 +246,11 @@ class Engine:
             have no room for the calls.
         """
         self.core.tune(context)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._eos_ids
 
     @property
     def params(self) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -34,6 +34,18 @@ from jaxkv.speculation import (
     build_speculative,
     load_heads,
 )
+
+
+class Origin(NamedTuple):
+    """Source of an engine: the parts that its arrays and programs do not show."""
+
+    folder: Path
+    draft_folder: Path | None
+    """Folder of the draft model or of the heads, if there are any."""
+    dtype: str
+    """Type of the weights."""
+    scan_layers: bool
+    mesh: Mesh | None
 
 
 def make_engine_config(
@@ -107,14 +119,15 @@ def build_engine_parts(
     if scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
+    draft_folder: Path | None = None
     if speculation is not None and speculation.draft_folder is not None:
         draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
         small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
         draft = ModelWeights(small.config, small.params)
     if speculation is not None and speculation.heads_folder is not None:
-        heads_folder = validation.path("heads_folder", speculation.heads_folder)
+        draft_folder = validation.path("heads_folder", speculation.heads_folder)
         shape = read_config(folder)
-        heads = load_heads(heads_folder, shape, dtype=dtype)
+        heads = load_heads(draft_folder, shape, dtype=dtype)
         heads = heads if mesh is None else place_heads(heads, mesh)
     found: list[EngineParts] = []
 
@@ -127,7 +140,7 @@ def build_engine_parts(
             draft=draft,
             heads=heads,
         )
-        found.append(served)
+        found.append(dataclasses.replace(served, draft_folder=draft_folder))
         return served.pages
 
     with warnings.catch_warnings():

@@ -1,6 +1,7 @@
 """Speculation methods by name: builds drafter, forward pass and pages for a model."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -79,6 +80,8 @@ class EngineParts:
     params: Any
     pages: Pages
     speculation: Speculation | None = None
+    draft_folder: Path | None = None
+    """Folder of the draft model or of the heads, if there are any."""
 
     def with_drafter(self, drafter: Drafter) -> "EngineParts":
         """Returns the same parts with a drafter and `SharedNoiseVerifier`."""

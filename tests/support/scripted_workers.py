@@ -1,12 +1,13 @@
 """Workers without a model for tests of the router: tokens hash the request."""
 
 import asyncio
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv.disaggregation import WorkerSpec
-from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report
+from jaxkv.disaggregation.worker import POLL_S, Attempt, PrefillResult, Report
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, Event, FinishedAnswer
 
@@ -42,7 +43,16 @@ class ScriptedWorker:
         self.reports: dict[str, list[Report]] = {}
         self.attributes: list[Any] = []
         """Attributes of each request that was submitted or prefilled."""
+        self.routers: set[str] = set()
         self._filled = asyncio.Event()
+
+    def forget_routers(self) -> None:
+        """Cancels all attempts, as a worker does after a router's stall."""
+        self.routers.clear()
+        self.reports.clear()
+        for task in self.running.values():
+            task.cancel()
+        self._filled.set()
 
     def kill(self) -> None:
         self.is_dead = True
@@ -63,13 +73,18 @@ class ScriptedWorker:
         found |= {"name": self.name, "spec": self.spec, "pid": 1}
         return found | {"failure": self.failure} | self.described
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         await self._alive()
-        while not (found := self.reports.pop(router, [])):
+        if router not in self.routers:
+            self.routers.add(router)
+            return None
+        if not self.reports.get(router):
             self._filled.clear()
-            await self._filled.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._filled.wait(), POLL_S)
+        if not (reports := self.reports.pop(router, [])):
             await self._alive()
-        return found
+        return reports
 
     def post(self, report: Report) -> None:
         self.reports.setdefault(report.attempt.router, []).append(report)
@@ -85,6 +100,8 @@ class ScriptedWorker:
     ) -> None:
         self.attributes.append(attributes)
         await self._alive()
+        if attempt.router not in self.routers:
+            raise ConnectionError("the router is unknown")
         if len(prompt) > 60:
             refusal = ValueError(f"len(prompt)={len(prompt)}")
             self.post(Report(attempt, refusal=refusal))

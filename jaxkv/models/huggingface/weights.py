@@ -236,7 +236,7 @@ def _check_tensors(
 def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
     """Opens the folder's safetensors; returns by tensor its path and open file."""
     tensors: dict[str, tuple[Path, Any]] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         with reporting_errors(path, safetensors.SafetensorError):
             file = safetensors.safe_open(path, framework="np")
             names = list(file.keys())
@@ -247,8 +247,12 @@ def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
     return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of the model, all of which exist."""
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files that are read, all of which exist.
+
+    Raises:
+      ValueError: a file is missing, or the index is not usable.
+    """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / INDEX

@@ -276,6 +276,45 @@ def test_commands_work_without_extras_and_name_missing_ones(tmp_path: Path) -> N
     ], ran.stderr
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
+def test_a_signal_ends_the_command_while_its_workers_start(
+    tmp_path: Path, popen: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    model = Path(engines.save_tiny_model(tmp_path / "tiny", max_positions=64))
+    # A pipe without a writer: opening the weights never returns.
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    flags = "--port 0 --max-length 64 --decode 2 --prefill 1".split()
+    code = "import sys; from experiments.cli import main; sys.exit(main.main())"
+    process = popen("-c", code, "serve", str(model), *flags)
+    command = psutil.Process(process.pid)
+
+    def loading() -> list[psutil.Process]:
+        """Workers that have imported JAX."""
+        workers = []
+        for child in command.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "ray::" in child.name() and any(
+                    "jaxlib" in x.path for x in child.memory_maps()
+                ):
+                    workers.append(child)
+        return workers
+
+    end = time.monotonic() + 120
+    while len(loading()) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    processes = command.children(recursive=True)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
 def test_ray_workers_answer_over_http(

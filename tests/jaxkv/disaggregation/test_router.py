@@ -3,6 +3,8 @@ wrong."""
 
 import asyncio
 import contextlib
+import dataclasses
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -146,6 +148,7 @@ async def test_tokens_that_changed_after_they_were_streamed_are_an_error() -> No
     def prepare(worker: ScriptedWorker) -> None:
         worker.dies_after = 3 if ".1" in worker.name else None
         worker.token_offset = 0 if ".1" in worker.name else 1
+        worker.pace_s = 0.01  # the tokens arrive before the worker ends
 
     async with routing(DECODE, launcher=ScriptedLauncher(prepare)) as (router, _):
         seen = []
@@ -220,6 +223,54 @@ async def test_a_worker_that_stops_answering_is_killed_and_replaced() -> None:
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
         assert answer.num_attempts == 2
         assert launcher.killed == [worker.name]
+
+
+@pytest.mark.parametrize("heartbeat_s", [2.0, 600.0])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests_that_a_worker_cancelled_during_a_stall_are_repeated(
+    heartbeat_s: float, streamed: bool
+) -> None:
+    """For any order of the router's timeout and the worker's."""
+
+    @runs
+    async def run() -> None:
+        config = dataclasses.replace(QUICK, heartbeat_s=heartbeat_s)
+        async with routing(DECODE, config=config) as (router, launcher):
+            [worker] = launcher.workers.values()
+            worker.pace_s = 0.01
+            tokens: list[int] = []
+
+            async def read() -> None:
+                if streamed:
+                    async for event in router.stream(PROMPT, ASK, key_id=1):
+                        tokens.extend(event.tokens)
+                else:
+                    answer = await router.answer(PROMPT, ASK, key_id=1)
+                    tokens.extend(answer.completion.tokens)
+
+            asked = asyncio.create_task(read())
+            await until(lambda: worker.running)
+            await asyncio.sleep(0.025)
+            [first] = worker.running
+            worker.forget_routers()
+            # Refused until the next poll, and repeated.
+            await asyncio.gather(asked, router.answer([5, *PROMPT], ASK))
+            assert tokens == tokens_of(PROMPT, ASK, 1, 0)
+            assert first in worker.cancelled
+            assert not launcher.killed
+
+    run()
+
+
+@runs
+async def test_a_stall_of_the_router_costs_no_worker() -> None:
+    async with routing(DECODE, DECODE) as (router, launcher):
+        await asyncio.sleep(0.1)
+        time.sleep(QUICK.heartbeat_s + 0.5)
+        answer = await router.answer(PROMPT, ASK, key_id=1)
+        assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
+        await asyncio.sleep(0.1)
+        assert not launcher.killed
 
 
 def _reports(worker: ScriptedWorker) -> Any:

@@ -27,6 +27,7 @@ from jaxkv.disaggregation import (
     Service,
     ServiceLostError,
     WorkerSpec,
+    worker,
 )
 from tests.support.disaggregated import ENGINE, draw_prompts, until, wanted, workers
 from tests.support.folders import ROOT, TOKENIZED
@@ -111,6 +112,23 @@ def test_a_killed_worker_only_costs_time(service: Service, role: str) -> None:
     assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
     until(lambda: len(workers(service)) == 3)
     assert dead["pid"] not in [x["pid"] for x in workers(service)]
+
+
+@pytest.mark.slow
+def test_a_router_that_was_stopped_loses_neither_requests_nor_workers(
+    service: Service,
+) -> None:
+    prompts = draw_prompts(7, 24)
+    pids = {x["pid"] for x in workers(service)}
+    futures = [service.answer(x, LONG, key_id=i) for i, x in enumerate(prompts)]
+    until(lambda: service.status()["running"] > 0)
+    os.kill(service.pid, signal.SIGSTOP)
+    time.sleep(worker.ROUTER_TIMEOUT_S + 3)  # the workers have cancelled the requests
+    os.kill(service.pid, signal.SIGCONT)
+    answers = [x.result(timeout=120) for x in futures]
+    assert [x.completion.tokens for x in answers] == wanted(prompts, LONG)
+    assert any(x.num_attempts > 1 for x in answers)
+    assert {x["pid"] for x in workers(service)} == pids
 
 
 @pytest.mark.slow
@@ -308,6 +326,31 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
     assert "Transfer(num_bytes=" in ran.stdout
+
+
+def test_workers_share_programs_where_the_users_cache_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders: list[str] = []
+
+    def refuse(*_: Any, env: dict[str, str], **__: Any) -> Any:
+        folders.append(env.get("JAX_COMPILATION_CACHE_DIR", ""))
+        raise OSError("no process")
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    (tmp_path / "file").touch()
+    for name, cache in (
+        ("XDG_CACHE_HOME", tmp_path),
+        ("XDG_CACHE_HOME", tmp_path / "file"),
+        ("JAX_COMPILATION_CACHE_DIR", tmp_path / "file"),
+        ("JAX_COMPILATION_CACHE_DIR", tmp_path),
+    ):
+        monkeypatch.setenv(name, str(cache))
+        with pytest.raises(OSError, match="no process"):
+            Service(TOKENIZED)
+    assert folders[::3] == ["", str(tmp_path)]
+    assert all(folder.endswith("/programs") for folder in folders[1:3])
 
 
 def test_services_that_cannot_start_are_refused() -> None:

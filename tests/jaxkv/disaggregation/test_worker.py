@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.disaggregation import Router, WorkerSpec, identity, page_messages, worker
+from jaxkv.disaggregation import Router, WorkerSpec, digests, page_messages, worker
 from jaxkv.disaggregation.page_messages import PageMessage
 from jaxkv.disaggregation.worker import Attempt, PrefillResult, Report, Worker
 from tests.support import engines, moods
@@ -56,7 +56,7 @@ class LocalHandle:
     async def describe(self) -> dict[str, Any]:
         return await self.local.describe()
 
-    async def poll(self, router: str) -> list[Report]:
+    async def poll(self, router: str) -> list[Report] | None:
         return await self.local.poll(router)
 
     async def submit(
@@ -240,13 +240,22 @@ def test_a_router_that_stops_polling_loses_its_requests(
         one = Worker("one", DECODE)
         assert (await one.describe())["failure"] is None
         endless = Sampling(max_tokens=40, ignore_eos=True)
-        await one.submit(Attempt("gone", 1, 1), PROMPTS[3], endless, 0)
+        attempt = Attempt("gone", 1, 1)
+        with pytest.raises(ConnectionError, match="router gone is unknown"):
+            await one.submit(attempt, PROMPTS[3], endless, 0)
+        assert await one.poll("gone") is None
+        await one.submit(attempt, PROMPTS[3], endless, 0)
         assert (await one.status())["routers"] == 1
-        await one.poll("there")
+        assert await one.poll("there") is None
         assert (await one.status())["routers"] == 2
         while (await one.status())["routers"] == 2:
             await one.poll("there")
         assert (await one.status())["running"] == 0
+        # The router learns that its attempts have ended.
+        with pytest.raises(ConnectionError, match="router gone is unknown"):
+            await one.prefill(attempt, PROMPTS[3], 0)
+        assert await one.poll("gone") is None
+        await one.release("gone")
         assert not ends
         await one.release("there")
         while not ends:
@@ -324,37 +333,14 @@ def test_damaged_messages_are_refused() -> None:
             page_messages.unpack(PageMessage(*wrong), LIKE, OWN)
 
 
-def make_folder(path: Path, weights: bytes = b"0123") -> Path:
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "llama"}')
-    (path / "model.safetensors").write_bytes(weights)
-    (path / "tokenizer.json").write_text("{}")
-    return path
-
-
-def test_a_model_is_identified_by_its_contents(tmp_path: Path) -> None:
-    one, two = make_folder(tmp_path / "a"), make_folder(tmp_path / "b")
-    assert identity.folder_identity(one) == identity.folder_identity(two)
-    same_size = make_folder(tmp_path / "c", b"0124")
-    found = identity.describe_difference(
-        identity.folder_identity(same_size), identity.folder_identity(one)
-    )
-    assert found is not None
-    assert found.startswith("weights=")
-    (two / "tokenizer_config.json").write_text("{}")
-    found = identity.describe_difference(
-        identity.folder_identity(two), identity.folder_identity(one)
-    )
-    assert found is not None
-    assert found.startswith("tokenizer=")
-    with pytest.raises(ValueError, match=r"must be a folder with config\.json"):
-        identity.folder_identity(tmp_path)
-
-
 def test_digests_are_remembered_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, hashed = make_folder(tmp_path / "a"), []
+    folder, hashed = tmp_path / "a", []
+    folder.mkdir()
+    files = [folder / "one.safetensors", folder / "two.safetensors"]
+    for path in files:
+        path.write_bytes(b"0123")
     whole = hashlib.file_digest
 
     def count(file: Any, kind: str) -> Any:
@@ -362,17 +348,17 @@ def test_digests_are_remembered_until_a_file_changes(
         return whole(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", count)
-    identity.folder_identity(folder)
+    digests.digest_files(files)
     assert [*tmp_path.iterdir()] == [folder]  # small folders leave no file
-    monkeypatch.setattr(identity, "REMEMBERED_BYTES", 1)
-    first = identity.folder_identity(folder)
+    monkeypatch.setattr(digests, "REMEMBERED_BYTES", 1)
+    first = digests.digest_files(files)
     hashed.clear()
-    assert identity.folder_identity(folder) == first
+    assert digests.digest_files(files) == first
     assert hashed == []
-    (folder / "model.safetensors").write_bytes(b"9999")
-    assert identity.folder_identity(folder) != first
-    assert hashed == ["model.safetensors"]
+    files[0].write_bytes(b"9999")
+    assert digests.digest_files(files) != first
+    assert hashed == ["one.safetensors"]
     memory = tmp_path / ".a.sha256.json"
-    for damaged in ("{", "[]", '{"config.json": [1]}'):
+    for damaged in ("{", "[]", '{"one.safetensors": [1]}'):
         memory.write_text(damaged)
-        assert identity.folder_identity(folder) != first
+        assert digests.digest_files(files) != first

@@ -258,7 +258,7 @@ def test_identity_has_the_width_of_values() -> None:
             LATENT, latent=sizes, head_dim=sizes.nope_dim + sizes.rope_dim
         )
         pages = shapes_of(model, sized(4))
-        found.append(identity.engine_identity(sized(4), pages, dtype="float32"))
+        found.append(identity.page_identity(sized(4), pages))
     assert identity.describe_difference(*found) == "value_width='16' must be '14'"
 
 
