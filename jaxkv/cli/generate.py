@@ -64,6 +64,10 @@ class ModelOptions:
     `SpeculationConfig.heads_folder` in Python."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and pages."""
+    end_tokens: Literal["union", "generation_config"] = "union"
+    """Tokens that end an answer: union takes those of generation_config.json (or
+    config.json) and the tokenizer's; generation_config takes the tokenizer's only if
+    those files name none, as transformers does."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""
@@ -277,8 +281,11 @@ def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]
     loaded, page_size = read.loaded, read.page_size
     tokenizer = loaded.tokenizer
     if options.chat:
+        from jaxkv.text import convert_openai_messages
+
         messages = [[{"role": "user", "content": text}] for text in options.prompt]
-        prompts = [tokenizer.encode_chat(message) for message in messages]
+        chats = [convert_openai_messages(each, tokenizer) for each in messages]
+        prompts = [tokenizer.encode_chat(chat) for chat in chats]
     else:
         prompts = [tokenizer.encode(text) for text in options.prompt]
     # Powers of two: few configurations, so that a later start finds its programs.
@@ -332,7 +339,9 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
         mesh = make_mesh(**degrees)
     # The part of a page on each device has the size of a whole page on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
-    loaded = read_model_folder(folder, dtype=options.dtype, mesh=mesh)
+    loaded = read_model_folder(
+        folder, dtype=options.dtype, mesh=mesh, end_tokens=options.end_tokens
+    )
     if loaded.tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
     return ReadModel(model, folder, mesh, page_size, loaded)
@@ -348,7 +357,6 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
     """
     from jaxkv.serving import Engine
 
-    bounds = {"max_stop_tokens": max(4, len(read.loaded.eos_ids))} | bounds
     return Engine.load(
         read.folder,
         loaded=read.loaded,
@@ -360,10 +368,10 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
-    """Returns arguments of `Engine.load`: dtype and speculation."""
+    """Returns arguments of `Engine.load`: dtype, end tokens and speculation."""
     from jaxkv.speculation import KINDS, SpeculationConfig
 
-    fields: dict[str, Any] = {"dtype": options.dtype}
+    fields: dict[str, Any] = {"dtype": options.dtype, "end_tokens": options.end_tokens}
     if options.drafts is not None:
         fields["max_drafts"] = options.drafts
     if options.speculate is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxkv.models.huggingface.families import FAMILIES, Family
     from jaxkv.models.huggingface.values import parse_flag, parse_size
     from jaxkv.models.huggingface.weights import weight_files
-    from jaxkv.models.interface import Forward, ForwardResult, Params, attend
+    from jaxkv.models.interface import EndTokens, Forward, ForwardResult, Params, attend
     from jaxkv.models.layers import (
         FEW_ROWS,
         Activations,

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from jax.typing import DTypeLike
 
@@ -36,7 +36,7 @@ from jaxkv.models.huggingface import (
     to_hf,
     write_tree,
 )
-from jaxkv.models.interface import Params
+from jaxkv.models.interface import EndTokens, Params
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
 # Files of tokenizers that are not supported; a folder with one has no byte vocabulary.
@@ -81,6 +81,7 @@ def load_model(
     *,
     dtype: DTypeLike = "float32",
     place: Callable[[ModelConfig], Place] | None = None,
+    end_tokens: EndTokens = "union",
 ) -> LoadedModel:
     """Reads a model with its parameters and its tokenizer.
 
@@ -92,6 +93,10 @@ def load_model(
         multiplied by their scales. Selection biases of experts are at least float32.
       place: function of the configuration that returns a function to put each parameter
         on devices, one after another; None puts all on the default device.
+      end_tokens: tokens that end a text. "union" takes `eos_token_id` of
+        generation_config.json, or else of config.json, and the tokenizer's `eos_token`,
+        as vLLM does; "generation_config" takes the tokenizer's only if both files name
+        none, as transformers does.
 
     Returns:
       The model, with the numbers of the file.
@@ -102,12 +107,13 @@ def load_model(
         finite; the message names the file.
     """
     validation.path("folder", folder)
+    validation.choice("end_tokens", end_tokens, get_args(EndTokens))
     folder, dtype = model_folder(folder), checked_dtype(dtype)
     verify_listed(folder)
     config = read_config(folder)
     put = None if place is None else place(config)
     params = load_params(folder, config, dtype, put)
-    return LoadedModel(config, params, *_load_tokenizer(folder, config))
+    return LoadedModel(config, params, *_load_tokenizer(folder, config, end_tokens))
 
 
 @validation.suggests_keywords
@@ -135,7 +141,8 @@ def save_model(
       config: architecture of the model.
       params: parameters of the model.
       tokenizer: tokenizer to write with the model.
-      eos_ids: tokens that end a text; by default those of the tokenizer.
+      eos_ids: tokens that end a text; by default those of the tokenizer. `load_model`
+        adds the `eos_token` of the tokenizer.
       model_card: text of the folder's README.md, in Markdown.
       dtype: dtype to store; by default that of the parameters.
       max_shard_bytes: largest size of the tensors in one file, at least 1; a larger
@@ -215,7 +222,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
 
 
 def _load_tokenizer(
-    folder: Path, config: ModelConfig
+    folder: Path, config: ModelConfig, end_tokens: EndTokens = "union"
 ) -> tuple[Tokenizer | ByteTokenizer | None, tuple[int, ...]]:
     """Reads the tokenizer, and the tokens that end a text."""
     settings = _read_if_there(folder / "tokenizer_config.json") or {}
@@ -232,15 +239,16 @@ def _load_tokenizer(
                 special_map=special_map,
                 added_tokens=added_tokens,
             )
-        if eos_ids is None:
-            eos_ids = tokenizer.special_ids("eos_token")
+        if eos_ids is None or end_tokens == "union":
+            eos_ids = [*(eos_ids or ()), *tokenizer.special_ids("eos_token")]
     elif NUM_BYTES <= config.vocab_size <= MAX_BYTE_VOCAB and not any(
         (folder / name).exists() for name in UNSUPPORTED_TOKENIZER_FILES
     ):
         tokenizer = ByteTokenizer(config.vocab_size, eos_ids=eos_ids)
         eos_ids = tokenizer.eos_ids
     # Some files name tokens beyond the vocabulary, which the model cannot return.
-    known = tuple(token for token in eos_ids or () if 0 <= token < config.vocab_size)
+    unique = dict.fromkeys(eos_ids or ())
+    known = tuple(token for token in unique if 0 <= token < config.vocab_size)
     if tokenizer is not None:
         tokenizer.eos_ids = known
     return tokenizer, known

@@ -17,6 +17,10 @@ type Params = Any
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
 
 
+EndTokens = Literal["union", "generation_config"]
+"""Source of the tokens that end a text, see `checkpoints.load_model`."""
+
+
 class ForwardResult(NamedTuple):
     """Result of a forward pass."""
 

@@ -15,6 +15,12 @@ from jaxkv import validation
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import REQUEST_FIELDS, RequestAttributes, StallError, from_fields
 from jaxkv.server.backend import Backend, OverloadedError
+from jaxkv.server.tool_calls import (
+    FORMATS,
+    ToolCallReader,
+    find_tool_format,
+)
+from jaxkv.text import convert_openai_messages
 
 DEADLINE_HEADER = "x-deadline-s"
 """HTTP header with a time limit in s; the field `deadline_s` takes precedence."""
@@ -104,6 +110,8 @@ class GenerationRequest(NamedTuple):
     prompt_offsets: list[list[int]] | None = None
     """Starts of the tokens of each prompt in its text, which special tokens may be a
     part of; None for prompts of token ids, or if they are not requested."""
+    tool_reader: ToolCallReader | None = None
+    """Reader of tool calls; None if the request has no tools."""
 
 
 def parse_completion(
@@ -155,12 +163,36 @@ def parse_chat(
 ) -> GenerationRequest:
     """Parses the body of /v1/chat/completions; see `parse_completion`."""
     given = _read_fields(body, "chat", backend)
-    messages = _parse_messages(_get_required(given, "messages"))
+    messages = _get_required(given, "messages")
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         raise _refusal("tools", "tools must be a list of objects")
-    if given.get("tool_choice") == "none":
-        tools = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise _refusal("tools", f"tools[{i}].function must have a name")
+    if given.get("tool_choice") == "none" or not tools:
+        tools = None
+    tokenizer = backend.tokenizer
+    names = tokenizer.chat_variables(tools)
+    variables = _parse_template_variables(given, names)
+    reader = None
+    if tools is not None:
+        tool_format = find_tool_format(tokenizer.chat_template(tools))
+        if tool_format is None or "tools" not in names:
+            formats = ", ".join(each.name for each in FORMATS)
+            raise _refusal(
+                "tools",
+                "tools are not supported: the model's chat template renders none, or "
+                f"its tool calls are in none of the formats {formats}; "
+                "tool_choice='none' answers without tools",
+            )
+        reader = ToolCallReader(tool_format, tools, tokenizer)
+    try:
+        messages = convert_openai_messages(messages, tokenizer, tools=tools)
+    except ValueError as error:
+        raise _refusal(re.split("[ =]", str(error))[0], str(error)) from None
     wants = _get_checked(given, "logprobs", validation.boolean, False)
     num_tops = _get_checked(given, "top_logprobs", validation.integer)
     if num_tops and not wants:
@@ -180,7 +212,7 @@ def parse_chat(
     num_tops = (num_tops or 0) if wants else None
     fields["logprobs"] = num_tops
     fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
-    prompts = [backend.tokenizer.encode_chat(messages, tools=tools or None)]
+    prompts = [tokenizer.encode_chat(messages, tools=tools, **variables)]
     return GenerationRequest(
         kind="chat",
         prompts=prompts,
@@ -188,6 +220,7 @@ def parse_chat(
         echoes=None,
         logprobs=num_tops,
         drops_answer=False,
+        tool_reader=reader,
         **own,
     )
 
@@ -246,7 +279,10 @@ _COMMON_FIELDS = (
 )
 _ROUTE_FIELDS = {
     "completion": ("prompt", "echo"),
-    "chat": ("messages", "tools", "top_logprobs", "max_completion_tokens"),
+    "chat": (
+        *("messages", "tools", "top_logprobs", "max_completion_tokens"),
+        "chat_template_kwargs",
+    ),
 }
 
 
@@ -432,34 +468,28 @@ def _parse_prompts(
     )
 
 
-def _parse_messages(raw: Any) -> list[dict[str, Any]]:
-    """Returns messages for a chat template, with text contents.
+def _parse_template_variables(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Returns `chat_template_kwargs`; they must be among the template's variables."""
+    field = "chat_template_kwargs"
+    variables = given.get(field, {})
+    if not isinstance(variables, dict):
+        shown = validation.format_value(variables)
+        raise _refusal(field, f"{field}={shown} must be an object")
+    allowed = names - _RESERVED_VARIABLES
+    for name in variables:
+        if name not in allowed:
+            shown = validation.format_value(name)
+            choices = ", ".join(sorted(allowed)) or "it has none"
+            raise _refusal(
+                field,
+                f"{field} has {shown}, must have variables of the model's chat "
+                f"template: {choices}",
+            )
+    return variables
 
-    Text parts are joined; images and audio are refused. The content is None only in a
-    message with tool calls.
-    """
-    if not isinstance(raw, list) or not raw:
-        raise _refusal("messages", "messages must be a list, not empty")
-    found = []
-    for i, message in enumerate(raw):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _refusal(where, f"{where} must have a role")
-        content, where = message.get("content"), f"{where}.content"
-        if isinstance(content, list):
-            for part in content:
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind != "text" or not isinstance(part.get("text"), str):
-                    kind = validation.format_value(kind)
-                    line = f"{where} has a part of type {kind}, must be 'text'"
-                    raise _refusal(where, line)
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str) and not (
-            content is None and message.get("tool_calls")
-        ):
-            raise ApiError(400, f"{where} must be text", param=f"messages[{i}]")
-        found.append(message | {"content": content})
-    return found
+
+_RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt", "chat_template"}
+"""Variables of a template that other fields determine."""
 
 
 def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxkv.server.openai_requests import ApiError, GenerationRequest
+from jaxkv.server.tool_calls import StreamedContent, ToolCall
 from jaxkv.serving import Completion, Event, FinishedAnswer
 from jaxkv.text import NUM_BYTES
 
@@ -31,6 +32,10 @@ class ResponseWriter:
     tokenizer: Any
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    _contents: dict[int, StreamedContent] = dataclasses.field(
+        default_factory=dict, init=False
+    )
+    """Streamed content of answers that may have tool calls, by their index."""
 
     def document(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Returns the document of a request that is not streamed."""
@@ -41,15 +46,21 @@ class ResponseWriter:
                 if self.request.logprobs is not None:
                     logprobs = self._logprobs(prompt, completion, answer)
                 body: dict[str, Any] = {"text": text}
+                calls: list[ToolCall] = []
                 if self.request.kind == "chat":
                     message = {"role": "assistant", "content": text, "refusal": None}
+                    if self.request.tool_reader is not None:
+                        content, calls = self.request.tool_reader.read(answer)
+                        message["content"] = content if content or not calls else None
+                    if calls:
+                        message["tool_calls"] = [call.document for call in calls]
                     body = {"message": message}
                 choices.append(
                     {
                         "index": self._index(prompt, place),
                         **body,
                         "logprobs": logprobs,
-                        "finish_reason": finish_reason(answer.reason),
+                        "finish_reason": finish_reason(answer.reason, calls),
                     }
                 )
         kind = "chat.completion" if self.request.kind == "chat" else "text_completion"
@@ -70,9 +81,14 @@ class ResponseWriter:
         Log-probabilities are in the last chunk of an answer, since those of
         alternatives are known only then.
         """
-        if event.text and not self.request.drops_answer:
+        text = event.text
+        reader = self.request.tool_reader
+        if reader is not None:
+            sent = self._contents.setdefault(event.sample, StreamedContent(reader))
+            text = sent.push(event.text, event.tokens)
+        if text and not self.request.drops_answer:
             is_chat = self.request.kind == "chat"
-            delta = {"content": event.text} if is_chat else event.text
+            delta = {"content": text} if is_chat else text
             yield self._chunk(prompt, event.sample, delta)
         if event.completion is not None:
             for place, answer in enumerate(event.completion.answers):
@@ -80,7 +96,18 @@ class ResponseWriter:
                 if self.request.logprobs is not None:
                     logprobs = self._logprobs(prompt, event.completion, answer)
                 delta = {} if self.request.kind == "chat" else ""
-                reason = finish_reason(answer.reason)
+                calls: list[ToolCall] = []
+                if reader is not None:
+                    sent = self._contents.pop(place, StreamedContent(reader))
+                    content, calls = sent.finish(answer)
+                    if content:
+                        yield self._chunk(prompt, place, {"content": content})
+                if calls:
+                    documents = [
+                        {"index": i} | call.document for i, call in enumerate(calls)
+                    ]
+                    yield self._chunk(prompt, place, {"tool_calls": documents})
+                reason = finish_reason(answer.reason, calls)
                 yield self._chunk(prompt, place, delta, logprobs, reason)
 
     def closing(self, completions: Sequence[Completion]) -> Iterable[dict[str, Any]]:
@@ -219,14 +246,14 @@ class ResponseWriter:
         return f"<|{token}|>", None
 
 
-def finish_reason(reason: str) -> str:
-    """Returns OpenAI's `finish_reason` of an answer.
+def finish_reason(reason: str, calls: Sequence[ToolCall] = ()) -> str:
+    """Returns OpenAI's `finish_reason` of an answer with these tool calls.
 
     Raises:
       ApiError: the answer is not complete.
     """
     if reason in ("stop", "length"):
-        return reason
+        return "tool_calls" if calls else reason
     why = {"nan": "the model's logits are not all finite"}
     line = why.get(reason, f"the answer was {reason}")
     raise ApiError(500, line, kind="server_error")

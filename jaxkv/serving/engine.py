@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxkv import scheduling, validation
 from jaxkv.engine import EngineConfig, EngineFields, LogitsFn, Speculation
 from jaxkv.memory import Eviction, Pages, PageTableView
-from jaxkv.models import Forward
+from jaxkv.models import EndTokens, Forward
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes
@@ -143,6 +143,7 @@ class Engine:
         scan_layers: bool = False,
         speculate: Method | SpeculationConfig | None = None,
         mesh: Mesh | None = None,
+        end_tokens: EndTokens = "union",
         policy: Policy | None = None,
         eviction: Eviction | None = None,
         logits_fn: LogitsFn | None = None,
@@ -159,8 +160,8 @@ class Engine:
         Args:
           folder: path of a folder with config.json, safetensors and, for text,
             tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
-          loaded: result of `loading.read_model_folder` for this folder, `dtype` and
-            `mesh`; None reads it.
+          loaded: result of `loading.read_model_folder` for this folder, `dtype`,
+            `mesh` and `end_tokens`; None reads it.
           dtype: type of weights and pages.
           scan_layers: True to stack the weights and scan over the layers, see
             `param_forms.stack_layers`; False to unroll them. A scan gives the same
@@ -172,12 +173,16 @@ class Engine:
             drafts.
           mesh: devices to divide the model and its pages over, see
             `parallel.make_mesh`; each reads its part of the weights. None means one.
+          end_tokens: "union" of the end tokens of the configuration and of the
+            tokenizer, or "generation_config" for the rule of transformers, see
+            `load_model`.
           policy: as in the constructor, as are the next four.
           eviction: see there.
           logits_fn: see there.
           keep_trace: see there.
           host_pages: see there.
-          **bounds: fields of `EngineConfig`.
+          **bounds: fields of `EngineConfig`. By default `max_stop_tokens` has room for
+            the model's end tokens and 3 of a request.
 
         Raises:
           ValueError: the folder or a field is not usable; the message has the reason.
@@ -198,7 +203,12 @@ class Engine:
         config = loading.make_engine_config(bounds, speculation)
         model = loaded
         if model is None:
-            model = loading.read_model_folder(folder, dtype=dtype, mesh=mesh)
+            model = loading.read_model_folder(
+                folder, dtype=dtype, mesh=mesh, end_tokens=end_tokens
+            )
+        if "max_stop_tokens" not in bounds:
+            num = max(config.max_stop_tokens, len(model.eos_ids) + 3)
+            config = dataclasses.replace(config, max_stop_tokens=num)
         served = loading.build_engine_parts(
             folder,
             model,

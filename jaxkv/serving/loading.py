@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxkv import files, parallel, validation
 from jaxkv.engine import EngineConfig, EngineFields, init
 from jaxkv.memory import Pages
-from jaxkv.models import LoadedModel, load_model, read_config
+from jaxkv.models import EndTokens, LoadedModel, load_model, read_config
 from jaxkv.parallel import (
     check_pages,
     degree_of,
@@ -79,17 +79,21 @@ def find_model_folder(name: str, folder: Any) -> Path:
 
 
 def read_model_folder(
-    folder: Any, *, dtype: str, mesh: Mesh | None = None
+    folder: Any,
+    *,
+    dtype: str,
+    mesh: Mesh | None = None,
+    end_tokens: EndTokens = "union",
 ) -> LoadedModel:
-    """Reads a model; on a mesh it is sharded, and its shape is `tensor.fit_config`'s.
+    """Reads a model as `load_model`, on a mesh sharded in the shape of `fit_config`.
 
     Raises:
       ValueError: the folder cannot be used, or the mesh does not divide the model.
     """
     if mesh is None:
-        return load_model(folder, dtype=dtype)
+        return load_model(folder, dtype=dtype, end_tokens=end_tokens)
     place = functools.partial(make_placer, mesh=mesh)
-    loaded = load_model(folder, dtype=dtype, place=place)
+    loaded = load_model(folder, dtype=dtype, place=place, end_tokens=end_tokens)
     config = fit_config(loaded.config, degree_of(mesh), num_expert=experts_of(mesh))
     return loaded._replace(config=config)
 

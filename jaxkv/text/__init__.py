@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         encode_texts,
         train_tokenizer,
     )
+    from jaxkv.text.openai_messages import convert_openai_messages
     from jaxkv.text.tokenizer import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

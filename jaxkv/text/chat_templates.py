@@ -7,6 +7,7 @@ are counted and its sums and products are bounded, so that it cannot run forever
 
 import contextlib
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -54,17 +56,7 @@ def render(
         refuses the messages, is invalid, or exceeds `MAX_STEPS`.
     """
     given: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, Mapping)]
-        found = {entry.get("name"): entry.get("template") for entry in named}
-        has_tools = given["tools"] is not None and "tool_use" in found
-        template = found.get("tool_use" if has_tools else "default")
-    if template is None:
-        raise ValueError("this model has no chat template: give it plain text")
-    if not isinstance(template, str):
-        raise ValueError(
-            f"the chat template is no text but of type {type(template).__name__}"
-        )
+    template = choose_template(template, given["tools"])
     if not _is_list(messages) or not messages:
         raise ValueError("messages must be a list, each with a role and a content")
     for number, message in enumerate(messages):
@@ -92,25 +84,68 @@ def render(
             plain = {"thinking": each} | plain | {"reasoning_content": each}
         conversation.append(plain)
     given = {"add_generation_prompt": True} | given | {"messages": conversation}
-    helpers: dict[str, Any] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        "namespace": _Namespace,
-    }
+    try:
+        # Copied through JSON, so that the template has no access to Python objects.
+        given = json.loads(json.dumps(given, default=dict))
+        program = _compile(template)
+        with _counted_steps():
+            return program.render(given)
+    except Exception as error:  # a template may raise any exception
+        raise ValueError(f"the chat template failed: {one_line(error)}") from None
+
+
+def choose_template(template: Any, tools: Any = None) -> str:
+    """Returns the text of a template, or of the named one that renders `tools`.
+
+    Args:
+      template: as in `render`.
+      tools: the functions that the model may call; None means none.
+
+    Raises:
+      ValueError: the template is missing or not text.
+    """
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        texts = {entry.get("name"): entry.get("template") for entry in named}
+        has_tools = tools is not None and "tool_use" in texts
+        template = texts.get("tool_use" if has_tools else "default")
+    if template is None:
+        raise ValueError("this model has no chat template: give it plain text")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"the chat template is no text but of type {type(template).__name__}"
+        )
+    return template
+
+
+def read_variables(template: str) -> set[str]:
+    """Returns the names of the variables that a template reads and `render` accepts.
+
+    Raises:
+      ValueError: the template is invalid.
+    """
+    try:
+        program = _environment().parse(template)
+        names = jinja2.meta.find_undeclared_variables(program)
+    except Exception as error:  # the parser may raise any exception
+        raise ValueError(f"the chat template failed: {one_line(error)}") from None
+    return names - _HELPERS.keys() - _OPTIONS
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     environment = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
-    try:
-        # Copied through JSON, so that the template has no access to Python objects.
-        given = json.loads(json.dumps(given, default=dict))
-        program = environment.from_string(template, globals=helpers)
-        with _counted_steps():
-            return program.render(given)
-    except Exception as error:  # a template may raise any exception
-        raise ValueError(f"the chat template failed: {one_line(error)}") from None
+    return environment
+
+
+@functools.lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template, globals=_HELPERS)
 
 
 def _is_list(value: object) -> bool:
@@ -249,3 +284,11 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+_HELPERS: dict[str, Any] = {
+    "raise_exception": _raise_exception,
+    "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+    "namespace": _Namespace,
+}
+"""Functions that transformers defines for every template."""

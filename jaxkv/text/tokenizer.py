@@ -56,8 +56,9 @@ class _ChatTemplates:
         """Renders a conversation as the text the model was trained on.
 
         Args:
-          messages: messages in order, each with "role" and "content", or with other
-            keys in place of the content, such as "tool_calls".
+          messages: messages in order and in the template's form, each with "role" and
+            "content", or with other keys in place of the content, such as "tool_calls".
+            `convert_openai_messages` makes them from messages of OpenAI's API.
           add_generation_prompt: True opens the assistant's next turn.
           chat_template: a template, or the name of one of the model's; None means the
             model's own.
@@ -98,6 +99,25 @@ class _ChatTemplates:
             template = found[-1].get("template") if found else chosen
         known = {**self.special_tokens, **variables}
         return chat_templates.render(template, messages, known)
+
+    def chat_template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Returns the text of the model's template for conversations with `tools`.
+
+        Raises:
+          ValueError: the model has no template.
+        """
+        template = self.settings.get("chat_template")
+        return chat_templates.choose_template(template, tools)
+
+    def chat_variables(
+        self, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> set[str]:
+        """Returns the names of the variables that `chat_template` reads.
+
+        Raises:
+          ValueError: the model has no template, or it is invalid.
+        """
+        return chat_templates.read_variables(self.chat_template(tools))
 
     @property
     def special_tokens(self) -> dict[str, str]:

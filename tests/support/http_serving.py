@@ -32,7 +32,10 @@ class Scripted:
     def __init__(self) -> None:
         self.tokenizer: Any = ByteTokenizer(257)
         self.tokenizer.settings["chat_template"] = (
-            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+            "{% for call in m.tool_calls %}"
+            "<tool_call>{{ call.function | tojson }}</tool_call>"
+            "{% endfor %}{% endfor %}"
             "{% if tools %}{{ tools[0].function.name }}{% endif %}"
         )
         self.running = 0

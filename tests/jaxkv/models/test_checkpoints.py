@@ -639,6 +639,40 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert refusal(folder).startswith("FOLDER/tokenizer.json: not a tokenizer")
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "union", "alone"),
+    [
+        ({"eos_token_id": 2}, 0, (2, 1), (2,)),
+        ({"eos_token_id": [3, 1, 2, 3]}, None, (3, 1, 2), (3, 1, 2)),
+        ({"eos_token_id": None}, [0], (0, 1), (0,)),
+        ({}, 5, (5, 1), (5,)),
+        (None, 5, (5, 1), (5,)),
+        (None, 1, (1,), (1,)),
+        (None, None, (1,), (1,)),
+        ({"eos_token_id": []}, 5, (1,), ()),
+        ({"eos_token_id": [2, 3, 4, 5, 6, 7]}, None, (2, 3, 4, 5, 6, 7, 1),
+         (2, 3, 4, 5, 6, 7)),
+    ],
+)  # fmt: skip
+def test_end_tokens_of_a_folder(
+    tmp_path: Path, generation: Any, config: Any, union: Any, alone: Any
+) -> None:
+    folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
+    change_config(folder, eos_token_id=config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert load_model(folder).eos_ids == union
+    loaded = load_model(folder, end_tokens="generation_config")
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.eos_ids == loaded.eos_ids == alone
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_other_sources_of_end_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="end_tokens='all' must be 'union' or"):
+        load_model(GOLDEN / "tokenized", end_tokens="all")  # ty: ignore
+
+
 def test_added_tokens_of_other_files(tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDEN / "tokenized", tmp_path / "t")
     change_config(folder, eos_token_id=None)

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import json
 import re
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -931,6 +934,49 @@ def test_scored_prompts_need_spare_rows() -> None:
     engine = make_engine(max_logit_rows=0)
     message = "prompt_logprobs need max_logit_rows above config.max_slots=3"
     refused(engine, [5], Sampling(prompt_logprobs=True), message)
+
+
+def tokenized_folder(path: Path, eos_ids: list[int], eos_token: str) -> Path:
+    """Writes a folder whose tokenizer has another end token than its configuration."""
+    folder = shutil.copytree(TOKENIZED, path)
+    configured = json.dumps({"eos_token_id": eos_ids})
+    (folder / "generation_config.json").write_text(configured)
+    settings = folder / "tokenizer_config.json"
+    document = json.loads(settings.read_text()) | {"eos_token": eos_token}
+    settings.write_text(json.dumps(document))
+    return folder
+
+
+def test_answers_end_at_the_tokenizers_end_token(
+    engine: jaxkv.Engine, tmp_path: Path
+) -> None:
+    ask = Sampling.greedy(max_tokens=8)
+    [done] = engine.generate([PROMPTS[0]], ask)
+    end = done.tokens[2]
+    tokenizer = the_tokenizer()
+    assert isinstance(tokenizer, Tokenizer)
+    text = tokenizer.core.id_to_token(end)
+    assert text is not None
+    folder = tokenized_folder(tmp_path / "m", [loaded().config.vocab_size - 1], text)
+    for source, num in (
+        ("union", done.tokens.index(end) + 1),
+        ("generation_config", 8),
+    ):
+        served = jaxkv.Engine.load(folder, end_tokens=source, **vars(BOUNDS))
+        [other] = served.generate([PROMPTS[0]], ask)
+        assert other.tokens == done.tokens[:num]
+
+
+def test_many_end_tokens_load(tmp_path: Path) -> None:
+    folder = tokenized_folder(tmp_path / "m", [2, 3, 4, 5, 6], "<|end|>")
+    bounds = {name: x for name, x in vars(BOUNDS).items() if name != "max_stop_tokens"}
+    served = jaxkv.Engine.load(folder, **bounds)
+    num = len(load_model(folder).eos_ids)
+    assert num >= 5
+    assert served.config.max_stop_tokens == num + 3
+    with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=4"):
+        jaxkv.Engine.load(folder, max_stop_tokens=4, **bounds)
+    assert make_engine().config.max_stop_tokens == BOUNDS.max_stop_tokens
 
 
 def test_too_many_end_tokens() -> None:
