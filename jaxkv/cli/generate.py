@@ -132,7 +132,8 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
       ValueError: the model, a prompt or an option cannot be used.
     """
     asks = _asks(options)
-    num_drawn, num_kept = asks[0].num_sequences, options.n
+    num_drawn = asks[0].num_sequences
+    num_kept = options.n
     is_search = options.beam_width is not None
     # Answers stream as they grow, unless they are ranked at the end.
     is_ranked = is_search or num_drawn > num_kept
@@ -141,15 +142,15 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
     found: list[list[dict[str, Any]]] = [
         [x | {"tokens": [], "prompt": i} for x in drawn] for i in range(len(asks))
     ]
-    status, under_way, keeps = 0, {*range(len(asks))}, None
+    status = 0
+    under_way = {*range(len(asks))}
+    keeps = None
     engine, prompts = _engine(model, options)
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
-    write, start_s = (
-        AnswerWriter(headings, is_whole=is_ranked),
-        time.perf_counter(),
-    )
+    write = AnswerWriter(headings, is_whole=is_ranked)
+    start_s = time.perf_counter()
     tuned_s = engine.compile_s  # before the answers
     if is_search:
         print("[beam search: text appears at the end]", file=sys.stderr)
@@ -164,7 +165,8 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                 if not keeps:  # compiled: from here on there are partial answers
                     keeps = handle_signals(raise_stopped, lambda number: None)
                     stack.enter_context(keeps)
-                i, sample = event.request_id, event.sample
+                i = event.request_id
+                sample = event.sample
                 if not is_search:  # beams are not final answers
                     answer = found[i][sample]
                     answer["text"] += event.text
@@ -211,16 +213,19 @@ def _asks(options: GenerateOptions) -> list[Any]:
         raise ValueError("--prompt must be given at least once")
     is_search = options.beam_width is not None
     for name, off_value in _ONLY_DRAWS if is_search else _ONLY_SEARCHES:
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        value = getattr(options, name)
+        flag = "--" + name.replace("_", "-")
         if value not in (off_value, getattr(GenerateOptions, name)):
             why = "not used by beam search" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
     # Sampling options have the names of the fields of `Sampling`.
-    given, known = vars(options), {x.name for x in dataclasses.fields(Sampling)}
+    given = vars(options)
+    known = {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {name: given[name] for name in given if name in known}
     how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
-    ask, seeds = Sampling(**how), range(len(options.prompt))
+    ask = Sampling(**how)
+    seeds = range(len(options.prompt))
     asks = [dataclasses.replace(ask, seed=options.seed + i) for i in seeds]
     num_sequences = asks[0].num_sequences
     if num_sequences > MAX_ANSWERS:
@@ -278,7 +283,8 @@ def check_drafting(options: ModelOptions) -> None:
 def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]:
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     read = read_model(model, options.loading)
-    loaded, page_size = read.loaded, read.page_size
+    loaded = read.loaded
+    page_size = read.page_size
     tokenizer = loaded.tokenizer
     if options.chat:
         from jaxkv.text import convert_openai_messages
@@ -330,7 +336,8 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     from jaxkv.parallel import check_all_used, make_mesh, set_cpu_devices
     from jaxkv.serving import read_model_folder
 
-    folder, mesh = model_folder(model), None
+    folder = model_folder(model)
+    mesh = None
     degrees = mesh_degrees(options.parallel)
     if (num := math.prod(degrees.values())) == 1:
         check_all_used(1)

@@ -332,7 +332,8 @@ def serve_backend(
     url = url_of(listener)
 
     async def serve_app() -> list[int]:
-        loop, stop_requested = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop_requested = asyncio.Event()
 
         async def stop() -> None:
             await stop_requested.wait()
@@ -368,7 +369,8 @@ def _check(options: ServeOptions, longest: int) -> None:
         ("max_slots", 1, 1_000_000),
         ("num_pages", 1, 2**31 - 1),
     ):
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        value = getattr(options, name)
+        flag = "--" + name.replace("_", "-")
         if value is not None and not low <= value <= high:
             raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
@@ -378,7 +380,8 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, An
     max_length = options.max_length
     if max_length is None:
         max_length = min(_DEFAULT_LENGTH, longest)
-    slots, num_pages = options.max_slots, options.num_pages
+    slots = options.max_slots
+    num_pages = options.num_pages
     if num_pages is None:
         num_pages = slots * -(-max_length // page_size)
     # Rows with logits for the log-probabilities of prompts.

@@ -195,7 +195,8 @@ def connected(address: str | None, service: str, *, folder: str) -> Generator[La
         ray.shutdown()
 
 
-dumps, loads = cloudpickle.dumps, cloudpickle.loads
+dumps = cloudpickle.dumps
+loads = cloudpickle.loads
 """Pickle and unpickle a function, including one defined in a script or notebook."""
 
 

@@ -55,7 +55,8 @@ def digest_files(paths: Sequence[Path]) -> str:
     except (OSError, ValueError):
         old = {}
     old = old if isinstance(old, dict) else {}
-    entries, num_bytes = {}, 0
+    entries = {}
+    num_bytes = 0
     for path in paths:
         status = path.stat()
         num_bytes += status.st_size
@@ -182,7 +183,8 @@ class _Describer:
         )
 
     def _function(self, function: types.FunctionType) -> str:
-        code, variables = function.__code__, function.__globals__
+        code = function.__code__
+        variables = function.__globals__
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         defaults = [function.__defaults__, function.__kwdefaults__]
         if _library(str(variables.get("__name__", ""))) is not None:

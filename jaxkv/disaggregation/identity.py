@@ -36,7 +36,8 @@ def engine_identity(engine: Engine) -> dict[str, str]:
     """
     if (origin := engine.origin) is None:
         raise ValueError("an engine without a folder has no identity")
-    config, static = engine.config, engine.core.static
+    config = engine.config
+    static = engine.core.static
     numerics = config.numerics
     if numerics == "reproducible":
         mesh = {} if origin.mesh is None else dict(origin.mesh.shape)

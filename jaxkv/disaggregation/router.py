@@ -143,7 +143,8 @@ class Router:
           model_name: name of the model for HTTP clients.
         """
         self.config = RouterConfig() if config is None else config
-        self.tokenizer, self.model_name = tokenizer, model_name
+        self.tokenizer = tokenizer
+        self.model_name = model_name
         self.name = secrets.token_hex(8)
         # The router encodes prompts, and workers decode answers.
         fields = (
@@ -375,7 +376,8 @@ class Router:
 
     async def _attempts(self, request: _Request) -> RoutedAnswer:
         """Tries to serve a request, each time with the workers that serve then."""
-        arrival_s, reasons = self.now(), []
+        arrival_s = self.now()
+        reasons = []
         for number in range(1, self.config.max_attempts + 1):
             if number > 1:
                 await asyncio.sleep(self.config.backoff_s * 2 ** (number - 2))
@@ -415,7 +417,8 @@ class Router:
     def _choose_worker(
         self, workers: list[WorkerRecord], request: _Request, keys: list[bytes]
     ) -> WorkerRecord:
-        num_tokens, page_size = len(request.prompt), self._pool.bounds["page_size"]
+        num_tokens = len(request.prompt)
+        page_size = self._pool.bounds["page_size"]
         candidates = [
             Candidate(
                 worker.name,
@@ -448,7 +451,8 @@ class Router:
         if decode.num_cached_pages(keys) == len(keys):
             return Transfer()
         reader = self._choose_worker(workers, request, keys)
-        prompt, asked = request.prompt, request.attributes
+        prompt = request.prompt
+        asked = request.attributes
         prefill = reader.handle.prefill(attempt, prompt, request.sampling.salt, asked)
         try:
             with reader.track_load(attempt, len(prompt)):

@@ -123,7 +123,8 @@ class Service:
             http=http,
         )
         self._grace_s = 0.0 if http is None else http.grace_s
-        self._sending, self._is_over = threading.Lock(), False
+        self._sending = threading.Lock()
+        self._is_over = False
         self._replies: dict[int, Callable[[Reply], None]] = {}
         self._numbers = itertools.count(1)
         self._connection, remote_end = Pipe()
@@ -239,7 +240,8 @@ class Service:
         deadline_s: float | None = None,
     ) -> AsyncGenerator[Event]:
         """Answers a prompt, event by event, see `Router.stream`."""
-        loop, replies = asyncio.get_running_loop(), asyncio.Queue[Reply]()
+        loop = asyncio.get_running_loop()
+        replies = asyncio.Queue[Reply]()
 
         def receive(reply: Reply) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -120,7 +120,8 @@ class Worker:
     """
 
     def __init__(self, name: str, spec: WorkerSpec):
-        self.name, self.spec = name, spec
+        self.name = name
+        self.spec = spec
         self._failure: str | None = None
         self._mailboxes: dict[str, _Mailbox] = {}
         self._watch_task: asyncio.Task[None] | None = None
@@ -191,7 +192,8 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(box.is_filled.wait(), POLL_S)
         box.last_poll_s = time.monotonic()
-        reports, box.reports = box.reports, []
+        reports = box.reports
+        box.reports = []
         return reports
 
     async def submit(

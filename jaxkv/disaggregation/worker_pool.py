@@ -88,7 +88,8 @@ class WorkerRecord:
     """State of a worker in the pool."""
 
     def __init__(self, name: str, handle: WorkerHandle, spec: WorkerSpec | None):
-        self.name, self.handle = name, handle
+        self.name = name
+        self.handle = handle
         self.spec = spec
         """None until a worker of another router has described itself."""
         self.is_replaced = False
@@ -176,7 +177,9 @@ class WorkerPool:
         self.by_name: dict[str, WorkerRecord] = {}
         self.bounds: dict[str, Any] = {}
         """`max_length`, `seed` and `page_size` of all workers."""
-        self._router, self._launcher, self._config = router, launcher, config
+        self._router = router
+        self._launcher = launcher
+        self._config = config
         self._deliver = deliver
         self._identity: dict[str, str] | None = None
         self._identity_fields = identity_fields
@@ -268,7 +271,8 @@ class WorkerPool:
         if worker.state == "lost":
             return
         worker.is_replaced = worker.state == "serving"
-        worker.state, worker.reason = "lost", reason
+        worker.state = "lost"
+        worker.reason = reason
         worker.lost.set()
         logger.warning("worker %s is lost: %s", worker.name, reason)
         with contextlib.suppress(Exception):
@@ -372,8 +376,10 @@ class WorkerPool:
                 differs = differs or f"{key}={value} must be {self.bounds[key]}"
         if differs is not None:
             raise ValueError(f"workers must serve one model: {differs}")
-        self._identity, self.bounds = required, bounds
-        worker.described, worker.spec = described, described["spec"]
+        self._identity = required
+        self.bounds = bounds
+        worker.described = described
+        worker.spec = described["spec"]
         worker.role = described["spec"].role
         worker.state = "serving"
         self.note_change()
@@ -403,7 +409,8 @@ class WorkerPool:
         """Releases a worker; it ends if no other router uses it."""
         if worker.task is not None:
             worker.task.cancel()
-        before, worker.state = worker.state, "lost"
+        before = worker.state
+        worker.state = "lost"
         worker.lost.set()
         # A worker that starts answers no call; the router that started it ends it.
         is_last = before == "starting" and worker.spec is not None

@@ -108,7 +108,8 @@ def load_model(
     """
     validation.path("folder", folder)
     validation.choice("end_tokens", end_tokens, get_args(EndTokens))
-    folder, dtype = model_folder(folder), checked_dtype(dtype)
+    folder = model_folder(folder)
+    dtype = checked_dtype(dtype)
     verify_listed(folder)
     config = read_config(folder)
     put = None if place is None else place(config)

@@ -52,7 +52,10 @@ class ApiError(Exception):
         code: str | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.kind, self.code = status, param, kind, code
+        self.status = status
+        self.param = param
+        self.kind = kind
+        self.code = code
 
     @property
     def document(self) -> dict[str, Any]:
@@ -136,7 +139,8 @@ def parse_completion(
     fields, own = _parse_common(given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
-    echoes, offsets = None, None
+    echoes = None
+    offsets = None
     if fields["prompt_logprobs"] and None not in texts:
         offsets = [backend.tokenizer.offsets(text) for text in texts]
     if echo:
@@ -365,12 +369,15 @@ def _parse_common(
         if type(fields.get(name)) is int and fields[name] == -1:
             del fields[name]
     if "seed" in fields:
-        low, below, hint = -(2**63), 2**64, "an integer in [-2**63, 2**64)"
+        low = -(2**63)
+        below = 2**64
+        hint = "an integer in [-2**63, 2**64)"
         seed = validation.integer(
             "seed", fields["seed"], low=low, below=below, hint=hint
         )
         fields["seed"] = seed % 2**64
-    stop, ends = given.get("stop", []), given.get("stop_tokens", [])
+    stop = given.get("stop", [])
+    ends = given.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
@@ -426,7 +433,8 @@ def _make_samplings(
     An engine would end an answer at `max_length`; here a request for more tokens is
     refused, as by OpenAI.
     """
-    rooms, max_tokens = [], fields.pop("max_tokens")
+    rooms = []
+    max_tokens = fields.pop("max_tokens")
     for i, prompt in enumerate(prompts):
         left = backend.max_length - len(prompt)
         wanted = max_tokens

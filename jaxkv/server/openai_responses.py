@@ -42,7 +42,8 @@ class ResponseWriter:
         choices = []
         for prompt, completion in enumerate(completions):
             for place, answer in enumerate(completion.answers):
-                text, logprobs = self._text(prompt, answer), None
+                text = self._text(prompt, answer)
+                logprobs = None
                 if self.request.logprobs is not None:
                     logprobs = self._logprobs(prompt, completion, answer)
                 body: dict[str, Any] = {"text": text}
@@ -174,7 +175,8 @@ class ResponseWriter:
         tops: list[dict[int, float] | None] = []
         num = self.request.logprobs
         if not self.request.drops_answer:
-            tokens, own = list(answer.tokens), list(answer.logprobs or [])
+            tokens = list(answer.tokens)
+            own = list(answer.logprobs or [])
             tops = list(answer.top_logprobs or [{} for _ in tokens])
         if self.request.kind == "chat":
 
@@ -224,7 +226,8 @@ class ResponseWriter:
         self, tokens: Sequence[int], start: int, end: int, context: Sequence[int] = ()
     ) -> list[int]:
         """Returns offsets of tokens in the text of a choice, from `start` on."""
-        stream, found = self.tokenizer.stream(context), []
+        stream = self.tokenizer.stream(context)
+        found = []
         for token in tokens:
             found.append(min(start, end))
             start += len(stream.push(token))

@@ -123,7 +123,8 @@ class StreamedContent:
         if self.reader.format.is_whole_answer and self.num_sent:
             end = len(self.held)
         end = 0 if self.has_calls else end
-        content, self.held = self.held[:end], self.held[end:]
+        content = self.held[:end]
+        self.held = self.held[end:]
         self.num_sent += end
         return content
 

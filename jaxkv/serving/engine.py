@@ -113,7 +113,8 @@ class Engine:
         self._eos_ids = refusals.resolve_end_tokens(
             eos_ids, tokenizer, config, vocab_size
         )
-        self._vocab_size, self._changes_logits = vocab_size, logits_fn is not None
+        self._vocab_size = vocab_size
+        self._changes_logits = logits_fn is not None
         self._ids = itertools.count()
         self.core = EngineCore(
             params,
@@ -339,7 +340,8 @@ class Engine:
         memo = {} if self.tokenizer is None else {id(self.tokenizer): self.tokenizer}
         other.core = self.core.fork(memo)
         first = self._next_id()
-        self._ids, other._ids = itertools.count(first), itertools.count(first)
+        self._ids = itertools.count(first)
+        other._ids = itertools.count(first)
         if policy is not None:
             other.policy = policy
         return other
@@ -355,7 +357,8 @@ class Engine:
 
     def __repr__(self) -> str:
         """One line with the bounds and the number of requests."""
-        config, num = self.config, len(self.core.tracker.records)
+        config = self.config
+        num = len(self.core.tracker.records)
         return (
             f"Engine({config.num_pages} pages of {config.page_size}, "
             f"{config.max_slots} slots of {config.max_length} tokens, "
@@ -486,7 +489,8 @@ class Engine:
         Raises:
           ValueError: a request cannot be served; then none is submitted.
         """
-        asks, encoded = refusals.pair_samplings(prompts, sampling), []
+        asks = refusals.pair_samplings(prompts, sampling)
+        encoded = []
         for i, (prompt, ask) in enumerate(zip(prompts, asks, strict=True)):
             try:
                 encoded.append(self._validate(prompt, ask))

@@ -274,7 +274,8 @@ def _build_with_heads(
 
     The drafts are a tree, or a chain under reproducible numerics.
     """
-    config, num = heads.config, bounds.max_drafts
+    config = heads.config
+    num = bounds.max_drafts
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
     target = PagedForward(model.config, bounds.numerics, taps=config.taps)
@@ -303,7 +304,8 @@ def _build_with_modules(model: ModelWeights, bounds: Any, dtype: str) -> EngineP
             f"speculate='mtp' needs a model with modules for multi-token prediction, "
             f"not num_ahead_layers={num}"
         )
-    config, how = MTPConfig(target=model.config), {"dtype": dtype}
+    config = MTPConfig(target=model.config)
+    how = {"dtype": dtype}
     target = PagedForward(model.config, bounds.numerics, taps=config.taps)
     pages = make_model_pages(model.config, bounds, taps=config.taps, **how)
     # The states of all modules but the last are features of the drafter's pages.

@@ -180,7 +180,8 @@ def _counted_steps() -> Generator[None]:
     Jinja compiles a template to Python, so loops, macros and filters consist of lines.
     A trace function set before, such as a debugger's, is restored at the end.
     """
-    num_left, before = MAX_STEPS, sys.gettrace()
+    num_left = MAX_STEPS
+    before = sys.gettrace()
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal num_left

@@ -282,7 +282,8 @@ class Tokenizer(_ChatTemplates):
 
         A token that the tokenizer adds starts where the token before it ends.
         """
-        starts, last = [], 0
+        starts = []
+        last = 0
         # Some tokenizers exclude spaces from the range of a token, so a token starts at
         # the end of the one before, or with the character that both have a part of.
         for start, end in self.core.encode(text).offsets:

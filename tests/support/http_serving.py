@@ -27,7 +27,8 @@ class Scripted:
     "stall" is never served. Sample i repeats its first letter i times.
     """
 
-    model_name, max_length = "scripted", 64
+    model_name = "scripted"
+    max_length = 64
 
     def __init__(self) -> None:
         self.tokenizer: Any = ByteTokenizer(257)
@@ -87,7 +88,8 @@ class Scripted:
     ) -> FinishedAnswer:
         tokens = [prompt[0] + 1] * sample + [x + 1 for x in prompt]
         is_whole = len(tokens) <= sampling.max_tokens
-        tokens, reason = tokens[: sampling.max_tokens], "stop" if is_whole else "length"
+        tokens = tokens[: sampling.max_tokens]
+        reason = "stop" if is_whole else "length"
         if self.tokenizer.decode(prompt).startswith("nan"):
             reason = "nan"
         scores = [-0.25 - 0.5 * i for i in range(len(tokens))]
@@ -109,7 +111,9 @@ class Scripted:
     def _completion(
         self, prompt: Sequence[int], sampling: Sampling, answers: list[FinishedAnswer]
     ) -> Completion:
-        own, tops, num = None, None, sampling.logprobs
+        own = None
+        tops = None
+        num = sampling.logprobs
         if sampling.prompt_logprobs:
             scores = [-0.5 * i for i in range(1, len(prompt))]
             own = [None, *scores]
@@ -189,7 +193,9 @@ def serving(
     """Serves a backend on a free port of loopback."""
     service = HttpService(backend, api_key=api_key, **fields)
     taken = server.listen("127.0.0.1", 0)
-    port, ready, failures = taken.getsockname()[1], threading.Event(), []
+    port = taken.getsockname()[1]
+    ready = threading.Event()
+    failures = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def run() -> None:

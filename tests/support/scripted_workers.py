@@ -26,7 +26,8 @@ class ScriptedWorker:
     """Implements `WorkerHandle`. Switches make it fail."""
 
     def __init__(self, name: str, spec: WorkerSpec):
-        self.name, self.spec = name, spec
+        self.name = name
+        self.spec = spec
         self.is_dead = self.hangs = False
         self.failure: str | None = None
         self.described: dict[str, Any] = {}

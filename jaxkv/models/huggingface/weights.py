@@ -335,7 +335,8 @@ def save_params(
             room = max_shard_bytes
         shards[-1].append((leaf, array))
         room -= num_bytes
-    places, total = {}, 0
+    places = {}
+    total = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = WEIGHTS if len(shards) == 1 else name

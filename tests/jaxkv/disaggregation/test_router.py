@@ -80,7 +80,8 @@ async def test_a_prompt_is_read_by_one_worker_and_answered_by_another() -> None:
         answer = await router.answer(PROMPT, ASK, key_id=3)
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 3, 0)
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 100)
-        [reader], [decoder] = launcher.role("prefill"), launcher.role("decode")
+        [reader] = launcher.role("prefill")
+        [decoder] = launcher.role("decode")
         assert (reader.num_read, decoder.num_brought) == (1, 1)
         # The decode worker is known to have the pages now.
         urgent = RequestAttributes(priority=-2, session=7)
@@ -281,7 +282,8 @@ def _reports(worker: ScriptedWorker) -> Any:
 @runs
 async def test_lost_pages_cost_no_attempt() -> None:
     async with routing(PREFILL, DECODE) as (router, launcher):
-        [reader], [decoder] = launcher.role("prefill"), launcher.role("decode")
+        [reader] = launcher.role("prefill")
+        [decoder] = launcher.role("decode")
         decoder.brings = False
         answer = await router.answer(PROMPT, ASK, key_id=2)
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
@@ -499,7 +501,9 @@ def candidate(load: int, cached: int = 0) -> Candidate:
 
 
 def test_requests_go_to_the_worker_with_the_least_load() -> None:
-    idle, busy, cached = candidate(0), candidate(10), candidate(10, 12)
+    idle = candidate(0)
+    busy = candidate(10)
+    cached = candidate(10, 12)
     assert choice.least_work([busy, idle], 17) == 1
     assert choice.prefix_affinity([busy, idle], 17) == 1
     assert choice.prefix_affinity([idle, cached], 17) == 1

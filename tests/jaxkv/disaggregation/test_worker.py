@@ -336,7 +336,8 @@ def test_damaged_messages_are_refused() -> None:
 def test_digests_are_remembered_until_a_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, hashed = tmp_path / "a", []
+    folder = tmp_path / "a"
+    hashed = []
     folder.mkdir()
     files = [folder / "one.safetensors", folder / "two.safetensors"]
     for path in files:

@@ -99,7 +99,8 @@ def greedy(num: int) -> list[Ask]:
 
 def check_greedy(config: EngineConfig, preemption: Any) -> None:
     """Checks that greedy tokens equal those of whole sequences."""
-    asks, weights = greedy(10), latent_models.params()
+    asks = greedy(10)
+    weights = latent_models.params()
     run = serve(asks, config, policy=fcfs(preemption=preemption))
     assert tokens_of(run) == engines.plain(asks, config, model=LATENT, weights=weights)
     assert run.info.num_preempted.sum() > 3
@@ -148,7 +149,8 @@ def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
 
 @pytest.mark.thorough
 def test_no_bit_depends_on_the_batch() -> None:
-    weights, first = latent_models.params(), {}
+    weights = latent_models.params()
+    first = {}
     asks = batches.groups(0)
     for name in ("8 slots", "large budget"):
         run = batches.serve(
@@ -164,7 +166,8 @@ def test_no_bit_depends_on_the_batch() -> None:
 @pytest.mark.parametrize("name", ["layers", "eagle"])
 def test_drafts_change_no_token(name: str) -> None:
     """The drafts of EAGLE are a token tree, whose layer has latents of its own."""
-    asks, weights = greedy(6), latent_models.params()
+    asks = greedy(6)
+    weights = latent_models.params()
     fields = {"max_drafts": 8, "token_budget": 60, "max_swap_pages": 8}
     config = sized(4, **fields)
     how: dict[str, Any] = {}
@@ -272,8 +275,10 @@ def test_prefixes_and_snapshots_are_moved(kind: Any, tmp_path: Path) -> None:
         forward = PagedForward(YARN)
         return jaxkv.Engine(latent_models.params(YARN), forward, pages, config)
 
-    prompt, ask = list(range(3, 30)), Sampling.greedy(max_tokens=8)
-    here, there = engine(), engine()
+    prompt = list(range(3, 30))
+    ask = Sampling.greedy(max_tokens=8)
+    here = engine()
+    there = engine()
     [wanted] = here.generate([prompt], ask)
     sent, num = here.take_prefix(prompt)
     assert there.bring_prefix(prompt, sent) == num == 6

@@ -21,7 +21,8 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 def test_one_compiles_and_the_rest_wait_for_it(cache: Path) -> None:
     events: list[str] = []
-    is_compiling, may_end = threading.Event(), threading.Event()
+    is_compiling = threading.Event()
+    may_end = threading.Event()
 
     def first() -> None:
         with compilation_cache.compile_once("a"):
