@@ -138,9 +138,9 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
     # Answers stream as they grow, unless they are ranked at the end.
     is_ranked = is_search or num_drawn > num_kept
     begun: Any = {"text": "", "tokens": [], "reason": "cancelled"}
-    drawn = [begun | {"sample": x, "score": None} for x in range(num_drawn)]
-    found: list[list[dict[str, Any]]] = [
-        [x | {"tokens": [], "prompt": i} for x in drawn] for i in range(len(asks))
+    draw_fields = [begun | {"sample": x, "score": None} for x in range(num_drawn)]
+    prompt_answers: list[list[dict[str, Any]]] = [
+        [x | {"tokens": [], "prompt": i} for x in draw_fields] for i in range(len(asks))
     ]
     status = 0
     under_way = {*range(len(asks))}
@@ -156,8 +156,8 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
         print("[beam search: text appears at the end]", file=sys.stderr)
 
     def write_all(request: int) -> None:
-        for place, each in enumerate(found[request][:num_kept]):
-            write(request * num_kept + place, each["text"], True, each["score"])
+        for place, answer in enumerate(prompt_answers[request][:num_kept]):
+            write(request * num_kept + place, answer["text"], True, answer["score"])
 
     with contextlib.ExitStack() as stack:
         try:
@@ -168,7 +168,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                 i = event.request_id
                 sample = event.sample
                 if not is_search:  # beams are not final answers
-                    answer = found[i][sample]
+                    answer = prompt_answers[i][sample]
                     answer["text"] += event.text
                     answer["tokens"] += event.tokens
                     answer["reason"] = event.reason or answer["reason"]
@@ -176,9 +176,10 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                     is_over = event.reason is not None
                     write(i * num_kept + sample, event.text, is_over)
                 if event.completion is not None:
-                    found[i] = [
-                        {name: getattr(each, name) for name in _TOLD} | {"prompt": i}
-                        for each in event.completion.answers
+                    prompt_answers[i] = [
+                        {name: getattr(candidate, name) for name in _TOLD}
+                        | {"prompt": i}
+                        for candidate in event.completion.answers
                     ]
                     under_way.discard(i)
                     if is_ranked:
@@ -189,7 +190,9 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                 for i in sorted(under_way):
                     write_all(i)
     write.finish()
-    completions = [each for answers in found for each in answers[:num_kept]]
+    completions = [
+        candidate for answers in prompt_answers for candidate in answers[:num_kept]
+    ]
     compile_s = engine.compile_s
     duration_s = time.perf_counter() - start_s - (compile_s - tuned_s)
     print(_summary(completions, duration_s, compile_s), file=sys.stderr)
@@ -220,9 +223,11 @@ def _asks(options: GenerateOptions) -> list[Any]:
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
     # Sampling options have the names of the fields of `Sampling`.
-    given = vars(options)
-    known = {x.name for x in dataclasses.fields(Sampling)}
-    how: dict[str, Any] = {name: given[name] for name in given if name in known}
+    option_values = vars(options)
+    field_names = {x.name for x in dataclasses.fields(Sampling)}
+    how: dict[str, Any] = {
+        name: option_values[name] for name in option_values if name in field_names
+    }
     how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
     ask = Sampling(**how)
     seeds = range(len(options.prompt))
@@ -253,8 +258,10 @@ def _summary(
     completions: list[dict[str, Any]], duration_s: float, compile_s: float = 0.0
 ) -> str:
     """Returns finish reasons, tokens, time without compilation, and a score."""
-    num = sum(len(each["tokens"]) for each in completions)
-    reasons = ", ".join(dict.fromkeys(each["reason"] for each in completions))
+    num = sum(len(completion["tokens"]) for completion in completions)
+    reasons = ", ".join(
+        dict.fromkeys(completion["reason"] for completion in completions)
+    )
     text = f"{reasons}; {num:,} tokens in {duration_s:.1f} s"
     if len(completions) == 1 and completions[0]["score"] is not None:
         text += f"; score {completions[0]['score']:.3f}"
@@ -275,9 +282,9 @@ def check_drafting(options: ModelOptions) -> None:
         value = getattr(options, name)
         if value in (None, False) or method in methods or (method and not methods):
             continue
-        given = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
+        flag = "--" + name.replace("_", "-") + ("" if value is True else f" {value}")
         needed = ", or ".join(methods) or "METHOD"
-        raise ValueError(f"{given}: needs --speculate {needed}")
+        raise ValueError(f"{flag}: needs --speculate {needed}")
 
 
 def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]:

@@ -103,14 +103,14 @@ def read_options(path: Path | str) -> ServeOptions:
     Raises:
       ValueError: the file cannot be read, or an option or its value is invalid.
     """
-    given = files.parse_object(files.read_text(path), path)
+    fields = files.parse_object(files.read_text(path), path)
     names = {field.name for field in dataclasses.fields(generate.ModelOptions)}
-    loading = {name: value for name, value in given.items() if name in names}
-    own = {name: value for name, value in given.items() if name not in names}
-    if "loading" in own or "config" in own:
-        name = "loading" if "loading" in own else "config"
+    loading = {name: value for name, value in fields.items() if name in names}
+    server_fields = {name: value for name, value in fields.items() if name not in names}
+    if "loading" in server_fields or "config" in server_fields:
+        name = "loading" if "loading" in server_fields else "config"
         raise ValueError(f"{path}: {name!r} is not an option of a config file")
-    document = own | {"loading": loading}
+    document = server_fields | {"loading": loading}
     return from_plain(ServeOptions, document, str(path))
 
 
@@ -154,14 +154,14 @@ def serve_model(
     from jaxkv.sampling import Sampling
     from jaxkv.server import SWITCH_S, AsyncEngine
 
-    given = options.api_key
-    given = os.environ.get(API_KEY) if given is None else given
-    if given is not None and (
-        len(given) < 8 or not all("!" <= x <= "~" for x in given)
+    api_key = options.api_key
+    api_key = os.environ.get(API_KEY) if api_key is None else api_key
+    if api_key is not None and (
+        len(api_key) < 8 or not all("!" <= x <= "~" for x in api_key)
     ):
         raise ValueError("--api-key must have at least 8 characters, all visible ASCII")
-    key = secrets.token_urlsafe(24) if given is None else given
-    shown_key = key if given is None else None
+    key = secrets.token_urlsafe(24) if api_key is None else api_key
+    shown_key = key if api_key is None else None
     generate.check_drafting(options.loading)
     if is_disaggregated:
         return _serve_workers(model, options, key, shown_key, documents)

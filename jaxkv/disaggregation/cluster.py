@@ -45,14 +45,14 @@ def environment(token: str | None) -> dict[str, str]:
       token: Ray's token; None leaves the variables `RAY_AUTH_TOKEN` and
         `RAY_AUTH_TOKEN_PATH` unchanged, for a cluster that has one.
     """
-    found = CLUSTER_ENVIRONMENT | {
+    environ = CLUSTER_ENVIRONMENT | {
         "RAY_AUTH_MODE": "token",
         # Workers without a GPU keep the variables that JAX reads.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         "RAY_worker_niceness": "0",  # 15 by default
     }
-    return found if token is None else found | {"RAY_AUTH_TOKEN": token}
+    return environ if token is None else environ | {"RAY_AUTH_TOKEN": token}
 
 
 class RayHandle:
@@ -138,13 +138,13 @@ class RayLauncher:
 
     def find(self) -> Mapping[str, WorkerHandle]:
         """See `worker_pool.Launcher`."""
-        found = {}
+        handles = {}
         for named in list_named_actors(all_namespaces=True):
             if named["namespace"] == self._service:
                 with contextlib.suppress(ValueError):  # the actor has just ended
                     actor = ray.get_actor(named["name"], namespace=self._service)
-                    found[named["name"]] = RayHandle(actor)
-        return found
+                    handles[named["name"]] = RayHandle(actor)
+        return handles
 
     def kill(self, name: str, handle: WorkerHandle) -> None:
         """See `worker_pool.Launcher`."""

@@ -107,11 +107,11 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return digests.digest_value("tokenizer", content)
 
 
-def describe_difference(other: Any, own: dict[str, str]) -> str | None:
+def describe_difference(other: Any, identity: dict[str, str]) -> str | None:
     """Describes the first field in which identities differ; None if they are equal."""
     if not isinstance(other, dict):
         return f"identity={other!r} must be an object"
-    for name in sorted({*own, *other}):
-        if other.get(name) != own.get(name):
-            return f"{name}={other.get(name)!r} must be {own.get(name)!r}"
+    for name in sorted({*identity, *other}):
+        if other.get(name) != identity.get(name):
+            return f"{name}={other.get(name)!r} must be {identity.get(name)!r}"
     return None

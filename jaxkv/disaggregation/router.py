@@ -84,13 +84,13 @@ class _Streamed:
           ReplayError: tokens differ from those that were streamed.
         """
         start = self.replayed_tokens
-        known = self.tokens[start : start + len(event.tokens)]
-        if event.tokens[: len(known)] != known:
+        earlier_tokens = self.tokens[start : start + len(event.tokens)]
+        if event.tokens[: len(earlier_tokens)] != earlier_tokens:
             raise ReplayError(
                 "a repeated attempt gave other tokens than those already streamed; "
                 'numerics="reproducible" excludes it'
             )
-        tokens = event.tokens[len(known) :]
+        tokens = event.tokens[len(earlier_tokens) :]
         self.replayed_tokens += len(event.tokens)
         self.tokens += tokens
         text = event.text[max(0, self.num_text - self.replayed_text) :]
@@ -243,8 +243,8 @@ class Router:
         deadline_s: float | None = None,
     ) -> RoutedAnswer:
         """Answers a prompt, see `stream`; cancelling the call cancels the request."""
-        given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._start_request(*given, is_streamed=False)
+        request_fields = prompt, sampling, key_id, attributes, deadline_s
+        request = self._start_request(*request_fields, is_streamed=False)
         assert request.task is not None
         try:
             return await request.task
@@ -284,8 +284,8 @@ class Router:
           ReplayError: a retry differs from the part that was streamed.
           OverloadedError: too many requests are in progress.
         """
-        given = prompt, sampling, key_id, attributes, deadline_s
-        request = self._start_request(*given, is_streamed=True)
+        request_fields = prompt, sampling, key_id, attributes, deadline_s
+        request = self._start_request(*request_fields, is_streamed=True)
         assert request.task is not None
         request.task.add_done_callback(lambda _: request.events.put_nowait(None))
         try:
@@ -452,8 +452,10 @@ class Router:
             return Transfer()
         reader = self._choose_worker(workers, request, keys)
         prompt = request.prompt
-        asked = request.attributes
-        prefill = reader.handle.prefill(attempt, prompt, request.sampling.salt, asked)
+        attributes = request.attributes
+        prefill = reader.handle.prefill(
+            attempt, prompt, request.sampling.salt, attributes
+        )
         try:
             with reader.track_load(attempt, len(prompt)):
                 begun = time.perf_counter()

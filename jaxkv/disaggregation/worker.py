@@ -163,12 +163,12 @@ class Worker:
         """Returns name, bounds, identity, and the failure if there is one."""
         if self._watch_task is None:
             self._watch_task = asyncio.create_task(self._watch_routers())
-        found: dict[str, Any] = {"name": self.name, "spec": self.spec}
-        found |= {"pid": os.getpid()}
+        description: dict[str, Any] = {"name": self.name, "spec": self.spec}
+        description |= {"pid": os.getpid()}
         if self._failure is not None:
-            return found | {"failure": self._failure}
+            return description | {"failure": self._failure}
         config = self._engine.engine.config
-        return found | {
+        return description | {
             "failure": None,
             "identity": self.identity,
             "page_size": config.page_size,
@@ -284,9 +284,11 @@ class Worker:
           RuntimeError: the engine has failed.
         """
         message = PageMessage(header, payload)
-        own = page_messages.unpack(message, self._pages, self.identity)
+        prefix = page_messages.unpack(message, self._pages, self.identity)
         put = self._engine.engine.bring_prefix
-        return await self._engine.run(lambda: put(own.tokens, own.pages, salt=own.salt))
+        return await self._engine.run(
+            lambda: put(prefix.tokens, prefix.pages, salt=prefix.salt)
+        )
 
     async def cancel(self, attempt: Attempt) -> None:
         """Ends an attempt; unknown ones are ignored."""

@@ -165,8 +165,10 @@ def save_model(
     stored = stored or arrays[0].dtype
     if eos_ids is None:
         eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    known = validation.token_ids("eos_ids", list(eos_ids), vocab_size=config.vocab_size)
-    eos_ids = known.tolist()
+    checked_ids = validation.token_ids(
+        "eos_ids", list(eos_ids), vocab_size=config.vocab_size
+    )
+    eos_ids = checked_ids.tolist()
     raw = to_hf(config) | {
         "dtype": stored.name,
         "bos_token_id": None,
@@ -249,10 +251,10 @@ def _load_tokenizer(
         eos_ids = tokenizer.eos_ids
     # Some files name tokens beyond the vocabulary, which the model cannot return.
     unique = dict.fromkeys(eos_ids or ())
-    known = tuple(token for token in unique if 0 <= token < config.vocab_size)
+    valid_ids = tuple(token for token in unique if 0 <= token < config.vocab_size)
     if tokenizer is not None:
-        tokenizer.eos_ids = known
-    return tokenizer, known
+        tokenizer.eos_ids = valid_ids
+    return tokenizer, valid_ids
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:
@@ -264,12 +266,12 @@ def _chat_templates(folder: Path) -> dict[str, Any]:
     paths = {"default": folder / "chat_template.jinja"}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         paths[path.stem] = path
-    found = {name: read_text(path) for name, path in paths.items() if path.exists()}
-    if not found:
+    templates = {name: read_text(path) for name, path in paths.items() if path.exists()}
+    if not templates:
         return {}
-    if [*found] == ["default"]:
-        return {"chat_template": found["default"]}
-    named = [{"name": name, "template": text} for name, text in found.items()]
+    if [*templates] == ["default"]:
+        return {"chat_template": templates["default"]}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
     return {"chat_template": named}
 
 

@@ -131,12 +131,14 @@ def parse_completion(
     Raises:
       ApiError: a field is unknown, refused, or out of its range.
     """
-    given = _read_fields(body, "completion", backend)
-    prompts, texts = _parse_prompts(_get_required(given, "prompt"), backend.tokenizer)
-    echo = _get_checked(given, "echo", validation.boolean, False)
-    num_tops = _get_checked(given, "logprobs", validation.integer)
-    max_tokens = _get_checked(given, "max_tokens", validation.integer)
-    fields, own = _parse_common(given, headers, deadline_s)
+    fields_given = _read_fields(body, "completion", backend)
+    prompts, texts = _parse_prompts(
+        _get_required(fields_given, "prompt"), backend.tokenizer
+    )
+    echo = _get_checked(fields_given, "echo", validation.boolean, False)
+    num_tops = _get_checked(fields_given, "logprobs", validation.integer)
+    max_tokens = _get_checked(fields_given, "max_tokens", validation.integer)
+    fields, request_fields = _parse_common(fields_given, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
@@ -158,7 +160,7 @@ def parse_completion(
         logprobs=num_tops,
         drops_answer=max_tokens == 0,
         prompt_offsets=offsets,
-        **own,
+        **request_fields,
     )
 
 
@@ -166,9 +168,9 @@ def parse_chat(
     body: bytes, headers: Mapping[str, str], backend: Backend, deadline_s: float
 ) -> GenerationRequest:
     """Parses the body of /v1/chat/completions; see `parse_completion`."""
-    given = _read_fields(body, "chat", backend)
-    messages = _get_required(given, "messages")
-    tools = given.get("tools", [])
+    body_fields = _read_fields(body, "chat", backend)
+    messages = _get_required(body_fields, "messages")
+    tools = body_fields.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(x, dict) for x in tools):
         raise _refusal("tools", "tools must be a list of objects")
     for i, tool in enumerate(tools):
@@ -176,11 +178,11 @@ def parse_chat(
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str):
             raise _refusal("tools", f"tools[{i}].function must have a name")
-    if given.get("tool_choice") == "none" or not tools:
+    if body_fields.get("tool_choice") == "none" or not tools:
         tools = None
     tokenizer = backend.tokenizer
     names = tokenizer.chat_variables(tools)
-    variables = _parse_template_variables(given, names)
+    variables = _parse_template_variables(body_fields, names)
     reader = None
     if tools is not None:
         tool_format = find_tool_format(tokenizer.chat_template(tools))
@@ -197,13 +199,13 @@ def parse_chat(
         messages = convert_openai_messages(messages, tokenizer, tools=tools)
     except ValueError as error:
         raise _refusal(re.split("[ =]", str(error))[0], str(error)) from None
-    wants = _get_checked(given, "logprobs", validation.boolean, False)
-    num_tops = _get_checked(given, "top_logprobs", validation.integer)
+    wants = _get_checked(body_fields, "logprobs", validation.boolean, False)
+    num_tops = _get_checked(body_fields, "top_logprobs", validation.integer)
     if num_tops and not wants:
         line = f"top_logprobs={num_tops} needs logprobs=true"
         raise _refusal("top_logprobs", line)
     limits = [
-        _get_checked(given, name, functools.partial(validation.integer, low=1))
+        _get_checked(body_fields, name, functools.partial(validation.integer, low=1))
         for name in ("max_tokens", "max_completion_tokens")
     ]
     if None not in limits and limits[0] != limits[1]:
@@ -212,7 +214,7 @@ def parse_chat(
             f"max_tokens={limits[0]} must be max_completion_tokens={limits[1]}, "
             "or one of them absent",
         )
-    fields, own = _parse_common(given, headers, deadline_s)
+    fields, request_fields = _parse_common(body_fields, headers, deadline_s)
     num_tops = (num_tops or 0) if wants else None
     fields["logprobs"] = num_tops
     fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
@@ -225,7 +227,7 @@ def parse_chat(
         logprobs=num_tops,
         drops_answer=False,
         tool_reader=reader,
-        **own,
+        **request_fields,
     )
 
 
@@ -297,39 +299,39 @@ def read_object(body: bytes) -> dict[str, Any]:
       ApiError: the body is not a JSON object, or a text is not valid Unicode.
     """
     try:
-        given = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise ApiError(400, f"the body is not JSON: {line}") from None
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name, value in given.items():
+    for name, value in document.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             shown = validation.format_value(value)
             line = f"{name}={shown} is not valid Unicode: half of a surrogate pair"
             raise _refusal(name, line) from None
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in document.items() if value is not None}
 
 
 def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     """Returns the fields of a request, after unsupported ones were refused."""
-    given = read_object(body)
-    known = {
+    body_fields = read_object(body)
+    names = {
         *_COMMON_FIELDS,
         *_SAMPLING_FIELDS,
         *_ATTRIBUTE_FIELDS,
         *_ROUTE_FIELDS[kind],
     }
-    for name in given:
+    for name in body_fields:
         if name in _ALLOWED_VALUES:
-            if given[name] not in _ALLOWED_VALUES[name]:
-                shown = validation.format_value(given[name])
+            if body_fields[name] not in _ALLOWED_VALUES[name]:
+                shown = validation.format_value(body_fields[name])
                 raise _refusal(name, f"{name}={shown} is not supported")
-        elif name not in known and name not in _NO_EFFECT:
+        elif name not in names and name not in _NO_EFFECT:
             raise _unknown_field(name)
-    model = given.get("model", backend.model_name)
+    model = body_fields.get("model", backend.model_name)
     if model != backend.model_name:
         raise ApiError(
             404,
@@ -337,34 +339,36 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
             param="model",
             code="model_not_found",
         )
-    return given
+    return body_fields
 
 
 def _get_checked(
-    given: dict[str, Any],
+    body_fields: dict[str, Any],
     name: str,
     check: Callable[[str, Any], Any],
     default: Any = None,
 ) -> Any:
     """Returns the checked value of a field, or the default if it is absent."""
-    return check(name, given[name]) if name in given else default
+    return check(name, body_fields[name]) if name in body_fields else default
 
 
-def _get_required(given: dict[str, Any], name: str) -> Any:
-    if name not in given:
+def _get_required(body_fields: dict[str, Any], name: str) -> Any:
+    if name not in body_fields:
         raise _refusal(name, f"{name} must be given")
-    return given[name]
+    return body_fields[name]
 
 
 def _parse_common(
-    given: dict[str, Any], headers: Mapping[str, str], deadline_s: float
+    body_fields: dict[str, Any], headers: Mapping[str, str], deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the fields that both kinds of requests have.
 
     Returns:
       Fields of `Sampling`, unchecked, and of `GenerationRequest`.
     """
-    fields = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
+    fields = {
+        name: body_fields[name] for name in _SAMPLING_FIELDS if name in body_fields
+    }
     for name in ("top_k", "seed"):  # as in vLLM, -1 is the default
         if type(fields.get(name)) is int and fields[name] == -1:
             del fields[name]
@@ -376,8 +380,8 @@ def _parse_common(
             "seed", fields["seed"], low=low, below=below, hint=hint
         )
         fields["seed"] = seed % 2**64
-    stop = given.get("stop", [])
-    ends = given.get("stop_tokens", [])
+    stop = body_fields.get("stop", [])
+    ends = body_fields.get("stop_tokens", [])
     stop = [stop] if isinstance(stop, str) else stop
     for name, value in (("stop", stop), ("stop_tokens", ends)):
         if not isinstance(value, list):
@@ -385,8 +389,8 @@ def _parse_common(
                 name, f"{name}={validation.format_value(value)} must be a list"
             )
         fields[name] = tuple(value)
-    is_streamed = _get_checked(given, "stream", validation.boolean, False)
-    options = given.get("stream_options", {})
+    is_streamed = _get_checked(body_fields, "stream", validation.boolean, False)
+    options = body_fields.get("stream_options", {})
     if options and not is_streamed:
         raise _refusal("stream_options", "stream_options needs stream=true")
     # Obfuscation pads chunks against observers of their sizes; not supported.
@@ -400,14 +404,14 @@ def _parse_common(
     if flags.get("include_obfuscation"):
         raise _refusal("stream_options", "include_obfuscation=True is not supported")
     # Answers are ranked at the end, so they cannot be streamed.
-    ranks = {"best_of": given.get("n", 1), "beam_width": None}
+    ranks = {"best_of": body_fields.get("n", 1), "beam_width": None}
     for name, unranked in ranks.items():
-        if is_streamed and name in given and given[name] != unranked:
+        if is_streamed and name in body_fields and body_fields[name] != unranked:
             raise _refusal(name, f"{name} is not supported with stream=true")
     limit = headers.get(DEADLINE_HEADER, deadline_s)
     with contextlib.suppress(ValueError):
         limit = float(limit)
-    limit = given.get("deadline_s", limit)
+    limit = body_fields.get("deadline_s", limit)
     hint = f"in [0.001, {MAX_DEADLINE_S:g}]"
     return fields, {
         "is_streamed": is_streamed,
@@ -416,7 +420,11 @@ def _parse_common(
             "deadline_s", limit, low=0.001, high=MAX_DEADLINE_S, hint=hint
         ),
         "attributes": from_fields(
-            {name: given[name] for name in _ATTRIBUTE_FIELDS if name in given}
+            {
+                name: body_fields[name]
+                for name in _ATTRIBUTE_FIELDS
+                if name in body_fields
+            }
         ),
     }
 
@@ -457,17 +465,17 @@ def _parse_prompts(
     raw: Any, tokenizer: Any
 ) -> tuple[list[list[int]], list[str | None]]:
     """Returns token ids of each prompt, and its text if it was given as text."""
-    each: list[Any] = raw if isinstance(raw, list) else [raw]
-    if {type(one) for one in each} == {int}:
-        each = [each]
-    if len(each) > MAX_PROMPTS:
-        line = f"len(prompt)={len(each)} must be at most {MAX_PROMPTS}"
+    prompts: list[Any] = raw if isinstance(raw, list) else [raw]
+    if {type(one) for one in prompts} == {int}:
+        prompts = [prompts]
+    if len(prompts) > MAX_PROMPTS:
+        line = f"len(prompt)={len(prompts)} must be at most {MAX_PROMPTS}"
         raise _refusal("prompt", line)
-    kinds = {type(one) for one in each}
+    kinds = {type(one) for one in prompts}
     if kinds == {str}:
-        return [tokenizer.encode(text) for text in each], each
-    if kinds == {list} and all({type(x) for x in one} <= {int} for one in each):
-        return each, [None] * len(each)
+        return [tokenizer.encode(text) for text in prompts], prompts
+    if kinds == {list} and all({type(x) for x in one} <= {int} for one in prompts):
+        return prompts, [None] * len(prompts)
     raise _refusal(
         "prompt",
         f"prompt={validation.format_value(raw)} must be "
@@ -507,29 +515,31 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
       ApiError: a field is missing, unknown or of another type.
       ValueError: the text is not valid Unicode.
     """
-    given = _read_fields_of(body, "prompt", "add_special_tokens", "model")
-    text = _get_required(given, "prompt")
+    body_fields = _read_fields_of(body, "prompt", "add_special_tokens", "model")
+    text = _get_required(body_fields, "prompt")
     if not isinstance(text, str):
         raise _refusal("prompt", "prompt must be text")
-    special = _get_checked(given, "add_special_tokens", validation.boolean, True)
+    special = _get_checked(body_fields, "add_special_tokens", validation.boolean, True)
     ids = backend.tokenizer.encode(text, add_special_tokens=special)
     return {"tokens": ids, "count": len(ids), "max_model_len": backend.max_length}
 
 
 def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
-    given = _read_fields_of(body, "tokens", "model")
-    ids = validation.token_sequence("tokens", _get_required(given, "tokens")).tolist()
+    body_fields = _read_fields_of(body, "tokens", "model")
+    ids = validation.token_sequence(
+        "tokens", _get_required(body_fields, "tokens")
+    ).tolist()
     text = backend.tokenizer.decode(ids, skip_special_tokens=False)
     return {"prompt": text}
 
 
 def _read_fields_of(body: bytes, *names: str) -> dict[str, Any]:
     """Returns the fields of a body; refuses all but the given names."""
-    given = read_object(body)
-    for name in given.keys() - {*names}:
+    body_fields = read_object(body)
+    for name in body_fields.keys() - {*names}:
         raise _unknown_field(name)
-    return given
+    return body_fields
 
 
 def _unknown_field(name: str) -> ApiError:

@@ -120,10 +120,12 @@ class ResponseWriter:
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Returns the token counts of prompts and answers."""
         prompt = sum(map(len, self.request.prompts))
-        answers = [answer for each in completions for answer in each.answers]
-        num = sum(len(each.tokens) for each in answers)
+        answers = [
+            answer for completion in completions for answer in completion.answers
+        ]
+        num = sum(len(completion.tokens) for completion in answers)
         num = 0 if self.request.drops_answer else num
-        cached = sum(each.num_cached for each in completions)
+        cached = sum(completion.num_cached for completion in completions)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": num,
@@ -171,12 +173,12 @@ class ResponseWriter:
         self, prompt: int, completion: Completion, answer: FinishedAnswer
     ) -> dict[str, Any]:
         tokens: list[int] = []
-        own: list[float | None] = []
+        logprobs: list[float | None] = []
         tops: list[dict[int, float] | None] = []
         num = self.request.logprobs
         if not self.request.drops_answer:
             tokens = list(answer.tokens)
-            own = list(answer.logprobs or [])
+            logprobs = list(answer.logprobs or [])
             tops = list(answer.top_logprobs or [{} for _ in tokens])
         if self.request.kind == "chat":
 
@@ -187,7 +189,7 @@ class ResponseWriter:
             content = [
                 entry(token, logprob)
                 | {"top_logprobs": [entry(*pair) for pair in (top or {}).items()]}
-                for token, logprob, top in zip(tokens, own, tops, strict=True)
+                for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
             ]
             return {"content": content, "refusal": None}
         offsets = []
@@ -198,18 +200,18 @@ class ResponseWriter:
             else:
                 offsets = self.request.prompt_offsets[prompt]
             tokens = begun + tokens
-            own = (completion.prompt_logprobs or []) + own
+            logprobs = (completion.prompt_logprobs or []) + logprobs
             none = [None, *[{} for _ in begun[1:]]]
             tops = (completion.prompt_top_logprobs or none) + tops
         best: list[dict[str, float | None] | None] = []
-        rows = zip(tops, tokens, own, strict=True) if num else ()
+        rows = zip(tops, tokens, logprobs, strict=True) if num else ()
         for top, token, logprob in rows:
-            found: dict[str, float | None] = {}
+            by_text: dict[str, float | None] = {}
             # Best first: of two tokens with equal text the likelier one is kept. The
             # generated token is always included.
-            for each, value in ((top or {}) | {token: logprob}).items():
-                found.setdefault(self._piece(each)[0], _json_number(value))
-            best.append(None if top is None else found)
+            for alternative, value in ((top or {}) | {token: logprob}).items():
+                by_text.setdefault(self._piece(alternative)[0], _json_number(value))
+            best.append(None if top is None else by_text)
         text = self._text(prompt, answer)
         start = len(text) - len(answer.text or "")
         context = self.request.prompts[prompt]
@@ -217,7 +219,7 @@ class ResponseWriter:
         offsets = offsets + self._offsets(new, start, len(text), context)
         return {
             "tokens": [self._piece(token)[0] for token in tokens],
-            "token_logprobs": [_json_number(x) for x in own],
+            "token_logprobs": [_json_number(x) for x in logprobs],
             "top_logprobs": best if num else None,
             "text_offset": offsets,
         }
@@ -227,11 +229,11 @@ class ResponseWriter:
     ) -> list[int]:
         """Returns offsets of tokens in the text of a choice, from `start` on."""
         stream = self.tokenizer.stream(context)
-        found = []
+        offsets = []
         for token in tokens:
-            found.append(min(start, end))
+            offsets.append(min(start, end))
             start += len(stream.push(token))
-        return found
+        return offsets
 
     def _piece(self, token: int) -> tuple[str, list[int] | None]:
         """Returns the text of a token and its bytes; names half a character.

@@ -188,9 +188,9 @@ class Engine:
         Raises:
           ValueError: the folder or a field is not usable; the message has the reason.
         """
-        known = [field.name for field in dataclasses.fields(EngineConfig)]
-        known += inspect.signature(cls.load).parameters
-        validation.check_keywords("Engine.load", bounds, known)
+        names = [field.name for field in dataclasses.fields(EngineConfig)]
+        names += inspect.signature(cls.load).parameters
+        validation.check_keywords("Engine.load", bounds, names)
         # Flax and tokenizers load only here.
         from jaxkv.models import LoadedModel
         from jaxkv.serving import loading

@@ -57,9 +57,9 @@ def make_engine_config(
       ValueError: a field is unknown or out of its range.
     """
     if speculation is not None and speculation.adaptive:
-        most = MAX_ADAPTIVE_DRAFTS
+        max_drafts = MAX_ADAPTIVE_DRAFTS
         fields = {
-            "max_drafts": most,
+            "max_drafts": max_drafts,
             "num_draft_buckets": NUM_DRAFT_BUCKETS,
             **fields,
         }
@@ -133,7 +133,7 @@ def build_engine_parts(
         shape = read_config(folder)
         heads = load_heads(draft_folder, shape, dtype=dtype)
         heads = heads if mesh is None else place_heads(heads, mesh)
-    found: list[EngineParts] = []
+    built: list[EngineParts] = []
 
     def pages() -> Pages:
         served = build_speculative(
@@ -144,7 +144,7 @@ def build_engine_parts(
             draft=draft,
             heads=heads,
         )
-        found.append(dataclasses.replace(served, draft_folder=draft_folder))
+        built.append(dataclasses.replace(served, draft_folder=draft_folder))
         return served.pages
 
     with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def build_engine_parts(
     )
     if mesh is None:
         pages()
-        return found[-1]
+        return built[-1]
     divided = parallel.shardings(shapes, pages_specs(shapes), mesh)
-    made = jax.jit(pages, out_shardings=divided)()
-    return dataclasses.replace(found[-1], pages=made)
+    zero_pages = jax.jit(pages, out_shardings=divided)()
+    return dataclasses.replace(built[-1], pages=zero_pages)

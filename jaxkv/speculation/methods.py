@@ -208,8 +208,10 @@ def build_speculative(
                 raise ValueError("'early-exit' needs layers that are not stacked")
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
-            own = PagedForward(model.config, bounds.numerics)
-            parts = parts.with_drafter(draft_model.build_self_speculative(own, layers))
+            target_forward = PagedForward(model.config, bounds.numerics)
+            parts = parts.with_drafter(
+                draft_model.build_self_speculative(target_forward, layers)
+            )
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
@@ -235,16 +237,16 @@ def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         pass
     try:
-        found = validation.integers("", layers, below=num_layers)
+        indices = validation.integers("", layers, below=num_layers)
     except ValueError:
-        found = ()
-    if not found or list(found) != sorted({*found}):
+        indices = ()
+    if not indices or list(indices) != sorted({*indices}):
         raise ValueError(
             f"draft_layers={validation.format_value(layers)} must be "
             f"in [1, {num_layers}], a "
             f"number of layers, or some of the layers [0, {num_layers - 1}] in order"
         )
-    return found
+    return indices
 
 
 def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
@@ -312,10 +314,12 @@ def _build_with_modules(model: ModelWeights, bounds: Any, dtype: str) -> EngineP
     taps = (0,) * (num - 1)
     draft_pages = make_model_pages(config.layer, bounds, taps=taps, **how)
     drafter = eagle_drafting.build_eagle_drafter(config, [[1.0]], bounds.max_drafts)
-    own = {name: model.params[name] for name in model.params if name != "ahead"}
+    target_params = {
+        name: model.params[name] for name in model.params if name != "ahead"
+    }
     return EngineParts(
         TargetWithEagle(target, config),
-        draft_model.TargetAndDraftParams(own, model.params["ahead"]),
+        draft_model.TargetAndDraftParams(target_params, model.params["ahead"]),
         pages._replace(draft_pages=draft_pages),
         Speculation(drafter, SharedNoiseVerifier()),
     )
@@ -335,11 +339,11 @@ def _build_with_draft_model(
             f"{model.config.vocab_size}"
         )
     draft = _add_few_row_weights(draft, bounds)
-    own = PagedForward(draft.config, bounds.numerics)
+    draft_forward = PagedForward(draft.config, bounds.numerics)
     draft_pages = make_model_pages(draft.config, bounds, dtype=dtype)
-    drafter = draft_model.DraftModel(own, has_own_model=True)
+    drafter = draft_model.DraftModel(draft_forward, has_own_model=True)
     return EngineParts(
-        draft_model.TargetWithDraft(target.forward, own),
+        draft_model.TargetWithDraft(target.forward, draft_forward),
         draft_model.TargetAndDraftParams(target.params, draft.params),
         target.pages._replace(draft_pages=draft_pages),
         Speculation(drafter, SharedNoiseVerifier()),

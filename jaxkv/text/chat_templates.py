@@ -55,8 +55,8 @@ def render(
         a variable is an option of transformers' `apply_chat_template`; or the template
         refuses the messages, is invalid, or exceeds `MAX_STEPS`.
     """
-    given: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
-    template = choose_template(template, given["tools"])
+    context: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
+    template = choose_template(template, context["tools"])
     if not _is_list(messages) or not messages:
         raise ValueError("messages must be a list, each with a role and a content")
     for number, message in enumerate(messages):
@@ -66,11 +66,11 @@ def render(
             raise ValueError(
                 f"message {number} must have a role and a content, or tool calls"
             )
-    for name in given:
+    for name in context:
         if name in _OPTIONS:
             raise ValueError(f"{name} is no variable of a chat template")
     for name in ("tools", "documents"):
-        value = given[name]
+        value = context[name]
         if value is not None and not (
             _is_list(value) and all(isinstance(entry, Mapping) for entry in value)
         ):
@@ -80,16 +80,16 @@ def render(
         plain = {key: x for key, x in message.items() if x is not None}
         # Templates read the reasoning under two names.
         reasoning = [plain[name] for name in _REASONING if name in plain][:1]
-        for each in reasoning:
-            plain = {"thinking": each} | plain | {"reasoning_content": each}
+        for text in reasoning:
+            plain = {"thinking": text} | plain | {"reasoning_content": text}
         conversation.append(plain)
-    given = {"add_generation_prompt": True} | given | {"messages": conversation}
+    context = {"add_generation_prompt": True} | context | {"messages": conversation}
     try:
         # Copied through JSON, so that the template has no access to Python objects.
-        given = json.loads(json.dumps(given, default=dict))
+        context = json.loads(json.dumps(context, default=dict))
         program = _compile(template)
         with _counted_steps():
-            return program.render(given)
+            return program.render(context)
     except Exception as error:  # a template may raise any exception
         raise ValueError(f"the chat template failed: {one_line(error)}") from None
 

@@ -95,10 +95,10 @@ class _ChatTemplates:
         template = self.settings.get("chat_template")
         if (chosen := variables.pop("chat_template", None)) is not None:
             named = template if isinstance(template, list) else []
-            found = [x for x in named if x.get("name") == chosen]
-            template = found[-1].get("template") if found else chosen
-        known = {**self.special_tokens, **variables}
-        return chat_templates.render(template, messages, known)
+            matches = [x for x in named if x.get("name") == chosen]
+            template = matches[-1].get("template") if matches else chosen
+        context = {**self.special_tokens, **variables}
+        return chat_templates.render(template, messages, context)
 
     def chat_template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Returns the text of the model's template for conversations with `tools`.
@@ -262,17 +262,17 @@ class Tokenizer(_ChatTemplates):
         """
         check_text("text", text)
         validation.boolean("add_special_tokens", add_special_tokens)
-        found = self.core.encode(text, add_special_tokens=add_special_tokens)
-        ids = found.ids
+        encoding = self.core.encode(text, add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         if add_special_tokens and ids[:1] == ids[1:2] and not self._has_warned:
             # Empty texts have no tokens; the mask marks tokens that were added around
             # the text.
-            if found.special_tokens_mask[:2] == [1, 0]:
+            if encoding.special_tokens_mask[:2] == [1, 0]:
                 self._has_warned = True
                 warnings.warn(
-                    f"the text begins with {found.tokens[0]!r}, and the tokenizer puts "
-                    "another one first: encode it with add_special_tokens=False, or "
-                    "use encode_chat",
+                    f"the text begins with {encoding.tokens[0]!r}, and the tokenizer "
+                    "puts another one first: encode it with add_special_tokens=False, "
+                    "or use encode_chat",
                     stacklevel=2,
                 )
         return ids
@@ -356,8 +356,12 @@ class Tokenizer(_ChatTemplates):
             return self.core.decode([token]) != shown
 
         added = self.core.get_added_tokens_decoder().items()
-        hidden = [each for token, each in added if each.special or is_hidden(token)]
-        return frozenset(each.content for each in hidden)
+        hidden = [
+            token_entry
+            for token, token_entry in added
+            if token_entry.special or is_hidden(token)
+        ]
+        return frozenset(token_entry.content for token_entry in hidden)
 
     @property
     def _replaced(self) -> tuple[tuple[str, str], ...]:

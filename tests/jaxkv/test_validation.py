@@ -67,7 +67,7 @@ def test_valid_fields_are_accepted():
             "falling=(3, 2) must be in order, from 1",
         ),
         ("ascending", "empty", {}, "empty=() must be ascending"),
-        ("ascending", "sizes", {"least": 4}, "sizes=(1, 2, 4) must be 4 or more, "),
+        ("ascending", "sizes", {"minimum": 4}, "sizes=(1, 2, 4) must be 4 or more, "),
         ("ascending", "sizes", {"low": 2}, "must be ascending, from 2"),
     ],
 )

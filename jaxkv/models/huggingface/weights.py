@@ -67,10 +67,10 @@ def load_params(
                 "tensors"
             )
     leaves = huggingface_tensors.list_leaves(config)
-    found = canonical_names(config, tensors)
+    file_names = canonical_names(config, tensors)
     if config.num_ahead_layers:
         prefix = FAMILIES[config.family].layer.format(config.num_layers) + "."
-        if not any(name.startswith(prefix) for name in found):
+        if not any(name.startswith(prefix) for name in file_names):
             raise ValueError(
                 f"{folder}: num_nextn_predict_layers={config.num_ahead_layers} in "
                 f"config.json (or by default), but no tensor of {prefix[:-1]}; set it "
@@ -82,19 +82,22 @@ def load_params(
         for name, shape in zip(leaf.names, leaf.shapes, strict=True)
     }
     copies = {
-        copy: leaf.names[0] for leaf in leaves for copy in leaf.copies if copy in found
+        copy: leaf.names[0]
+        for leaf in leaves
+        for copy in leaf.copies
+        if copy in file_names
     }
     expected |= {copy: expected[name] for copy, name in copies.items()}
     expected |= {
         name + SCALES: tuple(-(-size // FP8_BLOCK) for size in shape)
         for name, shape in expected.items()
-        if name + SCALES in found
+        if name + SCALES in file_names
     }
-    _check_tensors(folder, expected, tensors, found)
+    _check_tensors(folder, expected, tensors, file_names)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
-        scales = found.get(name + SCALES)
-        return _read(tensors, found[name], dtype, scales)
+        scales = file_names.get(name + SCALES)
+        return _read(tensors, file_names[name], dtype, scales)
 
     def bits(name: str) -> np.ndarray:  # for an exact comparison, also of NaN
         return np.ascontiguousarray(read(name, dtype)).view(np.uint8)
@@ -102,7 +105,7 @@ def load_params(
     for copy, name in copies.items():
         if np.array_equal(bits(copy), bits(name)):
             continue
-        line = f"{folder}: {found[copy]} differs from {found[name]}"
+        line = f"{folder}: {file_names[copy]} differs from {file_names[name]}"
         if config.tie_embeddings and copy == embed_and_head(config)[1]:
             raise ValueError(
                 f"{line}, but config.json has tie_word_embeddings=true; with false the "
@@ -112,8 +115,8 @@ def load_params(
     put = place or (lambda path, array: jnp.asarray(array))
     arrays = []
     for leaf in leaves:
-        own = leaf.dtype_in(dtype)
-        parts = [read(name, own) for name in leaf.names]
+        leaf_dtype = leaf.dtype_in(dtype)
+        parts = [read(name, leaf_dtype) for name in leaf.names]
         arrays.append(put(leaf.path, join_tensors(leaf, parts)))
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays
@@ -154,7 +157,7 @@ def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
 def _named(tree: Params) -> dict[str, Any]:
     """Returns the leaves of nested dicts, in order, by their keys joined by dots."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {".".join(str(each.key) for each in path): leaf for path, leaf in leaves}
+    return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
 def _read(
@@ -199,7 +202,7 @@ def _check_tensors(
     folder: Path,
     expected: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, tuple[Path, Any]],
-    found: Mapping[str, str],
+    tensor_names: Mapping[str, str],
 ) -> None:
     """Checks names, shapes and types before a tensor is read.
 
@@ -207,17 +210,17 @@ def _check_tensors(
       folder: the folder.
       expected: shapes by the names of a full model.
       tensors: result of `_open_tensors`.
-      found: names in the folder, by the names of a full model.
+      tensor_names: names in the folder, by the names of a full model.
     """
     for problem, names in (
-        ("missing", expected.keys() - found.keys()),
-        ("unexpected", found.keys() - expected.keys()),
+        ("missing", expected.keys() - tensor_names.keys()),
+        ("unexpected", tensor_names.keys() - expected.keys()),
     ):
         if names:
             first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
     for full_name, shape in expected.items():
-        name = found[full_name]
+        name = tensor_names[full_name]
         path, file = tensors[name]
         view = file.get_slice(name)
         if tuple(view.get_shape()) != shape:
