@@ -116,7 +116,7 @@ class Option:
         )
 
 
-def unchanged(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
+def unchanged(answer: jaxkv.TokenHistory, logits: jax.Array) -> jax.Array:
     """Returns the logits: the smallest `logits_fn`."""
     return logits
 

@@ -18,7 +18,7 @@ Public names by purpose:
                        RequestAttributes, StallError
     models             Forward, ForwardResult, attend
     speculation        SpeculationConfig, Speculation
-    sampling           Answer, the first argument of a `logits_fn`
+    sampling           TokenHistory, the first argument of a `logits_fn`
     debugging          InvariantError
 
 Sub-packages have the rest: `jaxkv.simulation` simulates the schedule with a cost model,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from jaxkv import text as text
     from jaxkv import workloads as workloads
     from jaxkv.engine.drafting import Speculation
-    from jaxkv.engine.emitting import Answer
+    from jaxkv.engine.emitting import TokenHistory
     from jaxkv.engine.requests import Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import EngineConfig, EngineState, init

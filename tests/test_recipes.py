@@ -74,7 +74,7 @@ class ConcurrencyLimit(NamedTuple):
         return engines.FCFS.plan(counts)
 
 
-def allow_rising_tokens(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
+def allow_rising_tokens(answer: jaxkv.TokenHistory, logits: jax.Array) -> jax.Array:
     """Masks tokens up to the previous one, unless that is the end of the vocabulary."""
     token = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
     rows = jnp.arange(logits.shape[0])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Verifier,
         VerifyOutput,
     )
-    from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+    from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
     from jaxkv.engine.plan_application import apply_plan
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state

@@ -17,7 +17,7 @@ from jaxkv import arrays, ledger, memory
 from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceProgress
-from jaxkv.memory import copy_in, copy_out, is_out, is_written, num_free
+from jaxkv.memory import copy_in, copy_out, is_out, is_written, num_free_places
 
 
 def is_swapped_out(state: EngineState, group: Int32[Array, " n"]) -> Bool[Array, " n"]:
@@ -56,7 +56,7 @@ def num_free_swap_pages(state: EngineState) -> Int32[Array, ""]:
     """Counts the free pages of the staging buffer."""
     if state.staging is None:
         return jnp.zeros((), jnp.int32)
-    return num_free(state.staging)
+    return num_free_places(state.staging)
 
 
 def num_to_move(

@@ -99,7 +99,7 @@ if TYPE_CHECKING:
         is_out,
         is_written,
         make_staging,
-        num_free,
+        num_free_places,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

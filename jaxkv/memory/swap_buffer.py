@@ -60,7 +60,7 @@ def make_staging(
     )
 
 
-def num_free(staging: Staging) -> Int32[Array, ""]:
+def num_free_places(staging: Staging) -> Int32[Array, ""]:
     """Returns the number of free places in the swap buffer."""
     return jnp.sum(staging.owner < 0, dtype=jnp.int32)
 
@@ -115,7 +115,7 @@ def copy_out(
     slot, column = (jnp.arange(n, dtype=jnp.int32) for n in holder.shape)
     mapped = leaves[:, None] & is_written(table, page_size=page_size)
     is_held = mapped & (holder == slot[:, None])
-    leaves &= (jnp.sum(is_held, dtype=jnp.int32) <= num_free(staging)) & jnp.any(
+    leaves &= (jnp.sum(is_held, dtype=jnp.int32) <= num_free_places(staging)) & jnp.any(
         is_held
     )
 

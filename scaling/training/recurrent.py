@@ -164,7 +164,7 @@ def _gru(bias, projection, product, state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(cell, weight, bias, projections, start):
-    """Scans `cell(bias, made[t], weight @ state[0], state)`; returns all states.
+    """Scans `cell(bias, projections[t], weight @ state[0], state)`; returns all states.
 
     Args:
       cell: elementwise function of rows of a batch.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+    from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
     from jaxkv.engine.emitting.sampling_step import SamplerOutput, emit
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -14,7 +14,7 @@ from jaxkv.engine.state import TILE, EngineConfig, EngineState
 from jaxkv.sampling import Params
 
 
-class Answer(NamedTuple):
+class TokenHistory(NamedTuple):
     """Sequences of the logit rows, the first argument of a `logits_fn`."""
 
     tokens: Int32[Array, "rows max_length"]
@@ -28,14 +28,14 @@ class Answer(NamedTuple):
 
 
 type LogitsFn = Callable[
-    [Answer, Float[Array, "rows vocab"]], Float[Array, "rows vocab"]
+    [TokenHistory, Float[Array, "rows vocab"]], Float[Array, "rows vocab"]
 ]
 """Changes logits before penalties and truncation: masks, biases, grammars. It does not
 apply to beam search; an `Engine` with a `logits_fn` refuses beam search requests."""
 
 
 def apply_logits_fn(
-    logits_fn: LogitsFn | None, answer: Answer, raw: Float[Array, "rows vocab"]
+    logits_fn: LogitsFn | None, answer: TokenHistory, raw: Float[Array, "rows vocab"]
 ) -> Float[Array, "rows vocab"]:
     """Applies a `logits_fn` to logits; None returns them unchanged.
 
@@ -60,7 +60,7 @@ def apply_logits_fn(
 class LogitRows(NamedTuple):
     """Inputs of sampling: one row per slot, or `width` rows with speculation."""
 
-    answer: Answer
+    answer: TokenHistory
     logits: Float[Array, "rows vocab"]
     params: Params
     keep_logprobs: Bool[Array, " rows"]
@@ -84,7 +84,7 @@ def gather_logit_rows(
     # program for the batch.
     temperature = jnp.where(emits, params.temperature, 0.0)
     return LogitRows(
-        answer=Answer(
+        answer=TokenHistory(
             tokens=s.tokens[row],
             num_tokens=num_tokens,
             prompt_length=s.prompt_length[row],

@@ -17,7 +17,7 @@ from jaxkv import arrays, sampling
 from jaxkv.engine import drafting, model_runner
 from jaxkv.engine.drafting import AcceptResult, Drafts, Speculation, Tree, VerifyOutput
 from jaxkv.engine.emitting import logit_rows
-from jaxkv.engine.emitting.logit_rows import Answer, LogitsFn
+from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.sampling import ACCEPT, Params, draw_key
 
@@ -115,7 +115,7 @@ def _judge(
     )
 
     def of_rows(
-        answer: Answer,
+        answer: TokenHistory,
         raw: Array,
         params: Params,
         children: Array,
@@ -203,7 +203,7 @@ def token_logits(
     return logits[(first + jnp.pad(path, ((0, 0), (1, 0)))).reshape(-1)]
 
 
-def known_tokens_by_branch(answer: Answer, drafts: Drafts) -> Answer:
+def known_tokens_by_branch(answer: TokenHistory, drafts: Drafts) -> TokenHistory:
     """Sets the known tokens of each place in a tree to those on its path."""
     tree = drafts.tree
     assert tree is not None

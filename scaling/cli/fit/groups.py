@@ -36,7 +36,7 @@ class FitGroup(NamedTuple):
       label: label of the group; empty if the log is one group.
       rows: mask of the log's rows, including held-out ones.
       fits: fits by law.
-      found: frontiers of the rows.
+      frontier_set: frontiers of the rows.
     """
 
     label: str

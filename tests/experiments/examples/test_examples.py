@@ -21,7 +21,7 @@ END = 60
 # [example: a logits_fn]
 
 
-def only_digits(answer: jaxkv.Answer, logits: jax.Array) -> jax.Array:
+def only_digits(answer: jaxkv.TokenHistory, logits: jax.Array) -> jax.Array:
     """Allows five digits, then the end token."""
     token = jnp.arange(logits.shape[1])[None, :]
     digit = (token >= ord("0")) & (token <= ord("9"))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.engine import drafting
 from jaxkv.engine.drafting import Drafts
-from jaxkv.engine.emitting import Answer, verification
+from jaxkv.engine.emitting import TokenHistory, verification
 from jaxkv.memory import NO_PAGE, make_pages, move_tokens
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -117,7 +117,7 @@ def test_every_place_has_the_tokens_on_its_path() -> None:
     known = rng.integers(1, 10, SLOTS)
     tokens = rng.integers(50, 99, (SLOTS, length))
     # In a chain they would have consecutive positions.
-    rows = Answer(
+    rows = TokenHistory(
         tokens=jnp.asarray(tokens.repeat(width, axis=0), "int32"),
         num_tokens=jnp.asarray(
             (known[:, None] + np.arange(width)).reshape(-1), "int32"
