@@ -21,8 +21,8 @@ class Shape:
     """Ragged rows after their contexts.
 
     Args:
-      question: `contexts`, tokens before the rows of each sequence, the first `shared` of
-        which are common to all; `rows` per sequence; `heads`: query heads, KV heads,
+      question: `contexts`, tokens before the rows of each sequence, the first `shared`
+        of which are common to all; `rows` per sequence; `heads`: query heads, KV heads,
         head size; `page_size`; `dtype`; `ancestors`, the rows visible to each row
         including itself, [batch, rows, rows], or null for causal rows.
       device: device of the arrays.
