@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import validation
 from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.interface import Counts, Plan
 
@@ -72,13 +73,18 @@ def chunked_prefill(
       max_running: largest number of running sequences; None means the number of slots.
 
     Raises:
-      ValueError: `max_running` is below 1.
+      ValueError: a switch is not a boolean, or `max_running` is below 1.
     """
-    if max_running is not None and max_running < 1:
-        raise ValueError(f"{max_running=} must be at least 1, or None")
+    validation.boolean("whole", whole)
+    validation.boolean("first", first)
+    if max_running is None:
+        max_running = interface.NO_LIMIT
+    max_running = validation.integer(
+        "max_running", max_running, low=1, hint="at least 1, or None"
+    )
     return ChunkedPrefill(
         inner=first_come.fcfs(),
         whole=jnp.asarray(whole),
         first=jnp.asarray(first),
-        max_running=jnp.asarray(max_running or interface.NO_LIMIT, jnp.int32),
+        max_running=jnp.asarray(max_running, jnp.int32),
     )
