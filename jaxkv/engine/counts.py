@@ -22,6 +22,9 @@ from jaxkv.memory import (
 )
 from jaxkv.scheduling import BLOCKED, Counts
 
+_HALF = 1 << 15
+"""Two counts below it fit into an int32."""
+
 
 class _Shares(NamedTuple):
     """Shared pages of the slots."""
@@ -31,6 +34,8 @@ class _Shares(NamedTuple):
     others: Int32[Array, " slots"]
     """Pages that the slot does not account for: pages owned by an earlier slot of its
     group, and cached pages."""
+    idle: Int32[Array, " slots"]
+    """Cached pages that no other slot uses, which become idle with the slot."""
     moved: Int32[Array, " slots"]
     """Pages that would move if the group were swapped out; shared pages count once."""
     copies: Int32[Array, " slots"]
@@ -72,7 +77,7 @@ def observe_engine(
         PageFacts(
             length=length,
             num_pages=pages,
-            owned_pages=pages - shares.others,
+            owned_pages=pages - shares.others + shares.idle,
             owned_tokens=own_tokens(length, shares.others, page_size=size),
             swap_pages=shares.moved,
             copies=shares.copies,
@@ -101,6 +106,12 @@ def observe_engine(
         drafts=None
         if drafter is None
         else drafting.requested_draft_lengths(state, drafter, config),
+        shared_pages=None
+        if state.prefixes is None
+        else config.num_pages
+        - seen.free_pages
+        - jnp.sum(seen.owned_pages, dtype=jnp.int32),
+        lockstep=None if state.search is None else groups.is_beam(state),
     ), found
 
 
@@ -135,15 +146,32 @@ def _if_shared[T](
     group = groups.group_of_slots(state)
     rows = goal - table.length
 
+    def count_cached() -> tuple[Array, Array]:
+        """Counts the cached pages of each slot, and `_Shares.idle`."""
+        pinned = prefix_caching.is_pinned(state, table.page_ids)
+        if pinned is None:
+            return jnp.zeros_like(group), jnp.zeros_like(group)
+        # One use is that of the cache.
+        alone = pinned & (arrays.take(pool.ref, table.page_ids, fill=0) == 2)
+        if table.page_ids.shape[1] >= _HALF:
+            cached, idle = jnp.sum(jnp.stack([pinned, alone]), axis=2, dtype=jnp.int32)
+            return cached, idle
+        # One sum of both, since a second one would be a kernel launch.
+        both = jnp.where(pinned, jnp.where(alone, _HALF + 1, 1), 0)
+        both = jnp.sum(both, axis=1, dtype=jnp.int32)
+        return both % _HALF, both // _HALF
+
     def search() -> T:
         holder = memory.holders(table, group)
         pinned = prefix_caching.is_pinned(state, table.page_ids)
+        _, idle = count_cached()
         owned = owned_pages(table, holder, pinned=pinned)
         copies = needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
                 first=groups.find_slot_groups(state).first,
                 others=num_pages(table, page_size=size) - owned,
+                idle=idle,
                 moved=swapping.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),
             )
@@ -151,13 +179,11 @@ def _if_shared[T](
 
     def no_shares() -> T:
         place = jnp.arange(group.shape[0], dtype=jnp.int32)
-        others = moved = copies = jnp.zeros_like(group)
-        pinned = prefix_caching.is_pinned(state, table.page_ids)
-        if pinned is not None:
-            others = jnp.sum(pinned, axis=1, dtype=jnp.int32)
+        moved = copies = jnp.zeros_like(group)
+        others, idle = count_cached()
         if state.staging is not None:
             moved = pages_for(table.length, page_size=size)
-        return of(_Shares(place, others, moved, copies))
+        return of(_Shares(place, others, idle, moved, copies))
 
     # A group's first sequence may share pages with slots that are held.
     may = (group != state.slots.sequence) | is_shared(pool, table, rows, page_size=size)

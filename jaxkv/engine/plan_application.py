@@ -97,11 +97,12 @@ def apply_plan(
             plan,
             found,
         )
-    granted, table = batch.plan.drafts, state.table
+    table = state.table
     state, num_copied, enough = _reserve(state, batch, config)
+    _, num_rows, granted = batch.plan.within(config.token_budget)
     return state, AppliedPlan(
         scheduling=SchedulingCounts(*batch.scheduling),
-        num_rows=jnp.where(enough, batch.plan.num_rows, 0),
+        num_rows=jnp.where(enough, num_rows, 0),
         granted=None if granted is None else jnp.where(enough, granted, 0),
         kept=jnp.maximum(table.length + table.ahead, batch.plan.places),
         num_copied=num_copied,
@@ -121,12 +122,13 @@ def _preempt_and_admit(
     state, batch = carry
     # The carried plan: a second copy of its arrays would be two launches.
     plan = plan._replace(**batch.plan._asdict())
-    head, gone = counts.head_of_queue(state, config), plan.preempt
+    head, group = counts.head_of_queue(state, config), groups.find_slot_groups(state)
+    plan = ledger.preempt_groups(plan, state.slots, group)
+    gone = plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.
-    group = groups.find_slot_groups(state)
     state = beam_search.store_paths(state, gone, config)
     num_common = groups.num_common(state, gone, group)
-    state, leaves, moved = swapping.swap_out(state, plan.swap & gone, config)
+    state, leaves, moved = swapping.swap_out(state, plan.swap, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(

@@ -159,7 +159,7 @@ def step(
         )
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, config)
-    state = _retire(state, emitted, policy.holds_finished, eviction)
+    state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config)
     if config.debug:
         unsafe = shared_writes(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         note_events,
         num_recomputed,
         preempt,
+        preempt_groups,
         record_forks,
         retire,
     )

@@ -34,6 +34,19 @@ class Preemption(NamedTuple):
     """Preempted requests, each once, in order of slots, or `NO_SEQUENCE`."""
 
 
+def preempt_groups(plan: Plan, slots: Slots, group: Groups | None) -> Plan:
+    """Widens preemption and swapping of a plan to all running sequences of a request.
+
+    `group` are the groups of the slots; None if every request has one sequence.
+    """
+    if group is None:
+        return plan
+    runs = is_running(slots)
+    return plan._replace(
+        preempt=group.any(plan.preempt) & runs, swap=group.any(plan.swap) & runs
+    )
+
+
 def preempt(
     ledger: Ledger,
     gone: Bool[Array, " slots"],
@@ -98,6 +111,19 @@ class SlotPlan(NamedTuple):
     """Tokens to feed, drafts excluded."""
     drafts: Int32[Array, "*n"] | None
     """Drafts to feed after these tokens and places; None without speculation."""
+
+    def within(self, token_budget: Size) -> "SlotPlan":
+        """Returns the plan with rows that fit into the budget.
+
+        If they exceed it, each sequence feeds at most one token, and no drafts.
+        """
+        rows, drafts = self.num_rows, self.drafts
+        total = rows if drafts is None else rows + drafts
+        exceeds = jnp.sum(total, dtype=jnp.int32) > token_budget
+        return self._replace(
+            num_rows=jnp.where(exceeds, jnp.minimum(rows, 1), rows),
+            drafts=None if drafts is None else jnp.where(exceeds, 0, drafts),
+        )
 
 
 class Admission(NamedTuple):

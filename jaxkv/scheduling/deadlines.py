@@ -2,30 +2,31 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
 from jaxkv.scheduling import first_come, interface
-from jaxkv.scheduling.interface import Counts, Plan
+from jaxkv.scheduling.interface import Counts, OrderedQueue, Policy
 
 
 class EarliestDeadline(NamedTuple):
-    """Admits the request with the earliest deadline first, then those without one.
+    """The request with the earliest deadline first, then those without one.
 
-    A deadline that has passed still counts in the order. All other decisions are those
-    of `inner`.
+    A deadline that has passed still counts in the order.
 
     Source: Liu and Layland 1973, section 7, without preemption of running requests.
     """
 
-    inner: first_come.FCFS
-
-    holds_finished = False
-
-    def plan(self, counts: Counts) -> Plan:
-        """Plans one step."""
-        c = interface.skip_unmarked(counts)
-        deadline = interface.attributes_of(c.waiting_attributes).deadline_ms
-        return interface.plan_by(self.inner, c, deadline)
+    def __call__(self, counts: Counts) -> Int32[Array, "*head"]:
+        """Returns the deadlines."""
+        a = interface.attributes_of(counts.waiting_attributes)
+        return jnp.asarray(a.deadline_ms, jnp.int32)
 
 
-def earliest_deadline(inner: first_come.FCFS | None = None) -> EarliestDeadline:
-    """Makes an `EarliestDeadline` policy; `inner` None means `fcfs()`."""
-    return EarliestDeadline(first_come.fcfs() if inner is None else inner)
+def earliest_deadline(inner: Policy | None = None) -> OrderedQueue:
+    """Makes a policy with the order of `EarliestDeadline`; `inner` None means `fcfs()`.
+
+    Raises:
+      ValueError: `inner` is not a policy.
+    """
+    return first_come.order_queue(EarliestDeadline(), inner)

@@ -7,7 +7,14 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import validation
 from jaxkv.scheduling import interface, victims
-from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
+from jaxkv.scheduling.interface import (
+    NO_LIMIT,
+    Counts,
+    OrderedQueue,
+    Plan,
+    Policy,
+    QueueKey,
+)
 
 
 class FCFS(NamedTuple):
@@ -70,7 +77,7 @@ class FCFS(NamedTuple):
             sooner = rank[:, None] <= rank[None, :]
             needed = jnp.where(sooner, wanted[:, None], 0)
             needed = jnp.sum(needed, axis=0, dtype=jnp.int32)
-        runs = c.running & (needed <= total)
+        runs = interface.keep_first(c, c.running & (needed <= total))
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         preempt = c.running & ~runs
         # Pages for admission. The watermark does not apply to an idle engine.
@@ -165,3 +172,14 @@ def fcfs(
         hold=rule(hold),
         cached_first=rule(cached_first),
     )
+
+
+def order_queue(key: QueueKey, inner: Policy | None) -> OrderedQueue:
+    """Makes an `OrderedQueue`; `inner` None means `fcfs()`.
+
+    Raises:
+      ValueError: `inner` is not a policy.
+    """
+    inner = fcfs() if inner is None else inner
+    interface.check_policy(inner, "inner")
+    return OrderedQueue(key, inner)

@@ -10,10 +10,11 @@ A policy is a NamedTuple of arrays. Its type is static; its fields are parameter
 """
 
 import functools
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, validation
@@ -52,9 +53,11 @@ class Counts(NamedTuple):
     num_pages: Int32[Array, " order"]
     """Pages held, shared ones included."""
     owned_pages: Int32[Array, " order"]
-    """Pages that preemption of the group would free, each counted at its first slot."""
+    """Pages that preemption of the group would free, each counted at its first slot.
+    Pages that only this sequence uses are free afterwards even if they are cached."""
     owned_tokens: Int32[Array, " order"]
-    """Tokens on those pages, which the group would have to recompute."""
+    """Tokens on those pages that are not cached, which the group would have to
+    recompute."""
     swap_pages: Int32[Array, " order"]
     """Pages that would move if the group were swapped out, each counted at its first
     slot. More than `owned_pages` if some pages are shared outside the group."""
@@ -104,6 +107,11 @@ class Counts(NamedTuple):
     None means the defaults."""
     waiting_attributes: RequestAttributes | None = None
     """Attributes of the requests at the head of the queue."""
+    shared_pages: Int32[Array, ""] | None = None
+    """Used pages that are in no `owned_pages`: cached pages of several sequences. None
+    without a prefix cache."""
+    lockstep: Bool[Array, " order"] | None = None
+    """Beams: those of a request decode in the same step. None without beam search."""
 
 
 WAITING_FIELDS = (
@@ -148,6 +156,10 @@ class Plan(NamedTuple):
     `schedule` grants drafts from the remaining token budget and pages."""
 
 
+_MASKS = ("preempt", "swap", "admit")
+_HEAD = ("admit", "head_places", "head_rows")
+
+
 @runtime_checkable
 class Policy(Protocol):
     """A scheduling policy."""
@@ -168,35 +180,190 @@ class Policy(Protocol):
         ...
 
 
-def check_policy(policy: object) -> None:
+def check_policy(policy: object, name: str = "policy") -> None:
     """Checks the type of a policy.
 
     Raises:
-      ValueError: it is no `Policy`, or no pytree, so that no program can take it.
+      ValueError: it is no `Policy`, or no pytree of arrays, so that no program can take
+        it; the message begins with `name`.
     """
-    validation.instance("policy", policy, Policy)
-    if jax.tree.structure(policy) == jax.tree.structure(0):
+    validation.instance(name, policy, Policy)
+    shown = f"{name}={validation.format_value(policy)}"
+    leaves, structure = jax.tree.flatten(policy)
+    numbers = jax.Array | np.ndarray | np.generic | bool | int | float
+    if structure == jax.tree.structure(0) or not all(
+        isinstance(leaf, numbers) for leaf in leaves
+    ):
         raise ValueError(
-            f"policy={validation.format_value(policy)} must be a NamedTuple of arrays, "
-            "or another pytree"
+            f"{shown} must be a NamedTuple of arrays, or another pytree of arrays"
         )
+    validation.boolean(f"{name}.holds_finished", holds_finished(policy))
+
+
+def holds_finished(policy: object) -> bool:
+    """Returns `Policy.holds_finished` of a policy and of the policies in its fields.
+
+    A policy that wraps another one keeps the property.
+    """
+    inner = policy if isinstance(policy, tuple) else ()
+    return getattr(policy, "holds_finished", False) or any(map(holds_finished, inner))
+
+
+@runtime_checkable
+class QueueKey(Protocol):
+    """An order of the waiting requests, a pytree of arrays."""
+
+    def __call__(self, counts: Counts) -> Array:
+        """Returns the sort key of each waiting request, smallest first."""
+        ...
+
+
+class OrderedQueue(NamedTuple):
+    """Admits waiting requests in the order of a key; `inner` decides all else."""
+
+    key: QueueKey
+    inner: Policy
+
+    @property
+    def holds_finished(self) -> bool:
+        """That of `inner`."""
+        return holds_finished(self.inner)
+
+    def plan(self, counts: Counts) -> Plan:
+        """Plans one step."""
+        c = skip_unmarked(counts)
+        return plan_by(self.inner, c, jnp.broadcast_to(self.key(c), c.waiting.shape))
 
 
 def schedule(counts: Counts, policy: Policy) -> Plan:
-    """Plans the next step by a policy, and grants drafts if the policy did not.
+    """Plans the next step by a policy, and makes the plan valid.
+
+    A policy is code of its own, and an invalid plan would change tokens or lose
+    sequences. Values out of range are replaced by the nearest valid ones:
+
+    * Only running sequences are preempted or swapped out, and only waiting requests are
+      admitted. `ledger.preempt_groups` then preempts whole requests.
+    * Rows are at least 0, and at most the tokens left to feed. Prompts with
+      log-probabilities share the spare logit rows in order. Beams of a request decode
+      in the same step. `ledger.SlotPlan.within` then applies the token budget.
+    * Places cover the rows, up to `Counts.max_length`.
+    * Drafts are at most those of `Counts.drafts`. With `Plan.drafts` None they come
+      from the remaining budget and pages.
 
     Raises:
-      ValueError: the policy returns no `Plan`.
+      ValueError: the policy returns no `Plan`, or a field of it has a wrong shape or
+        type; the message names the field.
     """
+    validation.instance("policy", policy, Policy)
+    name = f"{type(policy).__name__}.plan"
     plan = policy.plan(counts)
     if not isinstance(plan, Plan):
         raise ValueError(
-            f"{type(policy).__name__}.plan returns {validation.format_value(plan)}, "
-            "which must be a Plan"
+            f"{name} returns {validation.format_value(plan)}, which must be a Plan"
         )
-    if counts.drafts is not None and plan.drafts is None:
-        return plan._replace(drafts=_grant_drafts(counts, plan, counts.drafts))
-    return plan
+    c, plan = counts, _check_fields(name, counts, plan)
+    preempt = plan.preempt & c.running
+    stays = c.running & ~preempt
+    admit = plan.admit & c.waiting
+    num_rows, head_rows = _limit_rows(c, plan, stays, admit)
+    least = jnp.where(num_rows > 0, c.length + num_rows, 0)
+    head_least = jnp.where(head_rows > 0, c.waiting_cached + head_rows, 0)
+    places = jnp.clip(plan.places, least, c.max_length)
+    head_places = jnp.clip(plan.head_places, head_least, c.max_length)
+    wanted = plan.drafts
+    plan = Plan(
+        preempt=preempt,
+        swap=plan.swap & preempt,
+        # A sequence that waits to be forked must have no pages.
+        places=jnp.where(stays & (c.target_length > 0), places, 0),
+        num_rows=num_rows,
+        admit=admit,
+        head_places=jnp.where(admit, head_places, 0),
+        head_rows=head_rows,
+    )
+    if c.drafts is None:
+        return plan
+    drafts = _grant_drafts(c, plan, c.drafts)
+    if wanted is not None:
+        decodes = (num_rows == 1) & (c.target_length - c.length == 1)
+        drafts = jnp.clip(wanted, 0, jnp.where(decodes, c.drafts, 0))
+    places = jnp.minimum(plan.places, c.max_length - drafts)
+    return plan._replace(places=places, drafts=drafts)
+
+
+def _limit_rows(
+    counts: Counts,
+    plan: Plan,
+    stays: Bool[Array, " order"],
+    admit: Bool[Array, " head"],
+) -> tuple[Int32[Array, " order"], Int32[Array, " head"]]:
+    """Returns valid `num_rows` and `head_rows`, see `schedule`."""
+    c, num_slots = counts, stays.shape[0]
+    remaining = jnp.where(stays, jnp.maximum(c.target_length - c.length, 0), 0)
+    head_remaining = c.waiting_tokens - c.waiting_cached
+    head_remaining = jnp.where(admit & ~c.waiting_swapped, head_remaining, 0)
+    num_rows = jnp.clip(plan.num_rows, 0, remaining)
+    head_rows = jnp.clip(plan.head_rows, 0, head_remaining)
+    decodes = remaining == 1
+    if c.lockstep is not None:
+        joint = c.lockstep & decodes
+        fed = any_of_group(c, joint & (num_rows > 0))
+        num_rows = jnp.where(joint & fed, 1, num_rows)
+    scored = jnp.concatenate([c.scored_prompt & ~decodes, c.waiting_scored_prompt])
+    rows = jnp.concatenate([num_rows, head_rows])
+    in_spare = _grant_in_order(jnp.where(scored, rows, 0), c.spare_logit_rows)
+    rows = jnp.where(scored, in_spare, rows)
+    return rows[:num_slots], rows[num_slots:]
+
+
+def _check_fields(name: str, counts: Counts, plan: Plan) -> Plan:
+    """Checks shapes and types; returns the plan with int32 arrays and masks."""
+    fields: dict[str, Any] = {}
+    for field, value in plan._asdict().items():
+        if field == "drafts" and value is None:
+            continue
+        shape = (counts.waiting if field in _HEAD else counts.running).shape
+        dtype = jnp.dtype(bool if field in _MASKS else jnp.int32)
+        kind = jnp.bool_ if field in _MASKS else jnp.integer
+        try:
+            array = jnp.asarray(value)
+            text = f"{array.dtype}{list(array.shape)}"
+        except (TypeError, ValueError):
+            array, text = None, validation.format_value(value)
+        if (
+            array is None
+            or array.shape != shape
+            or not jnp.issubdtype(array.dtype, kind)
+        ):
+            raise ValueError(
+                f"{name} returns {field}={text}, which must be {dtype}{list(shape)}"
+            )
+        fields[field] = array.astype(dtype)
+    return plan._replace(**fields)
+
+
+def _grant_drafts(
+    counts: Counts, plan: Plan, wanted: Int32[Array, " order"]
+) -> Int32[Array, " order"]:
+    """Grants drafts, in order of slots, from the remaining token budget and free pages.
+
+    A draft therefore never delays a prompt and never causes a preemption. Only
+    sequences that decode get drafts.
+    """
+    c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
+    decodes = (plan.num_rows == 1) & (c.target_length - c.length == 1)
+    rows = _grant_in_order(
+        jnp.where(decodes, wanted, 0),
+        c.token_budget - total(plan.num_rows) - total(plan.head_rows),
+    )
+    have = jnp.maximum(c.num_pages * c.page_size, plan.places)
+    need = missing_pages(have, plan.places + rows, page_size=c.page_size)
+    taken = jnp.where(
+        plan.places > 0, pages_to_grow(c._replace(target_length=plan.places)), 0
+    )
+    taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
+    short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
+    return jnp.where(short | jnp.any(plan.preempt), 0, rows)
 
 
 def plan_in_order(policy: Policy, counts: Counts, order: Int32[Array, " head"]) -> Plan:
@@ -293,30 +460,6 @@ def limit_draft_lengths(
     return jnp.where(decodes, jnp.clip(wanted, 0, most), 0)
 
 
-def _grant_drafts(
-    counts: Counts, plan: Plan, wanted: Int32[Array, " order"]
-) -> Int32[Array, " order"]:
-    """Grants drafts, in order of slots, from the remaining token budget and free pages.
-
-    A draft therefore never delays a prompt and never causes a preemption. Only
-    sequences that decode get drafts.
-    """
-    c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
-    decodes = (plan.num_rows == 1) & (c.target_length - c.length == 1)
-    rows = _grant_in_order(
-        jnp.where(decodes, wanted, 0),
-        c.token_budget - total(plan.num_rows) - total(plan.head_rows),
-    )
-    have = jnp.maximum(c.num_pages * c.page_size, plan.places)
-    need = missing_pages(have, plan.places + rows, page_size=c.page_size)
-    taken = jnp.where(
-        plan.places > 0, pages_to_grow(c._replace(target_length=plan.places)), 0
-    )
-    taken = total(taken) + total(jnp.where(plan.admit, c.waiting_pages, 0))
-    short = jnp.cumsum(need, dtype=jnp.int32) > c.free_pages - taken
-    return jnp.where(short | jnp.any(plan.preempt), 0, rows)
-
-
 def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
     """Returns the new pages that each running sequence needs for all of its tokens.
 
@@ -363,6 +506,21 @@ def share_budget(
     left = c.token_budget - jnp.sum(decodes, dtype=jnp.int32)
     rows = _grant_in_order(prompts, left)
     return rows[:num_line] + decodes.astype(jnp.int32), rows[num_line:]
+
+
+def keep_first(counts: Counts, runs: Bool[Array, " order"]) -> Bool[Array, " order"]:
+    """Adds the first running request to those that run.
+
+    All pages of the pool suffice for it, also where `Counts.owned_pages` leave out
+    pages that requests share.
+    """
+    c = counts
+    if c.shared_pages is None:
+        return runs
+    place = jnp.arange(runs.shape[0], dtype=jnp.int32)
+    group = place if c.group is None else c.group
+    first = jnp.min(jnp.where(c.running, group, place.size))
+    return runs | (c.running & (group == first))
 
 
 def _grant_in_order(want: Int32[Array, " n"], amount: Size) -> Int32[Array, " n"]:

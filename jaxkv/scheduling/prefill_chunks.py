@@ -74,8 +74,10 @@ def chunked_prefill(
       max_running: largest number of running sequences; None means the number of slots.
 
     Raises:
-      ValueError: `max_running` is below 1.
+      ValueError: a switch is not a boolean, or `max_running` is below 1.
     """
+    validation.boolean("whole", whole)
+    validation.boolean("first", first)
     return ChunkedPrefill(
         inner=first_come.fcfs(),
         whole=jnp.asarray(whole),

@@ -8,10 +8,11 @@ tokens of all requests, in which case the same K and V are being written again.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
+
+from jaxkv.scheduling.interface import Policy
 
 MAX_STEPS = 64
 """Consecutive steps without progress, while a request waits, that raise an error."""
@@ -75,23 +76,30 @@ class StepCounter:
 
 
 def stall_error(
-    policy: Any, request: str, *, has_pages: bool, request_id: int | None = None
+    policy: Policy,
+    request: str,
+    *,
+    has_pages: bool,
+    preempts: bool,
+    request_id: int | None = None,
 ) -> StallError:
-    """Makes the error.
+    """Makes the error, which names the field of `Plan` that prevents progress.
 
     Args:
       policy: the policy.
       request: description of a waiting request.
       has_pages: False if the last plan needed more pages than the pool has.
+      preempts: True if plans since the last progress preempted sequences.
       request_id: id of the request, in an engine.
     """
-    name = type(policy).__name__
-    cause = "it must admit requests and feed rows"
+    cause = "it must admit requests and feed rows, Plan.admit and Plan.num_rows"
+    if preempts:
+        cause = "Plan.preempt returns its running sequences to the queue"
     if not has_pages:
-        cause = "its plan needs more pages than there are"
-    found = StallError(
-        f"policy {name} made no progress for {MAX_STEPS} steps while {request} waits: "
-        f"{cause}"
+        cause = "its plan needs more pages than there are, Plan.places"
+    error = StallError(
+        f"policy {type(policy).__name__} made no progress for {MAX_STEPS} steps while "
+        f"{request} waits: {cause}"
     )
-    found.request_id = request_id
-    return found
+    error.request_id = request_id
+    return error

@@ -55,7 +55,7 @@ class VLLMScheduler(NamedTuple):
         owned = jnp.where(c.running, c.owned_pages, 0)
         total = c.free_pages + jnp.sum(owned, dtype=jnp.int32)
         needed = jnp.cumsum(owned + growth, dtype=jnp.int32)
-        runs = c.running & (needed <= total)
+        runs = interface.keep_first(c, c.running & (needed <= total))
         runs &= ~interface.any_of_group(c, c.running & ~runs)
         preempt = c.running & ~runs
 

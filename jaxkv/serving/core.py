@@ -71,6 +71,8 @@ class DispatchedCall:
 
     info: StepInfo
     policy: Policy
+    num_submitted: int
+    """Sequences that were submitted just before the call."""
     drained: DrainedSequences | None = None
     table: Any = None
     """Copies of the slots' page ids, lengths and sequences after the last step."""
@@ -358,7 +360,11 @@ class EngineCore:
                 self.state, info = self.run_steps(
                     self.state, self.now(), may_draft=not self._skips_drafts
                 )
-                call = DispatchedCall(info=info, policy=self.policy)
+                call = DispatchedCall(
+                    info=info,
+                    policy=self.policy,
+                    num_submitted=sum(len(record.answers) for record in batch),
+                )
                 self.unread.append(call)
                 # For `page_table`, before the next call consumes the state.
                 table = self.state.table
@@ -437,7 +443,10 @@ class EngineCore:
         is_changed = call.policy is not self.policy or any(
             each.drained is not None for each in (call, *self.unread)
         )
-        is_busy = info.num_waiting[-1] > 0 or (info.sequence[-1] >= 0).any()
+        # By the host's count, so that sequences lost on the device are a stall too.
+        is_busy = self.tracker.num_unfinished > sum(
+            x.num_submitted for x in self.unread
+        )
         # A policy may wait for requests with a later arrival time.
         waits = now < self.tracker.next_arrival_s() < math.inf
         if is_changed or waits or not is_busy:
@@ -455,7 +464,11 @@ class EngineCore:
         request = f"request_id={name}, {len(record.prompt)} prompt tokens,"
         has_pages = bool(info.enough[-1])
         raise scheduling.stall_error(
-            call.policy, request, has_pages=has_pages, request_id=name
+            call.policy,
+            request,
+            has_pages=has_pages,
+            preempts=bool(info.num_preempted.any()),
+            request_id=name,
         )
 
     def page_table(self) -> PageTableView:

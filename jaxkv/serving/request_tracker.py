@@ -47,6 +47,11 @@ class RequestTracker:
         on_device = self._unfinished or self._finished or self._cancels
         return bool(on_device) or self.next_arrival_s() <= now
 
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences submitted to the device that are not known to have ended."""
+        return self._unfinished
+
     def next_arrival_s(self) -> float:
         """Returns the next arrival of a request on the host; infinity without one."""
         return self._pending[0].arrival_s if self._pending else math.inf

@@ -165,7 +165,7 @@ def preempt_and_admit(
     group = groups_by_request(slots, max_samples)
     request = slots.sequence // max_samples
     # All pages that the plan swaps out fit into the buffer, or none is moved.
-    leaves = plan.swap & plan.preempt
+    leaves = plan.swap
     written, _ = counted_pages.num_owned(
         slots, length, group, length, capacity.page_size
     )
@@ -243,9 +243,10 @@ def grant(
     held = jnp.sum(owned, dtype=jnp.int32)
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)
     enough = used <= capacity.num_pages
+    _, num_rows, num_drafts = wish.within(capacity.token_budget)
     return pages._replace(places=jnp.where(enough, places, pages.places)), GrantedPlan(
-        num_rows=jnp.where(enough, wish.num_rows, 0),
-        num_drafts=None if wish.drafts is None else jnp.where(enough, wish.drafts, 0),
+        num_rows=jnp.where(enough, num_rows, 0),
+        num_drafts=None if num_drafts is None else jnp.where(enough, num_drafts, 0),
         kept=kept,
         num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
         used_pages=jnp.where(enough, used, held),

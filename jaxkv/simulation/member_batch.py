@@ -158,7 +158,9 @@ class MemberBatch:
         `end` is the clock after the steps.
         """
         idle, work, load = self._idle[member], info.work, self._members.workload
-        if info.num_running[-1] + info.num_waiting[-1] == 0:
+        # Not by the queue and the slots, which do not have lost sequences.
+        opened = self._open(member)
+        if not opened.size:
             idle.reset()
             return
         num_rows = work.num_decodes + work.num_prompt_rows
@@ -169,17 +171,18 @@ class MemberBatch:
             # Each sequence of an open request may feed all of its tokens.
             each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
             each = each * np.asarray(load.samples[member])
-            return int(each[self._open(member)].sum())
+            return int(each[opened].sum())
 
         idle.count(draws, num_rows, num_tokens=num_tokens, waits=jumps)
         if idle.num_steps < MAX_STEPS:
             return
-        first = int(self._open(member)[0])
+        first = int(opened[0])
         size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
         raise scheduling.stall_error(
             self._members.policy,
             f"request {first} of member {self._names[member]}, {size} tokens,",
             has_pages=bool(info.enough[-1]),
+            preempts=bool(info.num_preempted[-MAX_STEPS:].any()),
         )
 
     def _open(self, member: int) -> np.ndarray:

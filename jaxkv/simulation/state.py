@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
 from jaxkv.memory import max_pages
-from jaxkv.scheduling import NO_LIMIT, Policy
+from jaxkv.scheduling import NO_LIMIT, Policy, holds_finished
 from jaxkv.simulation import contiguous, sessions
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counted_pages import CountedPages
@@ -149,7 +149,7 @@ def init_simulation(
         num_places=max_slots + (head or max_slots),
         num_sequences=w.prompt.shape[0] * max_samples,
         has_groups=max_samples > 1,
-        holds=policy.holds_finished,
+        holds=holds_finished(policy),
     )
     prompt = jnp.repeat(w.prompt, max_samples)
     progress = ledger.SequenceProgress(*jnp.moveaxis(books.progress, -1, 0))

@@ -155,6 +155,8 @@ def _step(
         )
         counts = counts._replace(drafts=drafts)
     plan = scheduling.schedule(counts, it.policy)
+    group = apply_plan.groups_by_request(state.ledger.slots, max_samples)
+    plan = ledger.preempt_groups(plan, state.ledger.slots, group)
     state, wish, num_admitted, num_moved = apply_plan.preempt_and_admit(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )

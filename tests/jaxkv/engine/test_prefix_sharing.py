@@ -1,7 +1,9 @@
 """The prefix cache in the engine: hits, and answers that do not depend on them."""
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxkv import scheduling
@@ -73,3 +75,26 @@ def test_equal_prompts_in_one_step_share_pages() -> None:
     # Three pages of the prompt once, then equal pages of their answers.
     assert run.info.used_pages.max() < 2 * 5
     assert run.tokens[1] == run.tokens[2]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shared", [0, 5, 6])
+def test_the_first_running_request_is_never_preempted(shared: int) -> None:
+    """Pages of one token, all of which are cached; prompts share their first tokens."""
+    config = dataclasses.replace(
+        CACHED, page_size=1, num_pages=32, max_slots=4, token_budget=32, max_length=32
+    )
+    rng = np.random.default_rng(0)
+    prompts: Any = rng.integers(0, 61, (4, 7))
+    prompts[:, :shared] = prompts[0, :shared]
+    asks = [engines.greedy(i, x.tolist(), 20) for i, x in enumerate(prompts)]
+    run = engines.serve(asks, config)
+    engines.assert_equal_plain(run, asks, config)
+    assert run.info.num_preempted.any()
+    first = run.info.sequence[:, 0]
+    for before, after, ended in zip(
+        first, first[1:], run.info.reason[:, 0] > 0, strict=False
+    ):
+        assert after == before or ended or before < 0
+    work = (run.info.sequence >= 0).any(axis=1)
+    assert run.info.num_rows.sum(axis=1)[work].all()

@@ -1,12 +1,15 @@
 """Policies that make no progress in the engine, and long waits that are no stalls."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.engine import prefix_caching
 from jaxkv.scheduling import StepCounter
 from tests.support import engines, moods
 from tests.support.engines import SERVED
@@ -122,3 +125,64 @@ def test_steps_without_progress_are_counted() -> None:
         5,
     ]
     assert count((nothing, [4, 4, 4]), ([1, 0, 0], [1, 4, 0])) == [1, 1]
+
+
+# Sequences that the device has lost
+
+
+@pytest.mark.thorough
+def test_a_sequence_lost_by_the_device_is_a_stall() -> None:
+    engine, ask = moods.make_engine(), jaxkv.Sampling.greedy(max_tokens=30)
+    name = engine.submit([1, 2, 3], ask)
+    engine.core.step()
+    state = engine.core.state
+    lost = state.slots.sequence >= 0
+    state = prefix_caching.release_slots(state, lost, None)
+    empty = jnp.full_like(state.slots.sequence, -1)
+    engine.core.state = state.with_slots(state.slots._replace(sequence=empty))
+    with pytest.raises(jaxkv.StallError, match=f"request_id={name}, 3 prompt tokens"):
+        list(engine.stream())
+
+
+@pytest.mark.thorough
+def test_preempting_a_part_of_a_request_is_an_error_or_changes_no_token() -> None:
+    """Preempts the first or all other sequences of a request, once or always."""
+    prompts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
+    asks = [
+        jaxkv.Sampling(n=2, max_tokens=7, temperature=1.0, seed=seed)
+        for seed in range(3)
+    ]
+    engine = moods.make_engine()
+    wanted = engine.generate(prompts, asks)
+    for part in (0, 1):
+        engine.policy = Splits(jnp.int32(part), jnp.bool_(False), jaxkv.fcfs())
+        served = engine.generate(prompts, asks)
+        for each, other in zip(served, wanted, strict=True):
+            assert [x.tokens for x in each.answers] == [x.tokens for x in other.answers]
+        engine.policy = Splits(jnp.int32(part), jnp.bool_(True), jaxkv.fcfs())
+        with pytest.raises(jaxkv.StallError, match=r"Plan\.preempt returns"):
+            engine.generate(prompts, asks)
+        engine.policy = jaxkv.fcfs()
+        engine.generate(prompts[:1], asks[:1])
+
+
+class Splits(NamedTuple):
+    """Preempts a part of each request with several sequences, once or always."""
+
+    part: jax.Array
+    always: jax.Array
+    inner: jaxkv.Policy
+    holds_finished = False
+
+    def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
+        c, plan = counts, self.inner.plan(counts)
+        assert c.group is not None
+        is_first = jnp.equal(c.group, jnp.arange(c.group.size, dtype=jnp.int32))
+        size = jnp.sum(c.group[:, None] == c.group[None, :], axis=0)
+        out = jnp.where(self.part == 0, is_first, ~is_first) & (size > 1) & c.running
+        out &= self.always | (~c.preempted & (c.length > 5))
+        return plan._replace(
+            preempt=plan.preempt | out,
+            places=jnp.where(out, 0, plan.places),
+            num_rows=jnp.where(out, 0, plan.num_rows),
+        )
