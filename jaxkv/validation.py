@@ -308,7 +308,7 @@ def _number_check(
     if not {int, float} & {*kinds}:
         return None
     ending = " or None" if types.NoneType in kinds else ""
-    has_arrays = any(hasattr(each, "array_type") for each in kinds)
+    has_arrays = any(hasattr(member_type, "array_type") for member_type in kinds)
     if float in kinds:
         low, high, hint = _interval(bounds)
         check = functools.partial(number, name, low=low, high=high, hint=hint + ending)

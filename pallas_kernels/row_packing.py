@@ -228,8 +228,8 @@ def unpack_rows(
     blocks = blocks.reshape(num_blocks, kv_heads, tokens, group, *tail_shape)
     # Padding is undefined, so rows that are not packed are selected, not multiplied by
     # 0.
-    kept = packing.block < num_blocks
-    index = jnp.where(kept, packing.block, 0), slice(None), packing.token
-    rows = blocks[index].reshape(kept.shape[0], kv_heads * group, *tail_shape)
-    mask = kept.reshape(-1, *(1,) * (rows.ndim - 1))
+    is_packed = packing.block < num_blocks
+    index = jnp.where(is_packed, packing.block, 0), slice(None), packing.token
+    rows = blocks[index].reshape(is_packed.shape[0], kv_heads * group, *tail_shape)
+    mask = is_packed.reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.where(mask, rows, jnp.asarray(fill, rows.dtype))

@@ -297,7 +297,10 @@ def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]
         from jaxkv.text import convert_openai_messages
 
         messages = [[{"role": "user", "content": text}] for text in options.prompt]
-        chats = [convert_openai_messages(each, tokenizer) for each in messages]
+        chats = [
+            convert_openai_messages(conversation, tokenizer)
+            for conversation in messages
+        ]
         prompts = [tokenizer.encode_chat(chat) for chat in chats]
     else:
         prompts = [tokenizer.encode(text) for text in options.prompt]

@@ -92,5 +92,7 @@ def unpack(
             f"payload of {payload.nbytes} bytes does not fit the shapes of its header"
         )
     parts = zip(np.split(payload, np.cumsum(sizes)[:-1]), pairs, strict=True)
-    found = [part.view(leaf.dtype).reshape(shape) for part, (leaf, shape) in parts]
-    return PagePrefix(tokens, salt, jax.tree.unflatten(structure, found))
+    page_leaves = [
+        part.view(leaf.dtype).reshape(shape) for part, (leaf, shape) in parts
+    ]
+    return PagePrefix(tokens, salt, jax.tree.unflatten(structure, page_leaves))

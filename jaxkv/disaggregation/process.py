@@ -115,15 +115,17 @@ class _Dispatcher:
         try:
             if call.method not in METHODS:
                 raise ValueError(f"method={call.method!r} must be one of {METHODS}")
-            result = getattr(self._router, call.method)(*call.args, **call.fields)
+            reply_content = getattr(self._router, call.method)(
+                *call.args, **call.fields
+            )
             if call.method == "stream":
-                async with contextlib.aclosing(result) as events:
+                async with contextlib.aclosing(reply_content) as events:
                     async for event in events:
                         self.send(Reply(number, "item", event))
-                result = None
-            elif asyncio.iscoroutine(result):
-                result = await result
-            self.send(Reply(number, "result", result))
+                reply_content = None
+            elif asyncio.iscoroutine(reply_content):
+                reply_content = await reply_content
+            self.send(Reply(number, "result", reply_content))
         except asyncio.CancelledError:
             self.send(Reply(number, "error", RuntimeError("the call was cancelled")))
         except Exception as error:
@@ -165,11 +167,16 @@ async def run_router(connection: Connection, setup: Setup) -> None:
             await asyncio.wait({start, over}, return_when=asyncio.FIRST_COMPLETED)
             if not over.done():
                 start.result()
-                details = {"head": cluster.head_address(), "service": setup.service}
+                connection_info = {
+                    "head": cluster.head_address(),
+                    "service": setup.service,
+                }
                 receive = dispatcher.receive
                 for call in early:
                     receive(call)
-                ready = functools.partial(dispatcher.send, Reply(0, "result", details))
+                ready = functools.partial(
+                    dispatcher.send, Reply(0, "result", connection_info)
+                )
                 if setup.http is None:
                     ready()
                     await over

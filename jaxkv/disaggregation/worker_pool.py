@@ -120,8 +120,8 @@ class WorkerRecord:
 
     def num_cached_pages(self, keys: Sequence[bytes]) -> int:
         """Returns the number of leading pages of a prompt that the worker has had."""
-        missing = (i for i, key in enumerate(keys) if key not in self._known)
-        return next(missing, len(keys))
+        missing_indices = (i for i, key in enumerate(keys) if key not in self._known)
+        return next(missing_indices, len(keys))
 
     def note_pages(self, keys: Sequence[bytes]) -> None:
         """Notes that the worker has these pages."""

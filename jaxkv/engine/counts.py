@@ -54,9 +54,13 @@ def observe_engine(
     state: EngineState, config: EngineConfig, drafter: Drafter | None = None
 ) -> tuple[Counts, prefix_caching.PrefixMatch]:
     """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
-    s, slots, length = state.sequences, state.slots, state.table.length
-    head, size = head_of_queue(state, config), config.page_size
-    exists, is_out = head.request >= 0, head.swapped_pages > 0
+    s = state.sequences
+    slots = state.slots
+    length = state.table.length
+    head = head_of_queue(state, config)
+    size = config.page_size
+    exists = head.request >= 0
+    is_out = head.swapped_pages > 0
     row = jnp.maximum(head.request, 0)
     has_arrived = exists & clock.is_past(s.arrival[row], state.ledger.clock)
     # Sequences of a request are in ascending rows.
@@ -64,12 +68,14 @@ def observe_engine(
     first = jnp.min(first, axis=1)
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
-    found = prefix_caching.match_prefixes(state, first, head.num_to_feed, looks, config)
+    prefix_match = prefix_caching.match_prefixes(
+        state, first, head.num_to_feed, looks, config
+    )
     goal = groups.tokens_to_feed(state)
     pages = num_pages(state.table, page_size=size)
     shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
 
-    seen = ledger.observe(
+    counts = ledger.observe(
         state.ledger,
         head,
         groups.group_of_slots(state),
@@ -94,12 +100,14 @@ def observe_engine(
     keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
     # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
     ready = has_arrived & ~swapping.is_on_host(state, head.request)
-    wanted = seen.waiting_pages + found.num_idle - found.num_tokens // size
-    return seen._replace(
+    wanted = (
+        counts.waiting_pages + prefix_match.num_idle - prefix_match.num_tokens // size
+    )
+    return counts._replace(
         target_length=goal,
         scored_prompt=keep_logprobs & in_prompt,
         waiting=ready,
-        waiting_cached=found.num_tokens,
+        waiting_cached=prefix_match.num_tokens,
         waiting_pages=jnp.where(exists & ~ready, BLOCKED, wanted),
         waiting_scored_prompt=exists & s.keep_prompt_logprobs[first],
         spare_logit_rows=config.num_logit_rows - config.max_slots,
@@ -109,23 +117,24 @@ def observe_engine(
         shared_pages=None
         if state.prefixes is None
         else config.num_pages
-        - seen.free_pages
-        - jnp.sum(seen.owned_pages, dtype=jnp.int32),
+        - counts.free_pages
+        - jnp.sum(counts.owned_pages, dtype=jnp.int32),
         lockstep=None if state.search is None else groups.is_beam(state),
-    ), found
+    ), prefix_match
 
 
 def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
     """Counts the token places with K and V; shared places count once."""
     # Sequences that share a last page are equal on it, so counting it once is exact.
-    size, length = config.page_size, state.table.length
+    size = config.page_size
+    length = state.table.length
 
-    def own(shares: _Shares) -> Int32[Array, ""]:
+    def count_tokens(shares: _Shares) -> Int32[Array, ""]:
         tokens = own_tokens(length, shares.others, page_size=size)
         return jnp.sum(tokens, dtype=jnp.int32)
 
     cached = size * prefix_caching.num_used(state)
-    return cached + _if_shared(own, state, length, config)
+    return cached + _if_shared(count_tokens, state, length, config)
 
 
 def _if_shared[T](
@@ -142,7 +151,9 @@ def _if_shared[T](
       goal: tokens that each slot will have written.
       config: the engine's configuration.
     """
-    table, pool, size = state.table, state.pool, config.page_size
+    table = state.table
+    pool = state.pool
+    size = config.page_size
     group = groups.group_of_slots(state)
     rows = goal - table.length
 

@@ -262,7 +262,7 @@ def requested_draft_lengths(
         jnp.where(can_draft, jnp.minimum(wanted, config.max_drafts), 0),
         target_length=groups.tokens_to_feed(state),
         length=state.table.length,
-        known=state.slots.num_tokens,
+        num_tokens=state.slots.num_tokens,
         limit=arrays.take(s.limit, sequence, fill=0),
     )
 

@@ -36,7 +36,7 @@ class AppliedPlan(NamedTuple):
     """Tokens to feed, drafts excluded; 0 if there were not enough pages."""
     granted: Int32[Array, " slots"] | None
     """Granted draft length of each slot; None if there is no drafter."""
-    kept: Int32[Array, " slots"]
+    num_places: Int32[Array, " slots"]
     """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
     """Pages copied before a write because they are shared."""
@@ -60,7 +60,7 @@ class _Batch(NamedTuple):
 def apply_plan(
     state: EngineState,
     plan: Plan,
-    found: prefix_caching.PrefixMatch,
+    prefix_match: prefix_caching.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
 ) -> tuple[EngineState, AppliedPlan]:
@@ -69,7 +69,7 @@ def apply_plan(
     Args:
       state: the engine.
       plan: the plan.
-      found: the cached pages of the requests at the head of the queue.
+      prefix_match: the cached pages of the requests at the head of the queue.
       config: the engine's configuration.
       eviction: the eviction rule of the prefix cache.
 
@@ -95,7 +95,7 @@ def apply_plan(
             functools.partial(_preempt_and_admit, config=config, eviction=eviction),
             (state, batch),
             plan,
-            found,
+            prefix_match,
         )
     table = state.table
     state, num_copied, enough = _reserve(state, batch, config)
@@ -104,7 +104,7 @@ def apply_plan(
         scheduling=SchedulingCounts(*batch.scheduling),
         num_rows=jnp.where(enough, num_rows, 0),
         granted=None if granted is None else jnp.where(enough, granted, 0),
-        kept=jnp.maximum(table.length + table.ahead, batch.plan.places),
+        num_places=jnp.maximum(table.length + table.ahead, batch.plan.places),
         num_copied=num_copied,
         enough=enough,
     )
@@ -113,7 +113,7 @@ def apply_plan(
 def _preempt_and_admit(
     carry: tuple[EngineState, _Batch],
     plan: Plan,
-    found: prefix_caching.PrefixMatch,
+    prefix_match: prefix_caching.PrefixMatch,
     *,
     config: EngineConfig,
     eviction: Eviction | None,
@@ -122,18 +122,19 @@ def _preempt_and_admit(
     state, batch = carry
     # The carried plan: a second copy of its arrays would be two launches.
     plan = plan._replace(**batch.plan._asdict())
-    head, group = counts.head_of_queue(state, config), groups.find_slot_groups(state)
+    head = counts.head_of_queue(state, config)
+    group = groups.find_slot_groups(state)
     plan = ledger.preempt_groups(plan, state.slots, group)
-    gone = plan.preempt
+    is_preempted = plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.
-    state = beam_search.store_paths(state, gone, config)
-    num_common = groups.num_common(state, gone, group)
+    state = beam_search.store_paths(state, is_preempted, config)
+    num_common = groups.num_common(state, is_preempted, group)
     state, leaves, moved = swapping.swap_out(state, plan.swap, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
         state.ledger,
-        gone,
+        is_preempted,
         groups.group_of_slots(state),
         group,
         length=state.table.length,
@@ -142,7 +143,7 @@ def _preempt_and_admit(
         is_swapped=leaves & (state.table.length > 0),
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
-    state = prefix_caching.release_slots(state, gone, eviction)
+    state = prefix_caching.release_slots(state, is_preempted, eviction)
     books, new = ledger.admit(
         books,
         head,
@@ -151,7 +152,8 @@ def _preempt_and_admit(
         ready=~swapping.is_on_host(state, head.request),
         free_pages=state.pool.num_free + prefix_caching.num_idle(state),
     )
-    source, num_slots = new.source, new.source.shape[0]
+    source = new.source
+    num_slots = new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=move_slots(state.table, stays))
     # Slot of the first sequence of each admitted request.
@@ -161,11 +163,11 @@ def _preempt_and_admit(
     request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
     first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
     state = prefix_caching.start_on_cached_pages(
-        state, found, arrays.put(first, request, slot)
+        state, prefix_match, arrays.put(first, request, slot)
     )
     back = new.swapped_in
     scheduling = SchedulingCounts(
-        num_preempted=jnp.sum(gone, dtype=jnp.int32),
+        num_preempted=jnp.sum(is_preempted, dtype=jnp.int32),
         num_swapped_out=jnp.sum(leaves, dtype=jnp.int32),
         num_swapped_in=jnp.sum(jnp.where(back, head.num_slots, 0), dtype=jnp.int32),
         num_admitted=jnp.sum(new.admitted, dtype=jnp.int32),
@@ -191,7 +193,8 @@ def _reserve(
     """
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:
-        places, num_rows = places + drafts, num_rows + drafts
+        places = places + drafts
+        num_rows = num_rows + drafts
     wanted = num_new_pages(state.pool, state.table, places, num_rows, page_size=size)
     if batch.num_back is not None:
         wanted += batch.num_back

@@ -271,11 +271,11 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     progress = ledger.unpack_columns(SequenceProgress, books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
-    drained = DrainedSequences(
+    drained_sequences = DrainedSequences(
         final, s, progress, ledger.unpack_columns(SequenceEvents, books.events)
     )
     left = jnp.where(final[:, None], 0, books.progress)
-    return state._replace(ledger=books._replace(progress=left)), drained
+    return state._replace(ledger=books._replace(progress=left)), drained_sequences
 
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:

@@ -131,7 +131,8 @@ def step(
     state, applied = plan_step(
         state, config=config, policy=policy, eviction=eviction, drafter=drafter
     )
-    planned, drafts = state, None
+    planned = state
+    drafts = None
     if drafter is not None:
         assert applied.granted is not None  # `schedule` grants drafts to a drafter
         state, drafts = drafting.propose(
@@ -192,7 +193,7 @@ def _accept(
         functools.partial(groups.accept_drafts, config=config),
         state,
         jnp.maximum(num, 0),
-        applied.kept,
+        applied.num_places,
     )
     memory = drafter.learn(state.memory, state, verified)
     return state._replace(memory=memory)
@@ -222,12 +223,15 @@ def _info(
     config: EngineConfig,
 ) -> StepInfo:
     """Makes the `StepInfo` from the state after planning and the state at the end."""
-    s, running = planned.sequences, planned.slots.sequence
+    s = planned.sequences
+    running = planned.slots.sequence
     # Finished sequences have released their pages; slot indices did not change.
-    after, held = state.with_slots(planned.slots), state.slots.held
+    after = state.with_slots(planned.slots)
+    held = state.slots.held
     assert held is not None  # `state.init` makes flags
     num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
-    num_rows, num_drafts = applied.num_rows, None
+    num_rows = applied.num_rows
+    num_drafts = None
     if emitted.verified is not None:
         num_drafts = emitted.verified.num_drafts
         num_rows = num_rows + num_drafts
@@ -267,12 +271,12 @@ def plan_step(
       The new state, with all pages reserved that the step writes; and the applied plan.
     """
     with jax.named_scope("counts"):
-        observed, found = counts.observe_engine(state, config, drafter)
+        observed, prefix_match = counts.observe_engine(state, config, drafter)
     with jax.named_scope("schedule"):
         plan = scheduling.schedule(observed, policy)
     with jax.named_scope("apply_plan"):
         state, applied = plan_application.apply_plan(
-            state, plan, found, config, eviction
+            state, plan, prefix_match, config, eviction
         )
     return state, applied
 
@@ -305,15 +309,16 @@ def run_steps(
     state = state._replace(ledger=state.ledger._replace(clock=clock))
     drafter = None if speculation is None else speculation.drafter
     length = config.steps_per_call if num_steps is None else num_steps
-    own = config
+    step_config = config
     if not may_draft:
-        own, speculation = dataclasses.replace(config, max_drafts=0), None
+        step_config = dataclasses.replace(config, max_drafts=0)
+        speculation = None
 
     def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
         state, info = step(
             params,
             state,
-            config=own,
+            config=step_config,
             forward=forward,
             policy=policy,
             eviction=eviction,
@@ -356,7 +361,7 @@ def _finish_call(
 def _audit(state: EngineState, config: EngineConfig) -> Violations:
     """Counts violated invariants at the end of a step."""
     live = ledger.is_occupied(state.slots)
-    found = count_violations(
+    violations = count_violations(
         state.pool,
         state.table,
         live,
@@ -364,9 +369,11 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
         pins=prefix_caching.pinned_pages(state),
     )
     if state.prefixes is not None:
-        found = found._replace(i7=count_prefix_faults(state.prefixes, state.pool))
+        violations = violations._replace(
+            i7=count_prefix_faults(state.prefixes, state.pool)
+        )
     if state.staging is None:
-        return found
+        return violations
     progress = ledger.unpack_columns(ledger.SequenceProgress, state.ledger.progress)
     events = ledger.unpack_columns(ledger.SequenceEvents, state.ledger.events)
     waits = (progress.num_tokens > 0) & (events.finish_s == 0)
@@ -374,7 +381,7 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
     faults = count_swap_faults(
         state.staging, state.sequences.group, waits, page_size=config.page_size
     )
-    return found._replace(swap=faults)
+    return violations._replace(swap=faults)
 
 
 @jax.named_scope("retire")
@@ -385,15 +392,19 @@ def _retire(
     eviction: Eviction | None,
 ) -> EngineState:
     """Records first tokens and ends, and empties the slots of ended sequences."""
-    before, reason = state.slots, emitted.reason
+    before = state.slots
+    reason = emitted.reason
     ended = reason != NOT_ENDED
     slots = before if holds_finished else before._replace(held=None)
-    slots, gone = ledger.retire(slots, ended)
+    slots, is_retired = ledger.retire(slots, ended)
     held = before.held if slots.held is None else slots.held
     sequence = jnp.where(ended, NO_SEQUENCE, slots.sequence)
 
-    def note(state: EngineState, begins: Array, reason: Array, gone: Array) -> Any:
-        books, length = state.ledger, state.table.length
+    def note(
+        state: EngineState, begins: Array, reason: Array, is_retired: Array
+    ) -> Any:
+        books = state.ledger
+        length = state.table.length
         ended = reason != NOT_ENDED
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
@@ -405,14 +416,14 @@ def _retire(
             ledger=books._replace(progress=progress),
             sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
         )
-        return prefix_caching.release_slots(state, gone, eviction)
+        return prefix_caching.release_slots(state, is_retired, eviction)
 
     state = arrays.update_if(
-        jnp.any(emitted.begins | ended | gone),
+        jnp.any(emitted.begins | ended | is_retired),
         note,
         state,
         emitted.begins,
         reason,
-        gone,
+        is_retired,
     )
     return state.with_slots(state.slots._replace(sequence=sequence, held=held))

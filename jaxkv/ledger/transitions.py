@@ -49,7 +49,7 @@ def preempt_groups(plan: Plan, slots: Slots, group: Groups | None) -> Plan:
 
 def preempt(
     ledger: Ledger,
-    gone: Bool[Array, " slots"],
+    is_preempted: Bool[Array, " slots"],
     request: Int32[Array, " slots"],
     group: Groups | None,
     *,
@@ -62,7 +62,7 @@ def preempt(
 
     Args:
       ledger: the ledger.
-      gone: slots of the preempted sequences.
+      is_preempted: slots of the preempted sequences.
       request: request of each slot.
       group: the groups of the slots; None if every request has one sequence.
       length: tokens of each sequence whose K and V are written.
@@ -74,7 +74,7 @@ def preempt(
       The new ledger, and the sequences that `admit` puts back.
     """
     slots = ledger.slots
-    index = jnp.where(gone, slots.sequence, NO_SEQUENCE)
+    index = jnp.where(is_preempted, slots.sequence, NO_SEQUENCE)
     progress = SequenceProgress(
         num_tokens=slots.num_tokens,
         num_fed=jnp.maximum(slots.num_fed, length),
@@ -85,9 +85,11 @@ def preempt(
     )
     column = SequenceEvents._fields.index("num_recomputed")
     again = num_recomputed(slots, length)
-    first = gone if group is None else gone & group.is_first
+    first = is_preempted if group is None else is_preempted & group.is_first
     return ledger._replace(
-        slots=slots._replace(sequence=jnp.where(gone, NO_SEQUENCE, slots.sequence)),
+        slots=slots._replace(
+            sequence=jnp.where(is_preempted, NO_SEQUENCE, slots.sequence)
+        ),
         events=arrays.put(ledger.events, (index, column), again, "add"),
     ), Preemption(
         index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
@@ -98,8 +100,8 @@ def num_recomputed(
     slots: Slots, length: Int32[Array, " slots"]
 ) -> Int32[Array, " slots"]:
     """Returns the tokens that each sequence has recomputed since it got its slot."""
-    given = 0 if slots.fork is None else slots.fork.num_given
-    return jnp.maximum(jnp.minimum(length, slots.num_fed) - given, 0)
+    num_given = 0 if slots.fork is None else slots.fork.num_given
+    return jnp.maximum(jnp.minimum(length, slots.num_fed) - num_given, 0)
 
 
 class SlotPlan(NamedTuple):
@@ -117,7 +119,8 @@ class SlotPlan(NamedTuple):
 
         If they exceed it, each sequence feeds at most one token, and no drafts.
         """
-        rows, drafts = self.num_rows, self.drafts
+        rows = self.num_rows
+        drafts = self.drafts
         total = rows if drafts is None else rows + drafts
         exceeds = jnp.sum(total, dtype=jnp.int32) > token_budget
         return self._replace(
@@ -172,8 +175,10 @@ def admit(
     Returns:
       The new ledger, and the new slots.
     """
-    slots, num = ledger.slots, ledger.slots.sequence.shape[0]
-    admitted, is_out = plan.admit & ready, head.swapped_pages > 0
+    slots = ledger.slots
+    num = ledger.slots.sequence.shape[0]
+    admitted = plan.admit & ready
+    is_out = head.swapped_pages > 0
     pages_in = jnp.sum(jnp.where(admitted, head.swapped_pages, 0), dtype=jnp.int32)
     fits = pages_in <= free_pages
     pages_in = jnp.where(fits, pages_in, 0)
@@ -186,22 +191,22 @@ def admit(
     source = arrays.marked_indices(jnp.concatenate([stays, comes.ravel()]), num)
     # Only the first sequence of a request feeds; none of one that is swapped in.
     leads = head.is_first & ~is_out[:, None]
-    asked = SlotPlan(
+    head_plan = SlotPlan(
         places=jnp.where(leads, plan.head_places[:, None], 0),
         num_rows=jnp.where(leads, plan.head_rows[:, None], 0),
         drafts=None if plan.drafts is None else jnp.zeros_like(leads, jnp.int32),
     )
     # Rows of a table: one gather, in place of one for each column.
-    given = SlotPlan(plan.places, plan.num_rows, plan.drafts)
-    old, kind = jax.tree.flatten((slots, given, carried[0]))
-    new = jax.tree.leaves((head.slots, asked, carried[1]))
+    slot_plan = SlotPlan(plan.places, plan.num_rows, plan.drafts)
+    old, kind = jax.tree.flatten((slots, slot_plan, carried[0]))
+    new = jax.tree.leaves((head.slots, head_plan, carried[1]))
     columns = [
         jnp.concatenate([x, y.ravel()]).astype(jnp.int32)
         for x, y in zip(old, new, strict=True)
     ]
     rows = jnp.where((source >= 0)[:, None], jnp.stack(columns, axis=1)[source], 0)
     taken = [rows[:, k].astype(x.dtype) for k, x in enumerate(old)]
-    slots, given, moved = jax.tree.unflatten(kind, taken)
+    slots, slot_plan, moved = jax.tree.unflatten(kind, taken)
     sequence = jnp.where(source >= 0, slots.sequence, NO_SEQUENCE)
     # A barrier before all readers of the rows: else XLA copies the table for the write.
     progress, sequence = lax.optimization_barrier((ledger.progress, sequence))
@@ -218,7 +223,7 @@ def admit(
         num_waiting=ledger.num_waiting + num_back - num_left,
     )
     swapped_in = admitted & is_out
-    return ledger, Admission(given, moved, source, admitted, swapped_in, pages_in)
+    return ledger, Admission(slot_plan, moved, source, admitted, swapped_in, pages_in)
 
 
 def record_forks(
@@ -253,7 +258,8 @@ def note_events(
       ended: sequences that emitted their last token.
       length: tokens of each sequence whose K and V are written.
     """
-    slots, now = ledger.slots, ledger.clock
+    slots = ledger.slots
+    now = ledger.clock
     events = SequenceEvents(
         first_s=jnp.where(begins, now[0] + 1, 0),
         first_us=jnp.where(begins, now[1], 0),
@@ -276,10 +282,11 @@ def retire(
       The new slots, and which of them were emptied.
     """
     if (held := slots.held) is None:
-        gone = ended
+        is_retired = ended
     else:
         finished = held | ended
         is_done = ~jnp.any(is_running(slots) & ~ended)
-        gone, held = finished & is_done, finished & ~is_done
-    sequence = jnp.where(gone, NO_SEQUENCE, slots.sequence)
-    return slots._replace(sequence=sequence, held=held), gone
+        is_retired = finished & is_done
+        held = finished & ~is_done
+    sequence = jnp.where(is_retired, NO_SEQUENCE, slots.sequence)
+    return slots._replace(sequence=sequence, held=held), is_retired

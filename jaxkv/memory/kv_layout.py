@@ -127,11 +127,11 @@ class KVLayout:
 
         def put(leaf: Any, new: Array) -> Any:
             numbers, scales = quantizing.split_quantized(flatten_layers(leaf))
-            written = write_rows(numbers, ids, offset, new, scales=scales)
+            leaf_parts = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
                 lambda old, new: unflatten_layers(new, old.shape),
                 leaf,
-                quantizing.join_quantized(*written),
+                quantizing.join_quantized(*leaf_parts),
             )
 
         new_v = None if v is None else put(pages.v, v)
@@ -157,12 +157,12 @@ class KVLayout:
 
         def one(leaf: Any) -> Array:
             numbers, scales = quantizing.split_quantized(leaf)
-            numbers_read = arrays.take(numbers, (layer, page_ids), fill=0)
+            page_numbers = arrays.take(numbers, (layer, page_ids), fill=0)
             if scales is not None:
                 worth = arrays.take(scales, (layer, page_ids), fill=0)
-                numbers_read = quantizing.dequantize(numbers_read, worth)
-            num_rows, columns, heads, page_size, width = numbers_read.shape
-            tokens = numbers_read.swapaxes(2, 3)
+                page_numbers = quantizing.dequantize(page_numbers, worth)
+            num_rows, columns, heads, page_size, width = page_numbers.shape
+            tokens = page_numbers.swapaxes(2, 3)
             return tokens.reshape(num_rows, columns * page_size, heads, width)
 
         if isinstance(pages.k, PartlyQuantizedKeys):

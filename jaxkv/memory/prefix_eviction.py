@@ -165,11 +165,11 @@ def evict(
         ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
         bucket = prefix_cache.bucket_of(cache, prefix_cache.hash_of(cache, ids))
         entries = arrays.take(buckets, bucket, fill=NO_PAGE)
-        found = (entries == ids[:, None]) & (ids[:, None] != NO_PAGE)
-        way = prefix_cache.way_of(found)
+        is_match = (entries == ids[:, None]) & (ids[:, None] != NO_PAGE)
+        bucket_way = prefix_cache.way_of(is_match)
         depth = arrays.put(depth, ids, NO_PAGE, "set")
         return (
-            arrays.put(buckets, (bucket, way), NO_PAGE, "set"),
+            arrays.put(buckets, (bucket, bucket_way), NO_PAGE, "set"),
             depth,
             idle_pages.remove(idle, depth, ids),
             page_pool.release(pool, ids),

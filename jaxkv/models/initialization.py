@@ -54,10 +54,10 @@ def draw_normals(
         for row, place in enumerate(places):
             shape = shapes[place]
             start = (index[row], jnp.int32(0))
-            many = (1, math.prod(shape))
-            arrays_by_place[place] = lax.dynamic_slice(normals, start, many).reshape(
-                shape
-            )
+            slice_sizes = (1, math.prod(shape))
+            arrays_by_place[place] = lax.dynamic_slice(
+                normals, start, slice_sizes
+            ).reshape(shape)
     return [arrays_by_place[place] for place in range(len(shapes))]
 
 

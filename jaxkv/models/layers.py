@@ -437,8 +437,8 @@ class Layer(nnx.Module):
         else:
             q = self.q_up(self.q_norm(self.q_down(x, o), o.axis), o)
         rank = latent.kv_rank
-        found, key = jnp.split(self.kv_down(x, o), [rank], o.axis)
-        return q, self.kv_norm(found, o.axis), key
+        kv_latent, key = jnp.split(self.kv_down(x, o), [rank], o.axis)
+        return q, self.kv_norm(kv_latent, o.axis), key
 
     def _project(self, x: Activations, orientation: Orientation) -> rotary.Projected:
         """Returns the projection of every row that attention takes."""

@@ -152,12 +152,12 @@ class PagedForward:
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
         parts = row_parts.divide_rows(rows, self.numerics)
-        result = self.states(model, pages, rows)
-        pages = result.carry
+        layer_pass = self.states(model, pages, rows)
+        pages = layer_pass.carry
         if self.taps:
-            tapped = parts.whole(jnp.concatenate(result.taps))
+            tapped = parts.whole(jnp.concatenate(layer_pass.taps))
             pages = write_features(pages, tapped.T, rows)
-        hidden = parts.pick(result.last, jnp.maximum(rows.logit_rows, 0))
+        hidden = parts.pick(layer_pass.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
 
     def states(
@@ -260,8 +260,10 @@ class PagedForward:
 
         def write(layer, qkv, angles, pages):
             qkv = qkv.transpose(3, 0, 1, 2)
-            rotated, pages = rotate_and_write(pages, layer, qkv, cos_sin, *places)
-            q = rotated.q.reshape(rotated.q.shape[0], -1, rotated.q.shape[3])
-            return q, rotated.packed_q, pages
+            rotated_rows, pages = rotate_and_write(pages, layer, qkv, cos_sin, *places)
+            q = rotated_rows.q.reshape(
+                rotated_rows.q.shape[0], -1, rotated_rows.q.shape[3]
+            )
+            return q, rotated_rows.packed_q, pages
 
         return write

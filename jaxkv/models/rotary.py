@@ -118,10 +118,10 @@ def angles(
     pace = frequencies(config, wide)
     position = positions.astype(wide)
     turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
-    values = Angles(jnp.cos(turned), jnp.sin(turned))
+    unscaled_angles = Angles(jnp.cos(turned), jnp.sin(turned))
     if (s := config.rope_scaling) is None or s.kind != "yarn":
-        return values
-    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in values))
+        return unscaled_angles
+    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in unscaled_angles))
 
 
 def split_heads(

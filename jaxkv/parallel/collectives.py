@@ -98,21 +98,21 @@ def _walk(
         match = _LINE.match(line)
         if match is None:
             continue
-        result, shape, kind, rest = match.groups()
+        result, shape, kind, operand_text = match.groups()
         shapes[result] = shape
         base = kind.removesuffix("-start")
         if base in KINDS:
             operands = tuple(
                 (kind, tuple(int(x) for x in sides.split(",") if x))
-                for part in re.findall(r"%([\w.-]+)", rest.split(")")[0])
+                for part in re.findall(r"%([\w.-]+)", operand_text.split(")")[0])
                 for kind, sides in _SHAPE.findall(shapes.get(part, ""))
             )
             yield Collective(base, operands, _devices(line), trips, is_sure)
             continue
         if kind == "while":
-            trip_count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            inner = trips * int(trip_count.group(1)) if trip_count else trips
-            sure = is_sure and trip_count is not None
+            trip_match = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            inner = trips * int(trip_match.group(1)) if trip_match else trips
+            sure = is_sure and trip_match is not None
         else:
             inner = trips
             sure = is_sure and kind != "conditional"

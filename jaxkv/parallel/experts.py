@@ -112,7 +112,7 @@ def gather_rows(
       num_own: number of experts of a device.
     """
     rows, expert, share = jax.tree.map(
-        lambda values: lax.all_gather(values, EXPERT, tiled=True),
+        lambda local_rows: lax.all_gather(local_rows, EXPERT, tiled=True),
         (x, routing.expert, routing.share),
     )
     every = Routing(routing.probs, expert, share)

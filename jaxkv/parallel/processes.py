@@ -174,12 +174,12 @@ def broadcast_from_first[T](tree: T) -> T:
         return x.view(f"u{x.itemsize}") if is_float else x
 
     local_tree = jax.tree.map(np.asarray, tree)
-    broadcast = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, local_tree))
+    first_tree = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, local_tree))
 
     def back(x: np.ndarray, like: np.ndarray) -> np.ndarray:
         return x if bits(like) is like else x.view(like.dtype)
 
-    return jax.tree.map(back, broadcast, local_tree)
+    return jax.tree.map(back, first_tree, local_tree)
 
 
 def gather_numbers(number: int) -> list[int]:

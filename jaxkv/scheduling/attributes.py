@@ -81,17 +81,17 @@ def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttribute
     Raises:
       ValueError: a value is not a whole number in its range.
     """
-    found = {}
+    attributes = {}
     for name, value in fields.items():
         low, high = getattr(BOUNDS, name)
-        found[name] = validation.integer(
+        attributes[name] = validation.integer(
             f"{prefix}{name}",
             value,
             low=low,
             below=high + 1,
             hint=f"a whole number in [{low}, {high}]",
         )
-    return RequestAttributes(**found)
+    return RequestAttributes(**attributes)
 
 
 def attribute_columns(rows: Sequence[RequestAttributes]) -> RequestAttributes:

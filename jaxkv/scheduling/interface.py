@@ -261,7 +261,8 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
         raise ValueError(
             f"{name} returns {validation.format_value(plan)}, which must be a Plan"
         )
-    c, plan = counts, _check_fields(name, counts, plan)
+    c = counts
+    plan = _check_fields(name, counts, plan)
     preempt = plan.preempt & c.running
     stays = c.running & ~preempt
     admit = plan.admit & c.waiting
@@ -298,7 +299,8 @@ def _limit_rows(
     admit: Bool[Array, " head"],
 ) -> tuple[Int32[Array, " order"], Int32[Array, " head"]]:
     """Returns valid `num_rows` and `head_rows`, see `schedule`."""
-    c, num_slots = counts, stays.shape[0]
+    c = counts
+    num_slots = stays.shape[0]
     remaining = jnp.where(stays, jnp.maximum(c.target_length - c.length, 0), 0)
     head_remaining = c.waiting_tokens - c.waiting_cached
     head_remaining = jnp.where(admit & ~c.waiting_swapped, head_remaining, 0)
@@ -329,7 +331,8 @@ def _check_fields(name: str, counts: Counts, plan: Plan) -> Plan:
             array = jnp.asarray(value)
             text = f"{array.dtype}{list(array.shape)}"
         except (TypeError, ValueError):
-            array, text = None, validation.format_value(value)
+            array = None
+            text = validation.format_value(value)
         if (
             array is None
             or array.shape != shape
@@ -350,7 +353,8 @@ def _grant_drafts(
     A draft therefore never delays a prompt and never causes a preemption. Only
     sequences that decode get drafts.
     """
-    c, total = counts, functools.partial(jnp.sum, dtype=jnp.int32)
+    c = counts
+    total = functools.partial(jnp.sum, dtype=jnp.int32)
     decodes = (plan.num_rows == 1) & (c.target_length - c.length == 1)
     rows = _grant_in_order(
         jnp.where(decodes, wanted, 0),
@@ -439,7 +443,7 @@ def limit_draft_lengths(
     *,
     target_length: Int32[Array, " n"],
     length: Int32[Array, " n"],
-    known: Int32[Array, " n"],
+    num_tokens: Int32[Array, " n"],
     limit: Int32[Array, " n"],
 ) -> Int32[Array, " n"]:
     """Limits requested draft lengths to those allowed in `Counts.drafts`.
@@ -451,13 +455,13 @@ def limit_draft_lengths(
       wanted: requested draft length of each sequence.
       target_length: as in `Counts`.
       length: as in `Counts`.
-      known: number of known tokens of each sequence.
+      num_tokens: number of known tokens of each sequence.
       limit: largest length of each sequence, in tokens.
     """
-    decodes = (target_length - length == 1) & (length == known - 1)
+    decodes = (target_length - length == 1) & (length == num_tokens - 1)
     # The last token of an answer is sampled, not drafted.
-    most = jnp.maximum(limit - known - 1, 0)
-    return jnp.where(decodes, jnp.clip(wanted, 0, most), 0)
+    max_drafts = jnp.maximum(limit - num_tokens - 1, 0)
+    return jnp.where(decodes, jnp.clip(wanted, 0, max_drafts), 0)
 
 
 def pages_to_grow(counts: Counts) -> Int32[Array, " order"]:
@@ -488,7 +492,8 @@ def share_budget(
     Returns:
       Rows of the slots, and rows of the waiting requests.
     """
-    c, num_line = counts, runs.shape[0]
+    c = counts
+    num_line = runs.shape[0]
     need = jnp.where(runs, c.target_length - c.length, 0)
     decodes = need == 1
     prompts = jnp.concatenate(

@@ -30,7 +30,7 @@ class ChunkedPrefill(NamedTuple):
     """
 
     inner: first_come.FCFS
-    whole: Bool[Array, ""]
+    whole_prompts: Bool[Array, ""]
     """True if a request is admitted only when its whole prompt fits into the budget."""
     first: Bool[Array, ""]
     """True if sequences do not decode in steps with prefill."""
@@ -47,7 +47,7 @@ class ChunkedPrefill(NamedTuple):
         slots = jnp.cumsum(c.waiting_slots, dtype=jnp.int32)
         admit = plan.admit & (running + slots <= self.max_running)
         is_whole = plan.head_rows == c.waiting_tokens - c.waiting_cached
-        admit &= is_whole | c.waiting_swapped | ~self.whole
+        admit &= is_whole | c.waiting_swapped | ~self.whole_prompts
         # No request overtakes an earlier one that is not admitted.
         admit = interface.admissible(c, admit)
         head_rows = jnp.where(admit, plan.head_rows, 0)
@@ -64,23 +64,23 @@ class ChunkedPrefill(NamedTuple):
 
 @validation.checks_numbers()
 def chunked_prefill(
-    *, whole: bool = False, first: bool = False, max_running: int | None = None
+    *, whole_prompts: bool = False, first: bool = False, max_running: int | None = None
 ) -> ChunkedPrefill:
     """Makes a `ChunkedPrefill` policy; the default is chunked prefill in mixed steps.
 
     Args:
-      whole: True to prefill whole prompts, not chunks.
+      whole_prompts: True to prefill whole prompts, not chunks.
       first: True to prefill in steps without decoding.
       max_running: largest number of running sequences; None means the number of slots.
 
     Raises:
       ValueError: a switch is not a boolean, or `max_running` is below 1.
     """
-    validation.boolean("whole", whole)
+    validation.boolean("whole", whole_prompts)
     validation.boolean("first", first)
     return ChunkedPrefill(
         inner=first_come.fcfs(),
-        whole=jnp.asarray(whole),
+        whole_prompts=jnp.asarray(whole_prompts),
         first=jnp.asarray(first),
         max_running=jnp.asarray(max_running or interface.NO_LIMIT, jnp.int32),
     )

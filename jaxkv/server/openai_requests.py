@@ -131,14 +131,14 @@ def parse_completion(
     Raises:
       ApiError: a field is unknown, refused, or out of its range.
     """
-    fields_given = _read_fields(body, "completion", backend)
+    body_fields = _read_fields(body, "completion", backend)
     prompts, texts = _parse_prompts(
-        _get_required(fields_given, "prompt"), backend.tokenizer
+        _get_required(body_fields, "prompt"), backend.tokenizer
     )
-    echo = _get_checked(fields_given, "echo", validation.boolean, False)
-    num_tops = _get_checked(fields_given, "logprobs", validation.integer)
-    max_tokens = _get_checked(fields_given, "max_tokens", validation.integer)
-    fields, request_fields = _parse_common(fields_given, headers, deadline_s)
+    echo = _get_checked(body_fields, "echo", validation.boolean, False)
+    num_tops = _get_checked(body_fields, "logprobs", validation.integer)
+    max_tokens = _get_checked(body_fields, "max_tokens", validation.integer)
+    fields, request_fields = _parse_common(body_fields, headers, deadline_s)
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
@@ -187,7 +187,7 @@ def parse_chat(
     if tools is not None:
         tool_format = find_tool_format(tokenizer.chat_template(tools))
         if tool_format is None or "tools" not in names:
-            formats = ", ".join(each.name for each in FORMATS)
+            formats = ", ".join(call_format.name for call_format in FORMATS)
             raise _refusal(
                 "tools",
                 "tools are not supported: the model's chat template renders none, or "
@@ -484,10 +484,12 @@ def _parse_prompts(
     )
 
 
-def _parse_template_variables(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
+def _parse_template_variables(
+    body_fields: dict[str, Any], names: set[str]
+) -> dict[str, Any]:
     """Returns `chat_template_kwargs`; they must be among the template's variables."""
     field = "chat_template_kwargs"
-    variables = given.get(field, {})
+    variables = body_fields.get(field, {})
     if not isinstance(variables, dict):
         shown = validation.format_value(variables)
         raise _refusal(field, f"{field}={shown} must be an object")

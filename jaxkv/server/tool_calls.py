@@ -136,9 +136,9 @@ class StreamedContent:
 
 def find_tool_format(template: str) -> ToolCallFormat | None:
     """Returns the format of the calls that a chat template renders, or None."""
-    for each in FORMATS:
-        if all(mark in template for mark in each.marks):
-            return each
+    for tool_format in FORMATS:
+        if all(mark in template for mark in tool_format.marks):
+            return tool_format
     return None
 
 
@@ -264,7 +264,7 @@ def _parse_mistral(text: str, tools: Tools) -> list[ToolCall]:
         if body.startswith(("[", "{")):
             document, _ = decode(body)
             documents = document if isinstance(document, list) else [document]
-            calls += [_read_object(each) for each in documents]
+            calls += [_read_object(call_object) for call_object in documents]
             continue
         match = re.match(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*", body)
         if match is None:

@@ -109,10 +109,13 @@ class EngineCore:
         Raises:
           ValueError: the pages do not fit the configuration, or the mesh.
         """
-        self.params, self.config, self.policy = params, config, policy
+        self.params = params
+        self.config = config
+        self.policy = policy
         self.trace = outputs.Trace()
         self._table: DispatchedCall | None = None  # of the last call that was read
-        self._eviction, self._eos_ids = eviction, eos_ids
+        self._eviction = eviction
+        self._eos_ids = eos_ids
         self.static: dict[str, Any] = {
             "config": config,
             "forward": forward,
@@ -134,7 +137,8 @@ class EngineCore:
         self._needs_host_swap = False  # the device asks the host to move pages
         self._skips_drafts = False  # as of the last call read
         self._num_steps = 0  # read so far
-        self._keep_trace, self._started = keep_trace, time.perf_counter()
+        self._keep_trace = keep_trace
+        self._started = time.perf_counter()
         # Not held while waiting for the device, nor by an abandoned stream.
         self._lock = threading.RLock()
         self._compiled: set[Any] = set()  # kinds of policies
@@ -175,7 +179,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Dispatches the next steps if there is work, and reads the previous ones."""
-        tracker, call = self.tracker, None
+        tracker = self.tracker
+        call = None
         with self._lock:
             self._refuse_if_lost()
             if tracker.withdrawn:
@@ -205,20 +210,20 @@ class EngineCore:
         """Copies cached pages, see `Engine.take_prefix`."""
         with self._lock:
             self._refuse_if_lost()
-            found, num = self._programs.take_out(self.state, prefix)
+            pages, num = self._programs.take_out(self.state, prefix)
         num = int(num)
-        return to_host(found, slice(num)), num
+        return to_host(pages, slice(num)), num
 
     def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
         """Writes pages to the prefix cache, see `Engine.bring_prefix`."""
-        prefix, whole = request_batch.pad_pages(
+        prefix, slot_pages = request_batch.pad_pages(
             prefix, pages, self.state.pages, self.config
         )
         with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
             with self._lost_on_error():
                 self.state, cached = self._programs.bring_in(
-                    self.state, prefix, whole, self._eviction
+                    self.state, prefix, slot_pages, self._eviction
                 )
         return int(cached)
 
@@ -238,7 +243,8 @@ class EngineCore:
             new = load_state(folder, self.config, old.pages, old.memory)
             if self._mesh is not None:
                 new = place_state(new, self._mesh)
-            self.state, self._table = new, None
+            self.state = new
+            self._table = None
             self._skips_drafts = False
 
     def fork(self, memo: dict[int, Any]) -> "EngineCore":
@@ -252,8 +258,10 @@ class EngineCore:
                 other.state = jax.device_put(self.state, may_alias=False)
                 other.tracker = copy.deepcopy(self.tracker, memo)
             other.trace = outputs.Trace(self.trace)
-            other.unread, other._lock = collections.deque(), threading.RLock()
-            other._compiled, other.on_dispatch = {*self._compiled}, None
+            other.unread = collections.deque()
+            other._lock = threading.RLock()
+            other._compiled = {*self._compiled}
+            other.on_dispatch = None
             other._host = self._host.copy()
         return other
 
@@ -314,7 +322,9 @@ class EngineCore:
         kind = jax.tree.structure(self.policy)
         if kind in self._compiled:
             return
-        begun, state, config = time.perf_counter(), self.state, self.config
+        begun = time.perf_counter()
+        state = self.state
+        config = self.config
         with compilation_cache.notify_if_slow():
             modes: tuple[bool, ...] = (True,)
             if (speculation := self.static["speculation"]) is not None:
@@ -347,7 +357,8 @@ class EngineCore:
             with interrupts.defer_signals(), self._lost_on_error():
                 self.state = self._host.exchange(self.state)
                 self._needs_host_swap = False
-        tracker, config = self.tracker, self.config
+        tracker = self.tracker
+        config = self.config
         with interrupts.defer_signals():
             batch = tracker.next_batch(self.now())
             requests = self._pack_requests(batch) if batch else None
@@ -375,7 +386,8 @@ class EngineCore:
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
                 if (named := tracker.next_cancels()) is not None:
-                    names, samples = named[:, 0], named[:, 1]
+                    names = named[:, 0]
+                    samples = named[:, 1]
                     args = (self.state, names, samples, self._eviction)
                     self.state, call.drained = self._programs.drain(*args)
         if self.on_dispatch is not None:
@@ -435,13 +447,14 @@ class EngineCore:
 
     def _refuse_stall(self, call: DispatchedCall, info: Any) -> None:
         """Raises a `StallError` after too many steps without progress."""
-        idle, now = self._idle, self.now()
+        idle = self._idle
+        now = self.now()
         draws = (info.num_emitted > 0).any(axis=1) | (info.reason > 0).any(axis=1)
         if draws[-1]:
             idle.reset()
             return
         is_changed = call.policy is not self.policy or any(
-            each.drained is not None for each in (call, *self.unread)
+            other_call.drained is not None for other_call in (call, *self.unread)
         )
         # By the host's count, so that sequences lost on the device are a stall too.
         is_busy = self.tracker.num_unfinished > sum(
@@ -473,7 +486,8 @@ class EngineCore:
 
     def page_table(self) -> PageTableView:
         """Builds the view of `Engine.page_table`."""
-        slots, call = [], self._table
+        slots = []
+        call = self._table
         if call is not None and call.table is None:
             raise ValueError("a page table needs all devices to be of this process")
         if call is not None:

@@ -52,10 +52,10 @@ def _free_on_host() -> int | None:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    lines_found = [
+    available_kib = [
         line.split()[1] for line in lines if line.startswith("MemAvailable:")
     ]
-    return int(lines_found[0]) * 1024 if lines_found else None
+    return int(available_kib[0]) * 1024 if available_kib else None
 
 
 def _free_in_group() -> int | None:

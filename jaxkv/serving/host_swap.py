@@ -106,7 +106,9 @@ class HostSpace:
         owner = np.asarray(s.owner)
         on_host = np.asarray(s.on_host)
         # A request that the device no longer has was cancelled.
-        self._kept = {row: kept for row, kept in self._kept.items() if on_host[row]}
+        self._kept = {
+            row: host_copy for row, host_copy in self._kept.items() if on_host[row]
+        }
         staged = set(owner[owner >= 0].tolist())
         queue = np.asarray(state.ledger.queue).tolist()
         out = [row for row in queue if row in staged or row in self._kept]

@@ -133,7 +133,7 @@ def build_engine_parts(
         shape = read_config(folder)
         heads = load_heads(draft_folder, shape, dtype=dtype)
         heads = heads if mesh is None else place_heads(heads, mesh)
-    built: list[EngineParts] = []
+    engine_parts: list[EngineParts] = []
 
     def pages() -> Pages:
         served = build_speculative(
@@ -144,7 +144,7 @@ def build_engine_parts(
             draft=draft,
             heads=heads,
         )
-        built.append(dataclasses.replace(served, draft_folder=draft_folder))
+        engine_parts.append(dataclasses.replace(served, draft_folder=draft_folder))
         return served.pages
 
     with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def build_engine_parts(
     )
     if mesh is None:
         pages()
-        return built[-1]
+        return engine_parts[-1]
     divided = parallel.shardings(shapes, pages_specs(shapes), mesh)
     zero_pages = jax.jit(pages, out_shardings=divided)()
-    return dataclasses.replace(built[-1], pages=zero_pages)
+    return dataclasses.replace(engine_parts[-1], pages=zero_pages)

@@ -200,13 +200,13 @@ def _check_pairs(
     """Checks that there are token ids and a `Sampling` for each request."""
     if len(asks) != len(prompts):
         raise ValueError(f"{len(asks)=} must be {len(prompts)=}")
-    checked = []
+    samplings = []
     for i, ask in enumerate(asks):
         if not isinstance(ask, Sampling):
             raise ValueError(
                 f"asks[{i}]={validation.format_value(ask)} must be a Sampling"
             )
-        checked.append(ask)
+        samplings.append(ask)
     prompt_lists = [
         validation.token_sequence(f"prompts[{i}]", x) for i, x in enumerate(prompts)
     ]
@@ -214,7 +214,7 @@ def _check_pairs(
         outside = ids[(ids < 0) | (ids >= validation.INT32)]
         if outside.size:
             raise ValueError(f"prompts[{i}]: token id {outside[0]} is out of int32")
-    return prompt_lists, checked
+    return prompt_lists, samplings
 
 
 _STOPPING: dict[bool | str, int] = {

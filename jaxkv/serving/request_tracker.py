@@ -35,7 +35,9 @@ class RequestTracker:
         # Rows of `Sequences`: submitted and not known to have ended; ended and not
         # drained. Requests submitted and not drained; those of them that are ready to
         # be drained.
-        self._unfinished, self._finished, self._requests = 0, 0, 0
+        self._unfinished = 0
+        self._finished = 0
+        self._requests = 0
         self._ready = 0
 
     def is_empty(self) -> bool:
@@ -86,7 +88,7 @@ class RequestTracker:
         if request_id in self.records:
             raise ValueError(f"{request_id=} is the name of a request still running")
         # In order of arrival: a request never waits for one that arrives later.
-        bisect.insort(self._pending, record, key=lambda each: each.arrival_s)
+        bisect.insort(self._pending, record, key=lambda entry: entry.arrival_s)
         self.records[request_id] = record
 
     def cancel(self, request_id: int, now: float) -> None:
@@ -112,9 +114,9 @@ class RequestTracker:
         """Returns the next requests to submit: those that are sure to fit."""
         config = self.config
         requests = config.queue_capacity + config.max_slots - self._requests
-        known = self._unfinished + self._finished
+        num_sequences = self._unfinished + self._finished
         rows = max(config.submit_width, config.max_slots)
-        rows = min(rows, config.max_sequences - known)
+        rows = min(rows, config.max_sequences - num_sequences)
         batch: list[RequestRecord] = []
         for record in itertools.islice(self._pending, max(0, requests)):
             rows -= len(record.answers)
@@ -136,8 +138,9 @@ class RequestTracker:
             return None
         self._ready = 0
         named = np.full((self.config.max_sequences, 2), -1, np.int32)
-        now, rest = self._cancels[: len(named)], self._cancels[len(named) :]
-        self._cancels = rest
+        now = self._cancels[: len(named)]
+        remaining_cancels = self._cancels[len(named) :]
+        self._cancels = remaining_cancels
         named[: len(now)] = np.array(now, np.int32).reshape(-1, 2)
         for name, sample in now:
             if record := self.records.get(name):
@@ -168,8 +171,10 @@ class RequestTracker:
 
     def collect(self, drained: DrainedSequences, now: float) -> None:
         """Closes the sequences that the device has drained."""
-        rows, s = np.flatnonzero(np.asarray(drained.is_final)), drained.sequences
-        names, reasons = np.asarray(s.request_id), np.asarray(s.reason)
+        rows = np.flatnonzero(np.asarray(drained.is_final))
+        s = drained.sequences
+        names = np.asarray(s.request_id)
+        reasons = np.asarray(s.reason)
         samples = np.asarray(s.params.sample)
         for row in rows.tolist():
             if reasons[row] == CANCELLED:
@@ -195,7 +200,8 @@ class RequestTracker:
         if cancelled:
             record.cancel_sequence(sample)
         record.close(sample, drained, row)
-        text, completion = part.text[part.num_delivered :], None
+        text = part.text[part.num_delivered :]
+        completion = None
         if record.is_complete():
             del self.records[record.request_id]
             self._requests -= drained is not None

@@ -177,10 +177,10 @@ class RequestRecord:
 
     def complete(self) -> Completion:
         """Returns the completion; with `best_of`, the most likely answers first."""
-        finished = [part.finished for part in self.answers if part.finished is not None]
+        answers = [part.finished for part in self.answers if part.finished is not None]
         if (self.sampling.best_of or 0) > self.sampling.n:
             # Cut answers score too high, since they have fewer tokens.
-            finished.sort(
+            answers.sort(
                 key=lambda answer: (
                     answer.reason in ("cancelled", "nan"),
                     -(answer.score or 0.0),
@@ -188,7 +188,7 @@ class RequestRecord:
             )
         return Completion(
             request_id=self.request_id,
-            answers=finished[: self.sampling.n],
+            answers=answers[: self.sampling.n],
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
             arrival_s=self.arrival_s,

@@ -60,13 +60,13 @@ def plan_measurement(
     """
     if not isinstance(state.memory, AdaptiveState):
         raise ValueError("only a drafter that is Adaptive has costs to be measured")
-    tokens_needed = _tokens_of_calls(config)
+    min_room = _tokens_of_calls(config)
 
     def room(context: int) -> int:
         """Returns the tokens left for the calls of all lengths."""
         return config.max_length - context - _steps_of_reading(context, config) - 1
 
-    fits = [num for num in range(1, config.max_length) if room(num) >= tokens_needed]
+    fits = [num for num in range(1, config.max_length) if room(num) >= min_room]
     if not fits:
         raise ValueError(
             f"{config.max_length=} leaves no room for calls of {config.steps_per_call=}"
@@ -79,7 +79,7 @@ def plan_measurement(
         raise ValueError(
             f"{context=} must be in [1, {fits[-1]}], to leave room for answers"
         )
-    return MeasurementPlan(context, room(context) // tokens_needed)
+    return MeasurementPlan(context, room(context) // min_room)
 
 
 def _tokens_of_calls(config: EngineConfig) -> int:

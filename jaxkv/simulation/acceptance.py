@@ -101,7 +101,7 @@ def wanted_draft_lengths(
         wanted,
         target_length=num_to_feed(slots),
         length=length,
-        known=slots.num_tokens,
+        num_tokens=slots.num_tokens,
         limit=workload.prompt[request] + workload.output[request],
     )
 

@@ -80,7 +80,9 @@ def observe_simulation(
 
     With a reservation, a request can be admitted only if there is a free block for it.
     """
-    w, books, size = workload, state.ledger, capacity.page_size
+    w = workload
+    books = state.ledger
+    size = capacity.page_size
     slots, length, places, block = books.slots, *state.pages
     request = books.queue[:head]
     sample = jnp.arange(max_samples, dtype=jnp.int32)[None, :]
@@ -92,7 +94,7 @@ def observe_simulation(
         books, request, jnp.where(exists, sequence, NO_SEQUENCE)
     )
     group = groups_by_request(slots, max_samples)
-    owned, theirs = counted_pages.num_owned(slots, length, group, places, size)
+    owned, num_shared = counted_pages.num_owned(slots, length, group, places, size)
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
 
@@ -100,17 +102,17 @@ def observe_simulation(
     if limit is None:
         limit = jnp.broadcast_to(capacity.max_length, w.prompt.shape)
     arrival = w.arrival if state.sessions is None else state.sessions.arrival
-    known = RequestAttributes() if w.attributes is None else w.attributes
+    attributes = RequestAttributes() if w.attributes is None else w.attributes
     counts = ledger.observe(
         books,
         waiting,
         slots.sequence // max_samples,
-        RequestColumns(arrival, limit, known),
+        RequestColumns(arrival, limit, attributes),
         PageFacts(
             length=length,
             num_pages=pages_for(places, page_size=size),
             owned_pages=owned,
-            owned_tokens=own_tokens(length, theirs, page_size=size),
+            owned_tokens=own_tokens(length, num_shared, page_size=size),
             swap_pages=jnp.where(capacity.max_swap_pages > 0, moves, 0),
             copies=counted_pages.num_copies(slots, length, group, rows, size),
             group=None if group is None else group.first,
@@ -129,17 +131,19 @@ def observe_simulation(
         leaves = pages_for(places, page_size=size)
         free = contiguous.free_leaves(reservation.idle, blocks, leaves)
         row = jnp.maximum(request, 0)
-        asked = contiguous.reserved_places(
+        num_reserved = contiguous.reserved_places(
             reservation.rule, w.prompt[row], w.output[row], capacity.max_length
         )
-        order = contiguous.block_order(asked, size)
+        order = contiguous.block_order(num_reserved, size)
         start = contiguous.find_blocks(free, order, request >= 0)
-        own = jnp.left_shift(size, order)
-        pages = CountedPages(waiting.swapped_tokens, own[:, None], start[:, None])
+        block_size = jnp.left_shift(size, order)
+        pages = CountedPages(
+            waiting.swapped_tokens, block_size[:, None], start[:, None]
+        )
         counts = counts._replace(
             waiting=start >= 0,
             waiting_pages=jnp.where(
-                waiting.num_slots > 0, pages_for(own, page_size=size), 0
+                waiting.num_slots > 0, pages_for(block_size, page_size=size), 0
             ),
         )
     return waiting, counts, pages
@@ -161,7 +165,8 @@ def preempt_and_admit(
       The new state, the plan for each slot, the number of admitted requests, and the
       number of pages swapped out and in.
     """
-    slots, length = state.ledger.slots, state.pages.length
+    slots = state.ledger.slots
+    length = state.pages.length
     group = groups_by_request(slots, max_samples)
     request = slots.sequence // max_samples
     # All pages that the plan swaps out fit into the buffer, or none is moved.
@@ -214,7 +219,7 @@ class GrantedPlan(NamedTuple):
     num_rows: Int32[Array, " slots"]
     """Rows of each slot, drafts excluded."""
     num_drafts: Int32[Array, " slots"] | None
-    kept: Int32[Array, " slots"]
+    num_places: Int32[Array, " slots"]
     """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
     used_pages: Int32[Array, ""]
@@ -232,10 +237,10 @@ def grant(
     """Grants the pages of the whole plan or none, as `page_table.reserve`."""
     size = capacity.page_size
     copies = counted_pages.num_copies(slots, pages.length, group, wish.num_rows, size)
-    places = kept = pages.places  # a contiguous reservation is made at admission
+    places = num_places = pages.places  # a contiguous reservation is made at admission
     if pages.block is None:
         wanted = jnp.where(ledger.is_running(slots), wish.places, 0)
-        places = kept = jnp.maximum(pages.places, wanted)
+        places = num_places = jnp.maximum(pages.places, wanted)
         if wish.drafts is not None:
             places = jnp.maximum(pages.places, wanted + wish.drafts)
     growth = missing_pages(pages.places, places, page_size=size)
@@ -247,7 +252,7 @@ def grant(
     return pages._replace(places=jnp.where(enough, places, pages.places)), GrantedPlan(
         num_rows=jnp.where(enough, num_rows, 0),
         num_drafts=None if num_drafts is None else jnp.where(enough, num_drafts, 0),
-        kept=kept,
+        num_places=num_places,
         num_copied=jnp.where(enough, jnp.sum(copies, dtype=jnp.int32), 0),
         used_pages=jnp.where(enough, used, held),
         enough=enough,
@@ -258,6 +263,6 @@ def release_drafts(pages: CountedPages, granted: GrantedPlan) -> CountedPages:
     """Releases the places that were reserved for rejected drafts."""
     if granted.num_drafts is None:
         return pages
-    places = jnp.maximum(granted.kept, pages.length)
+    places = jnp.maximum(granted.num_places, pages.length)
     places = jnp.where(granted.num_drafts > 0, places, pages.places)
     return pages._replace(places=places)

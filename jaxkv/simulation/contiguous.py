@@ -124,10 +124,10 @@ def find_block(
     Returns:
       Its first leaf, or `NO_SEQUENCE` if there is none.
     """
-    largest = _orders(free).ravel()
-    key = jnp.where(largest >= order, largest, jnp.iinfo(jnp.int32).max)
+    orders = _orders(free).ravel()
+    key = jnp.where(orders >= order, orders, jnp.iinfo(jnp.int32).max)
     start = jnp.argmin(key).astype(jnp.int32)  # the first of equal keys
-    return jnp.where(largest[start] >= order, start, NO_SEQUENCE)
+    return jnp.where(orders[start] >= order, start, NO_SEQUENCE)
 
 
 def largest_order(idle: Bool[Array, "regions leaves"]) -> Int32[Array, ""]:

@@ -90,7 +90,7 @@ def break_down(
     group: Groups | None,
     limit: Int32[Array, " slots"],
     page_size: Int32[Array, ""],
-    reserved: Int32[Array, " slots"] | None = None,
+    num_reserved: Int32[Array, " slots"] | None = None,
 ) -> tuple[MemoryBreakdown, Int32[Array, ""]]:
     """Divides the token places of all pages in use by their use.
 
@@ -100,7 +100,7 @@ def break_down(
       group: groups of the slots.
       limit: length of prompt plus answer; the last token is never written.
       page_size: tokens per page.
-      reserved: places reserved for each sequence, if its block may be larger; else
+      num_reserved: places reserved for each sequence, if its block may be larger; else
         None.
 
     Returns:
@@ -110,8 +110,8 @@ def break_down(
     runs = is_running(slots)
     before = num_shared * page_size
     num_places = jnp.where(slots.sequence >= 0, owned * page_size, 0)
-    if reserved is not None:
-        num_places = jnp.minimum(num_places, reserved)
+    if num_reserved is not None:
+        num_places = jnp.minimum(num_places, num_reserved)
 
     def within(tokens: Array) -> Array:
         """Counts the first `tokens` of each sequence on pages that it accounts for."""

@@ -200,7 +200,7 @@ def simulate_placements(
         for k in range(p.num_prefill)
     ]
     read = iter(simulate_jobs(reads, seconds, max_slots=max_slots, progress=progress))
-    results = []
+    placement_times = []
     parts = []
     jobs = []
     for p, x in pairs:
@@ -211,22 +211,22 @@ def simulate_placements(
         ready_s = first_s + sent_s
         several = x.tokens.output > 1
         finish_s = np.where(several, np.nan, first_s)
-        results.append(
+        placement_times.append(
             RequestTiming(x.arrival_s, first_s, finish_s, x.tokens.output, sent_s, 0)
         )
         order = np.argsort(ready_s, kind="stable")
         order = order[np.isfinite(ready_s[order]) & several[order]]
         for k in range(p.num_decode):
             indices = order[k :: p.num_decode]
-            parts.append((len(results) - 1, indices))
+            parts.append((len(placement_times) - 1, indices))
             jobs.append(Job(p.decode, "decode", select_requests(x, indices, ready_s)))
     answers = simulate_jobs(jobs, seconds, max_slots=max_slots, progress=progress)
     for (i, indices), done in zip(parts, answers, strict=True):
-        results[i].finish_s[indices] = done.finish_s[: indices.size]
-        results[i] = results[i]._replace(
-            preempted=results[i].preempted + done.preempted
+        placement_times[i].finish_s[indices] = done.finish_s[: indices.size]
+        placement_times[i] = placement_times[i]._replace(
+            preempted=placement_times[i].preempted + done.preempted
         )
-    return [drop_late_arrivals(x, seconds) for x in results]
+    return [drop_late_arrivals(x, seconds) for x in placement_times]
 
 
 def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
@@ -287,6 +287,6 @@ def _member(job: Job) -> SimulationMember:
     return SimulationMember(
         workload=make_workload(*columns),
         capacity=capacity,
-        policy=scheduling.chunked_prefill(whole=True, first=not receives),
+        policy=scheduling.chunked_prefill(whole_prompts=True, first=not receives),
         cost=KVTransferred(job.replica.cost, jnp.asarray(receives)),
     )

@@ -157,7 +157,9 @@ class MemberBatch:
 
         `end` is the clock after the steps.
         """
-        idle, work, load = self._idle[member], info.work, self._members.workload
+        idle = self._idle[member]
+        work = info.work
+        load = self._members.workload
         # Not by the queue and the slots, which do not have lost sequences.
         opened = self._open(member)
         if not opened.size:
@@ -169,9 +171,11 @@ class MemberBatch:
 
         def num_tokens() -> int:
             # Each sequence of an open request may feed all of its tokens.
-            each = np.asarray(load.prompt[member]) + np.asarray(load.output[member])
-            each = each * np.asarray(load.samples[member])
-            return int(each[opened].sum())
+            request_tokens = np.asarray(load.prompt[member]) + np.asarray(
+                load.output[member]
+            )
+            request_tokens = request_tokens * np.asarray(load.samples[member])
+            return int(request_tokens[opened].sum())
 
         idle.count(draws, num_rows, num_tokens=num_tokens, waits=jumps)
         if idle.num_steps < MAX_STEPS:
@@ -190,7 +194,8 @@ class MemberBatch:
 
         With sessions, these are all that have arrived.
         """
-        state, load = self._state, self._members.workload
+        state = self._state
+        load = self._members.workload
         taken = np.asarray(state.order[member])[: int(state.num_taken[member])]
         if state.sessions is not None:
             served = np.asarray(state.order[member])[: int(state.num_served[member])]
@@ -210,7 +215,8 @@ class MemberBatch:
         start_s = clock.to_seconds(info.start)
         seconds = info.micros / clock.MICROS_PER_SECOND
         counts = (start_s >= self._since_s) & (start_s < self._until_s)
-        weight, work = np.where(counts, seconds, 0.0), info.work
+        weight = np.where(counts, seconds, 0.0)
+        work = info.work
         sizes = {
             "batch": info.num_running,
             "waiting": info.num_waiting,
@@ -238,7 +244,7 @@ class MemberBatch:
 
     def result(self) -> SimulationResult:
         """Returns the results so far."""
-        found = outcomes.read_outcomes(
+        outcome = outcomes.read_outcomes(
             self._state, self._members.workload, until_s=self._until_s, warns=False
         )
         busy_s = np.maximum(self._sums["busy_s"], np.finfo(float).tiny)
@@ -255,7 +261,7 @@ class MemberBatch:
             joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *infos)
             trace = StepTrace(np.concatenate(start_s, axis=1), joined)
         return SimulationResult(
-            **vars(found),
+            **vars(outcome),
             end_s=np.minimum(self.clock_s, self._until_s),
             means=Means(**means | shares, external=external),
             totals=Totals(**self._sums),

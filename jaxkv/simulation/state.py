@@ -56,11 +56,11 @@ class Capacity(NamedTuple):
             "token_budget": (token_budget, 1),
             "max_swap_pages": (max_swap_pages, 0),
         }
-        for name, (value, least) in bounds.items():
+        for name, (value, low) in bounds.items():
             if isinstance(value, bool | float | str):
                 raise ValueError(f"{name}={value} must be a whole number")
-            if isinstance(value, int) and not least <= value < NO_LIMIT:
-                raise ValueError(f"{name}={value} must be in [{least}, {NO_LIMIT})")
+            if isinstance(value, int) and not low <= value < NO_LIMIT:
+                raise ValueError(f"{name}={value} must be in [{low}, {NO_LIMIT})")
         return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
 
 
@@ -125,14 +125,18 @@ def init_simulation(
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 with a contiguous reservation")
     # Requests that fit into an idle engine.
-    shared, own = max_pages(w.prompt, w.prompt + w.output, page_size=c.page_size)
-    fits = shared + w.samples * own <= c.num_pages
+    shared, sample_pages = max_pages(
+        w.prompt, w.prompt + w.output, page_size=c.page_size
+    )
+    fits = shared + w.samples * sample_pages <= c.num_pages
     length = w.prompt + w.output + (0 if w.context is None else w.context)
     fits &= (length <= c.max_length) & (w.samples <= max_slots)
     fits &= w.samples > 0
     if (r := reservation) is not None:
-        asked = contiguous.reserved_places(r.rule, w.prompt, w.output, c.max_length)
-        order = contiguous.block_order(asked, c.page_size)
+        num_reserved = contiguous.reserved_places(
+            r.rule, w.prompt, w.output, c.max_length
+        )
+        order = contiguous.block_order(num_reserved, c.page_size)
         fits &= order <= contiguous.largest_order(r.idle)
 
     rank = None

@@ -140,12 +140,14 @@ def _step(
     if state.sessions is None:
         state = apply_plan.enqueue_arrivals(state, w, head)
     else:
-        known, books, due = sessions.enqueue_due(
+        session_state, books, due = sessions.enqueue_due(
             state.sessions, state.ledger, state.order, head
         )
         num = books.num_waiting - state.ledger.num_waiting
         num_taken = state.num_taken + num
-        state = state._replace(ledger=books, num_taken=num_taken, sessions=known)
+        state = state._replace(
+            ledger=books, num_taken=num_taken, sessions=session_state
+        )
     waiting, counts, head_pages = apply_plan.observe_simulation(
         state, w, capacity, reservation, max_samples=max_samples, head=head
     )
@@ -161,18 +163,22 @@ def _step(
         state, plan, waiting, head_pages, counts, capacity, w, max_samples
     )
     # Sequences whose known tokens are all fed emit a token.
-    books, slots = state.ledger, state.ledger.slots
+    books = state.ledger
+    slots = state.ledger.slots
     runs = ledger.is_running(slots)
     group = apply_plan.groups_by_request(slots, max_samples)
     pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
     request = jnp.maximum(slots.sequence, 0) // max_samples
-    prompt, output = w.prompt[request], w.output[request]
-    limit, num_rows = prompt + output, granted.num_rows
+    prompt = w.prompt[request]
+    output = w.output[request]
+    limit = prompt + output
+    num_rows = granted.num_rows
     context = None if w.context is None else w.context[request]
     work = work_of_rows(
         slots, pages.length, num_rows, granted.num_drafts, prompt, context
     )
-    length, forked = pages.length + num_rows, jnp.zeros_like(runs)
+    length = pages.length + num_rows
+    forked = jnp.zeros_like(runs)
     if group is not None:
         fork = slots.fork
         assert fork is not None
@@ -182,21 +188,21 @@ def _step(
         pages = pages._replace(places=places)
     slots = ledger.record_forks(slots, forked, length)
     emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
-    drawn = emits.astype(jnp.int32)
+    num_emitted = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
-        length, drawn = emit_tokens(
+        length, num_emitted = emit_tokens(
             slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
         )
-        accepted = jnp.sum(drawn - emits.astype(jnp.int32), dtype=jnp.int32)
+        accepted = jnp.sum(num_emitted - emits.astype(jnp.int32), dtype=jnp.int32)
         work = work._replace(num_accepted=accepted)
     pages = pages._replace(length=length)
     work = work._replace(
-        num_drawn=jnp.sum(drawn, dtype=jnp.int32),
+        num_drawn=jnp.sum(num_emitted, dtype=jnp.int32),
         num_copied=granted.num_copied,
         num_swapped=num_moved,
     )
-    ended = emits & (slots.num_tokens + drawn == limit)
+    ended = emits & (slots.num_tokens + num_emitted == limit)
     # A step that feeds, moves, admits and preempts no sequence ends with the next
     # arrival. A policy may wait although requests have arrived.
     busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
@@ -211,11 +217,13 @@ def _step(
         arrival = due.time
         idle &= arrival[0] < sessions.NEVER
     clock = jnp.where(idle, latest(clock, arrival), clock)
-    asked = None
+    num_reserved = None
     if (r := reservation) is not None:
-        asked = contiguous.reserved_places(r.rule, prompt, output, capacity.max_length)
+        num_reserved = contiguous.reserved_places(
+            r.rule, prompt, output, capacity.max_length
+        )
     memory, saved_pages = counted_pages.break_down(
-        slots, pages, group, limit, capacity.page_size, asked
+        slots, pages, group, limit, capacity.page_size, num_reserved
     )
     info = SimulatedStep(
         start=start,
@@ -231,15 +239,15 @@ def _step(
         saved_pages=saved_pages,
         drew=jnp.where(emits, slots.sequence, NO_SEQUENCE),
         enough=granted.enough,
-        num_drawn=None if acceptance is None else drawn,
+        num_drawn=None if acceptance is None else num_emitted,
     )
     num_taken = state.num_taken
-    if (known := state.sessions) is not None:
-        num_due = jnp.sum(is_past(known.due, start), dtype=jnp.int32)
-        num_taken = known.num_roots_taken - num_due
+    if (session_state := state.sessions) is not None:
+        num_due = jnp.sum(is_past(session_state.due, start), dtype=jnp.int32)
+        num_taken = session_state.num_roots_taken - num_due
     counters = num_taken, state.num_done + w.clients
     begins = emits & (slots.num_tokens == prompt)
-    slots = slots._replace(num_tokens=slots.num_tokens + drawn)
+    slots = slots._replace(num_tokens=slots.num_tokens + num_emitted)
     books = ledger.note_events(
         books._replace(slots=slots, clock=clock), begins, ended, length
     )
@@ -247,18 +255,20 @@ def _step(
     if group is not None:
         goes_on = group.any(runs & ~ended)
         over = group.is_first & group.any(ended) & ~goes_on
-    known = state.sessions
-    if known is not None:
+    session_state = state.sessions
+    if session_state is not None:
         assert w.dependencies is not None
         answered = jnp.where(over, request, NO_SEQUENCE)
-        known = sessions.release_followers(known, w.dependencies, answered, clock)
-    slots, gone = ledger.retire(books.slots, ended)
+        session_state = sessions.release_followers(
+            session_state, w.dependencies, answered, clock
+        )
+    slots, is_retired = ledger.retire(books.slots, ended)
     pages = apply_plan.release_drafts(pages, granted)
     state = state._replace(
         ledger=books._replace(slots=slots),
-        pages=pages._replace(places=jnp.where(gone, 0, pages.places)),
+        pages=pages._replace(places=jnp.where(is_retired, 0, pages.places)),
         num_done=state.num_done + jnp.sum(over, dtype=jnp.int32),
-        sessions=known,
+        sessions=session_state,
     )
     return state, (info, counters)
 
@@ -350,7 +360,7 @@ def simulate_workload(
         moves = feeds | draws | waits | (after.num_done > state.num_done)
         return (after, num_rows), moves
 
-    def some(carry: Any) -> Any:
+    def run_chunk(carry: Any) -> Any:
         state, num_rows, _, num_steps = carry
         (state, num_rows), moves = lax.scan(
             one, (state, num_rows), None, length=_STEPS_TOGETHER
@@ -362,7 +372,7 @@ def simulate_workload(
         return moves & (state.num_done < state.num_served) & (num_steps < max_steps)
 
     start = state, jnp.zeros(()), jnp.ones((), bool), jnp.zeros((), jnp.int32)
-    return lax.while_loop(goes_on, some, start)[0]
+    return lax.while_loop(goes_on, run_chunk, start)[0]
 
 
 _STEPS_TOGETHER = 128

@@ -291,11 +291,11 @@ class _DraftingStep(NamedTuple):
             parts = jnp.split(before, before.shape[1] // config.target.hidden_size, 1)
             ran = []
             for index, part in enumerate(parts, config.num_modules - len(parts)):
-                output = config.run_module(
+                module_pass = config.run_module(
                     index, draft, target, draft_pages, rows, part
                 )
-                ran.append(output)
-                draft_pages = output.pages
+                ran.append(module_pass)
+                draft_pages = module_pass.pages
             sampling = jax.tree.map(
                 lambda x: jnp.repeat(x[self.row], num, axis=0),
                 self.state.sequences.params,

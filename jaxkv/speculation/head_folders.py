@@ -85,9 +85,9 @@ def load_heads(
     with reporting_errors(path, KeyError, TypeError):
         kind = validation.choice("model_type", raw.get("model_type"), KINDS)
         for name, field in _SIZES.items():
-            if (value := raw.get(name)) != getattr(target, field):
+            if (size := raw.get(name)) != getattr(target, field):
                 raise ValueError(
-                    f"heads of a model with {name}={value!r}, the model served has "
+                    f"heads of a model with {name}={size!r}, the model served has "
                     f"{getattr(target, field)}"
                 )
         make, names = _KINDS[kind]

@@ -63,11 +63,11 @@ class SharedNoiseVerifier:
           The ruling; acceptance probabilities are 0 or 1. `draft_probs` is ignored.
         """
         unscored = jnp.zeros(positions.shape, bool)
-        sampled = sampling.sample(
+        draw = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
-        equal = _match(children, sampled.token, sampling.wide(logits).dtype)
-        return _mask_invalid(equal, sampled.token, sampled.invalid)
+        equal = _match(children, draw.token, sampling.wide(logits).dtype)
+        return _mask_invalid(equal, draw.token, draw.invalid)
 
 
 @validation.suggests_keywords
@@ -245,10 +245,10 @@ class Typical:
         logits = sampling.wide(logits)
         warm = params.temperature > 0
         unscored = jnp.zeros(positions.shape, bool)
-        sampled = sampling.sample(
+        draw = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
-        equal = _match(children, sampled.token, logits.dtype)
+        equal = _match(children, draw.token, logits.dtype)
 
         def judge() -> Array:
             accept = self.rule(sampling.probabilities(logits, params), children)
@@ -256,7 +256,7 @@ class Typical:
 
         with jax.named_scope("typical"):
             accept = lax.cond(jnp.any(warm), judge, lambda: equal)
-        return _mask_invalid(accept, sampled.token, sampled.invalid)
+        return _mask_invalid(accept, draw.token, draw.invalid)
 
     def rule(
         self,
@@ -311,11 +311,11 @@ class Synthetic:
     ) -> AcceptResult:
         """Accepts the children of every row with the fixed probability."""
         unscored = jnp.zeros(positions.shape, bool)
-        sampled = sampling.sample(
+        draw = sampling.sample(
             logits, params, positions, raw=raw, keep_logprobs=unscored
         )
         accept = jnp.where(children >= 0, self.acceptance, 0.0).astype(jnp.float32)
-        return _mask_invalid(accept, sampled.token, sampled.invalid)
+        return _mask_invalid(accept, draw.token, draw.invalid)
 
 
 def _log(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:

@@ -297,7 +297,11 @@ class TextStream:
             return ""
         pieces: Sequence[Any] = (piece,)
         for stage in self._stages:
-            pieces = [new_piece for each in pieces for new_piece in stage.push(each)]
+            pieces = [
+                new_piece
+                for input_piece in pieces
+                for new_piece in stage.push(input_piece)
+            ]
         text = "".join(pieces)
         return self._without_known(text) if self._known else text
 
@@ -407,8 +411,12 @@ def stage_makers(
     for i, decoder in enumerate(decoders):
         stage_list = _joined(decoder, build) if is_joined else _separate(decoder, build)
         if stage_list is None:
-            remaining = {"type": "Sequence", "decoders": decoders[i:]}
-            return [*makers, partial(_BufferStage, build(remaining), is_joined), *after]
+            tail_state = {"type": "Sequence", "decoders": decoders[i:]}
+            return [
+                *makers,
+                partial(_BufferStage, build(tail_state), is_joined),
+                *after,
+            ]
         makers += stage_list
         is_joined = is_joined or decoder["type"] in ("Fuse", "ByteLevel")
     return [*makers, *after]

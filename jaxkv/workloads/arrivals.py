@@ -153,13 +153,19 @@ def make_workload(
         limits = jnp.asarray(limit, jnp.int32)
     if attributes is not None:
         for name, (low, high) in BOUNDS._asdict().items():
-            given = _numbers(f"attributes.{name}", getattr(attributes, name), "iu")
-            given = np.broadcast_to(given, num)
-            wrong = (given < low) | (given > high)
-            _check_column(
-                wrong, given, f"has attributes.{name}={{}}, not in [{low}, {high}]"
+            attribute_column = _numbers(
+                f"attributes.{name}", getattr(attributes, name), "iu"
             )
-            attributes = attributes._replace(**{name: jnp.asarray(given, jnp.int32)})
+            attribute_column = np.broadcast_to(attribute_column, num)
+            wrong = (attribute_column < low) | (attribute_column > high)
+            _check_column(
+                wrong,
+                attribute_column,
+                f"has attributes.{name}={{}}, not in [{low}, {high}]",
+            )
+            attributes = attributes._replace(
+                **{name: jnp.asarray(attribute_column, jnp.int32)}
+            )
     contexts = None
     if context is not None:
         context = np.broadcast_to(_numbers("context", context, "iu"), num)

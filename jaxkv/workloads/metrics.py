@@ -99,11 +99,12 @@ def percentile(
     Raises:
       ValueError: `percent` is out of range.
     """
-    asked = np.ones(values.shape, bool) if is_asked is None else is_asked
-    _warn_of_missing(f"percentile {percent}", values, asked)
+    is_counted = np.ones(values.shape, bool) if is_asked is None else is_asked
+    _warn_of_missing(f"percentile {percent}", values, is_counted)
     rows = values.reshape(-1, values.shape[-1])
     samples = [
-        row[mask] for row, mask in zip(rows, asked.reshape(rows.shape), strict=True)
+        row[mask]
+        for row, mask in zip(rows, is_counted.reshape(rows.shape), strict=True)
     ]
     percentiles = [np.percentile(x, percent) if x.size else np.nan for x in samples]
     return np.array(percentiles).reshape(values.shape[:-1])

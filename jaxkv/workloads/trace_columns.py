@@ -208,8 +208,8 @@ class _Reader:
             "parent": parent,
             "num_chunks": num_chunks,
         }
-        for name, each in values.items():
-            self._append(name, each[mask])
+        for name, column_array in values.items():
+            self._append(name, column_array[mask])
         self._append("chunk_ids", ids[np.repeat(mask, num_chunks)])
 
     def result(self) -> TraceColumns:

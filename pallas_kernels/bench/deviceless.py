@@ -160,9 +160,13 @@ def compile_function(
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def place_on_device(x: Any) -> jax.ShapeDtypeStruct:
-        own = getattr(x, "sharding", None)
-        own = own if isinstance(own, NamedSharding) and own.mesh == mesh else replicated
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+        sharding = getattr(x, "sharding", None)
+        sharding = (
+            sharding
+            if isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+            else replicated
+        )
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     shapes = jax.tree.map(place_on_device, args)
     jitted = jax.jit(function, donate_argnums=donate_argnums)

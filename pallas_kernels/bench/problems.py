@@ -136,8 +136,8 @@ class AttentionProblem:
         off = norm = 0.0
         for row, head, wanted in self.samples:
             group = wanted.shape[1]
-            rows_out = _wide(out[row])[:, head * group : (head + 1) * group]
-            off += float(np.sum((rows_out - wanted) ** 2))
+            row_heads = _wide(out[row])[:, head * group : (head + 1) * group]
+            off += float(np.sum((row_heads - wanted) ** 2))
             norm += float(np.sum(wanted**2))
         return float(np.sqrt(off / norm))
 
@@ -362,10 +362,10 @@ def _attend(
     ids = problem.page_ids[0, sequence, : -(-length // spec.page_size)]
 
     def read(pages: jax.Array, scales: jax.Array | None) -> np.ndarray:
-        keys_read = pages[ids, head]
+        page_block = pages[ids, head]
         if scales is not None:
-            keys_read = quantizing.dequantize(keys_read, scales[ids, head])
-        return _wide(keys_read).reshape(-1, spec.heads.head_dim)[:length]
+            page_block = quantizing.dequantize(page_block, scales[ids, head])
+        return _wide(page_block).reshape(-1, spec.heads.head_dim)[:length]
 
     k = read(problem.k_pages, options.get("k_scales"))
     v = k[:, : spec.heads.value_width]

@@ -332,13 +332,13 @@ def _scores(
 
 def _visible_pairs(query: Array, key: Array, sizes: _Sizes) -> Array:
     """Returns the mask of pairs of a query (rows) and a key (columns)."""
-    seen = (key < sizes.num_keys) & (query < sizes.num_queries)
+    mask = (key < sizes.num_keys) & (query < sizes.num_queries)
     if sizes.causal:
         behind = query + sizes.num_keys - sizes.num_queries - key
-        seen &= behind >= 0
+        mask &= behind >= 0
         if sizes.window is not None:
-            seen &= behind < sizes.window
-    return seen
+            mask &= behind < sizes.window
+    return mask
 
 
 def _cut(x: Array, index: Array, axis: int, size: int) -> Array:

@@ -194,5 +194,6 @@ def _backward(
 
 
 _product.defvjp(
-    lambda x, w, sizes, way: (_multiply(x, w, sizes, way), (x, w, sizes)), _backward
+    lambda x, w, sizes, config: (_multiply(x, w, sizes, config), (x, w, sizes)),
+    _backward,
 )

@@ -48,7 +48,7 @@ class _Shared(NamedTuple):
 
     x: Ref  # [stages, warpgroups, 64, depth]
     w: Ref  # [stages, depth, columns], or [stages, columns, depth] if transposed
-    whole: Ref  # [warpgroups, 64, line], swizzled
+    swizzled_tile: Ref  # [warpgroups, 64, line], swizzled
     part: Ref  # [warpgroups, 64, line], row-major
     full: Ref
     free: Ref
@@ -137,7 +137,7 @@ def multiply_mosaic_gpu(
     shared = _Shared(
         x=plgpu.SMEM((stages, *lanes, depth), x.dtype, transforms=tiled(x.dtype)),
         w=plgpu.SMEM((stages, *tile), w.dtype, transforms=tiled(x.dtype)),
-        whole=plgpu.SMEM((*lanes, line), dtype, transforms=tiled(dtype)),
+        swizzled_tile=plgpu.SMEM((*lanes, line), dtype, transforms=tiled(dtype)),
         part=plgpu.SMEM((*lanes, line), dtype),
         full=plgpu.Barrier(num_arrivals=num_warpgroups + 1, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=stages),
@@ -294,7 +294,7 @@ def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
     static, so fewer than 64 rows are written in powers of two.
     """
     warpgroup = lax.axis_index("warpgroup")
-    width = shared.whole.shape[2]
+    width = shared.swizzled_tile.shape[2]
     num_rows = high - low
     powers = [x for x in (32, 16, 8, 4, 2, 1) if x <= out.shape[0]]
     for begin in range(0, sums.shape[1], width):
@@ -302,10 +302,10 @@ def _send(sums, out: Ref, shared: _Shared, first, column, low, high) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def send_whole(begin=begin, wide=wide):
-            shared.whole[warpgroup] = _part(sums, begin, shared.whole)
+            shared.swizzled_tile[warpgroup] = _part(sums, begin, shared.swizzled_tile)
             plgpu.commit_smem()
             target = out.at[pl.ds(first, WGMMA_ROWS), wide]
-            plgpu.copy_smem_to_gmem(shared.whole.at[warpgroup], target)
+            plgpu.copy_smem_to_gmem(shared.swizzled_tile.at[warpgroup], target)
 
         def send_part(begin=begin, wide=wide):
             shared.part[warpgroup] = _part(sums, begin, shared.part)

@@ -337,8 +337,8 @@ def _merge(
     top = jnp.where(jnp.isneginf(top), jnp.zeros_like(top), top)
     weight = jnp.exp(lse - top)[..., None]
     empty = jnp.isneginf(lse)[..., None]
-    output = jnp.where(empty, jnp.zeros((), top.dtype), out.astype(top.dtype))
-    sums = add_up(jnp.concatenate([output * weight, weight], axis=-1))
+    finite_out = jnp.where(empty, jnp.zeros((), top.dtype), out.astype(top.dtype))
+    sums = add_up(jnp.concatenate([finite_out * weight, weight], axis=-1))
     total = sums[..., -1]
     mean = sums[..., :-1] / jnp.where(total > 0, total, jnp.ones_like(total))[..., None]
     return AttentionState(mean.astype(out.dtype), top + jnp.log(total))

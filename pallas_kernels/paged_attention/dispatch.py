@@ -70,7 +70,7 @@ class StepPlan(NamedTuple):
     """Tilings of the plan and of the kernels."""
     few: DecodePlan | None
     """Rows of trees, and of slots with few rows; None if there can be none."""
-    many: PrefillPlan | None
+    prefill: PrefillPlan | None
     """Rows of slots with many rows; None if there can be none."""
 
 
@@ -189,7 +189,7 @@ def dispatch_attention(
     prefill = functools.partial(
         attend_prefill,
         *arrays,
-        plan.many,
+        plan.prefill,
         window=window,
         tiling=plan.tiling.prefill,
         **how,
@@ -198,9 +198,11 @@ def dispatch_attention(
         return prefill()
     how |= {"packed_q": packed_q, "tiling": of_few}
     sizes = {"group": q.shape[1] // k_pages.shape[1], "head_dim": q.shape[2]}
-    if plan.many is not None and supports_fused_merge(few, scoring, **sizes):
+    if plan.prefill is not None and supports_fused_merge(few, scoring, **sizes):
         states = partial_states(*arrays, few, **how)
         return prefill(decode_output=DecodePartials(states, few, of_few))
     how |= {"value_width": value_width}
-    decoded = attend_decode(*arrays, few, dtype=q.dtype, **how)
-    return decoded if plan.many is None else prefill(decode_output=decoded)
+    decode_output = attend_decode(*arrays, few, dtype=q.dtype, **how)
+    return (
+        decode_output if plan.prefill is None else prefill(decode_output=decode_output)
+    )

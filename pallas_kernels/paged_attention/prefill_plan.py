@@ -125,12 +125,12 @@ def plan_prefill(
     number = jnp.arange(num_tiles, dtype=jnp.int32)
     place = jnp.where(lines[NUM_KV] > 0, rank, num_tiles)
     says = place[None, None, :] == number[None, :, None]
-    selected = jnp.where(says, lines[:ALL_KV, None, :], 0)
+    tile_lines = jnp.where(says, lines[:ALL_KV, None, :], 0)
     padding = num_padded(num_rows) - num_rows
     position = jnp.where(is_many, positions, -1)
     return PrefillPlan(
         position=jnp.pad(position, (0, padding), constant_values=jnp.int32(-1)),
-        tiles=jnp.sum(selected, axis=2, dtype=jnp.int32),
+        tiles=jnp.sum(tile_lines, axis=2, dtype=jnp.int32),
         tile_of=jnp.where(is_many, rank, num_tiles),
     )
 
@@ -180,10 +180,10 @@ def _lines_of_rows(
     lines += [jnp.where(opens, num_kv, 0), num_kv]
     # Selected line by line: `stack` would be one more kernel.
     number = jnp.arange(len(lines), dtype=jnp.int32)[:, None]
-    values = lines[0][None, :]
+    line_table = lines[0][None, :]
     for i, line in enumerate(lines[1:], 1):
-        values = jnp.where(number == i, line[None, :], values)
-    return lax.optimization_barrier(values)
+        line_table = jnp.where(number == i, line[None, :], line_table)
+    return lax.optimization_barrier(line_table)
 
 
 def _spans(

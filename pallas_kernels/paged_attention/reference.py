@@ -50,9 +50,11 @@ def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
     arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
 
     def run(is_bounded: bool, *arrays: Array) -> Any:
-        remaining = iter(arrays)
+        array_iterator = iter(arrays)
         mixed = zip(leaves, is_array, strict=True)
-        operands = kind.unflatten([next(remaining) if mask else x for x, mask in mixed])
+        operands = kind.unflatten(
+            [next(array_iterator) if mask else x for x, mask in mixed]
+        )
         return attend(*operands, is_bounded=is_bounded)
 
     plain = jax.custom_jvp(functools.partial(run, False))
@@ -297,12 +299,10 @@ def attend_per_tile(
         out, lse = (x.reshape(kv_heads, group, size, *x.shape[2:]) for x in (out, lse))
         results = out.transpose(2, 0, 1, 3), lse.transpose(2, 0, 1)
 
-        def put(rows_out: Array, part: Array) -> Array:
-            mask = is_row.reshape(size, *(1,) * (rows_out.ndim - 1))
-            part = jnp.where(mask, part, cut(rows_out))
-            return lax.dynamic_update_slice_in_dim(
-                rows_out, part, starts[index], axis=0
-            )
+        def put(buffer: Array, part: Array) -> Array:
+            mask = is_row.reshape(size, *(1,) * (buffer.ndim - 1))
+            part = jnp.where(mask, part, cut(buffer))
+            return lax.dynamic_update_slice_in_dim(buffer, part, starts[index], axis=0)
 
         return put(carry[0], results[0]), put(carry[1], results[1])
 

@@ -10,7 +10,8 @@ import jaxkv
 from jaxkv.scheduling import Plan
 
 NUM_PHASES = 4
-LOW, HIGH = -3, 40
+LOW = -3
+HIGH = 40
 
 
 class DrawnPlan(NamedTuple):
@@ -30,7 +31,8 @@ class DrawnPlan(NamedTuple):
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
         """Plans one step."""
-        c, plan = counts, self.inner.plan(counts)
+        c = counts
+        plan = self.inner.plan(counts)
         tokens = jnp.where(c.running, c.length + c.target_length, 0)
         phase = (jnp.sum(tokens) + c.free_pages) % (NUM_PHASES + 1)
         phase = jnp.where(phase == NUM_PHASES, 0, phase).astype(jnp.int32)

@@ -174,7 +174,7 @@ class System(NamedTuple):
         if self.reserves_longest:
             max_running = max(1, model.num_pages * PAGE_SIZE // law.max_length)
         policy = chunked_prefill(
-            whole=self.whole, first=self.first, max_running=max_running
+            whole_prompts=self.whole, first=self.first, max_running=max_running
         )
         capacity = Capacity.of(
             num_pages=model.num_pages,

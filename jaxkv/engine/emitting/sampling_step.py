@@ -193,12 +193,12 @@ def _sample(
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 
         def draw_all() -> Draw:
-            known = answer.num_tokens
+            num_tokens = answer.num_tokens
             changed = sampling.penalise(
-                logits, answer.tokens, answer.prompt_length, known, params
+                logits, answer.tokens, answer.prompt_length, num_tokens, params
             )
             return sampling.sample(
-                changed, params, known, raw=raw, keep_logprobs=keep_logprobs
+                changed, params, num_tokens, raw=raw, keep_logprobs=keep_logprobs
             )
 
         with jax.named_scope("asked"):

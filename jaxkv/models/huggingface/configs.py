@@ -39,21 +39,19 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     name = _family_of(raw)
     family = FAMILIES[name]
     raw = without_aliases(family, raw)
-    fields_given = {key: value for key, value in raw.items() if value is not None}
+    settings = {key: value for key, value in raw.items() if value is not None}
     is_rotary = family.implied.get("positions") != "learned"
     # Keys and values that ask for other arithmetic are refused.
     read = frozenset()
     if is_rotary:
         read = positions.KEYS
         has_switch = family.windows in ("flagged", "off")
-        if has_switch or fields_given.get("use_sliding_window") is False:
+        if has_switch or settings.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
-    if "quantization_config" in fields_given and _is_fp8(
-        fields_given["quantization_config"]
-    ):
+    if "quantization_config" in settings and _is_fp8(settings["quantization_config"]):
         read |= {"quantization_config"}
-    harmless.refuse_unknown(family, fields_given, read)
-    refuse_other_values(family, fields_given, {**harmless.ONLY, **family.only_served})
+    harmless.refuse_unknown(family, settings, read)
+    refuse_other_values(family, settings, {**harmless.ONLY, **family.only_served})
     fields = read_fields(family, raw)
     fields["family"] = name
     if is_rotary:
@@ -186,22 +184,22 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _is_fp8(value: Any) -> bool:
+def _is_fp8(settings: Any) -> bool:
     """Returns True for weights in 8 bits with a scale for each block of 128 x 128.
 
     `weights` loads them as numbers of the model's dtype. `activation_scheme` concerns
     kernels that multiply in 8 bits.
     """
     needed = {"quant_method": "fp8", "weight_block_size": [values.FP8_BLOCK] * 2}
-    understood = {**needed, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    supported_settings = {**needed, "fmt": "e4m3", "activation_scheme": "dynamic"}
     without_effect = {"modules_to_not_convert", "scale_fmt"}
     return (
-        isinstance(value, Mapping)
-        and needed.keys() <= value.keys()
+        isinstance(settings, Mapping)
+        and needed.keys() <= settings.keys()
         and all(
             key in without_effect
-            or (key in understood and value[key] == understood[key])
-            for key in value
+            or (key in supported_settings and settings[key] == supported_settings[key])
+            for key in settings
         )
     )
 

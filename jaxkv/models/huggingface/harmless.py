@@ -159,12 +159,12 @@ def refuse_unknown(
     Raises:
       ValueError: there are such keys; the message has the first few.
     """
-    readable = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
-    readable.update(family.equal, family.harmless)
+    valid_keys = _EVERYWHERE | read | {*family.keys, *family.only, *family.only_served}
+    valid_keys.update(family.equal, family.harmless)
     unknown = [
         key
         for key, value in settings.items()
-        if key not in readable and value not in ("", [], {})
+        if key not in valid_keys and value not in ("", [], {})
     ]
     for key in unknown:
         if key in _REASONS:

@@ -58,12 +58,12 @@ def read_positions(
       ValueError: a key is not supported; the message has the key, its value and the
         supported values.
     """
-    present = {key: value for key, value in raw.items() if value is not None}
+    settings = {key: value for key, value in raw.items() if value is not None}
     # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
     rope_objects = {
-        key: present[key]
+        key: settings[key]
         for key in ("rope_scaling", "rope_parameters")
-        if present.get(key)
+        if settings.get(key)
     }
     rope = _agreed(rope_objects)
     if rope is not None and not isinstance(rope, Mapping):
@@ -82,7 +82,7 @@ def read_positions(
         raise ValueError(
             f"rope_type={shorten(kind)} is not supported, only {supported}"
         )
-    given_original = {ORIGINAL: present[ORIGINAL]} if ORIGINAL in present else {}
+    given_original = {ORIGINAL: settings[ORIGINAL]} if ORIGINAL in settings else {}
     for key, value in (rope | given_original).items():
         if key not in _ROPE[kind]:
             raise ValueError(
@@ -92,7 +92,7 @@ def read_positions(
     def from_either(key: str) -> Any:
         # The value in the rotary object, in the file, or in both if they agree.
         rope_fields = {f"{key} of the rotary object": rope.get(key)}
-        return _agreed(rope_fields | {key: present.get(key)})
+        return _agreed(rope_fields | {key: settings.get(key)})
 
     part = from_either("partial_rotary_factor")
     if part not in (None, 1):
@@ -113,7 +113,7 @@ def read_positions(
     elif kind == "llama3":
         original = from_either(ORIGINAL)
         if original is None:
-            original = present.get("max_position_embeddings")
+            original = settings.get("max_position_embeddings")
         low, high = (
             parse_positive_number(key, rope.get(key))
             for key in ("low_freq_factor", "high_freq_factor")
@@ -245,12 +245,12 @@ def _agreed(values: Mapping[str, Any]) -> Any:
     Raises:
       ValueError: two names have different values.
     """
-    present = {name: value for name, value in values.items() if value is not None}
-    if len(present) == 2:
-        (a, first), (b, second) = present.items()
+    settings = {name: value for name, value in values.items() if value is not None}
+    if len(settings) == 2:
+        (a, first), (b, second) = settings.items()
         if first != second:
             raise ValueError(f"{a}={shorten(first)} contradicts {b}={shorten(second)}")
-    return next(iter(present.values()), None)
+    return next(iter(settings.values()), None)
 
 
 def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:

@@ -146,30 +146,30 @@ def partial_states(
 
 
 def _launch(
-    given: decode_body.DecodeInputs,
+    decode_inputs: decode_body.DecodeInputs,
     scoring: softmax.StaticScoreTransform,
     num_layers: int,
     tiling: Tiling,
     interpret: plgpu.InterpretGPUParams | bool,
 ) -> list[Array]:
     """Runs the kernel: results of unsplit items, and partial states, in base 2."""
-    num_blocks, num_items, block_rows, head_dim = given.q.shape
-    tile, stages, (programs,) = tiling.tile, tiling.stages, given.begin.shape
-    _, num_lines, padded_rows = given.rows.shape
+    num_blocks, num_items, block_rows, head_dim = decode_inputs.q.shape
+    tile, stages, (programs,) = tiling.tile, tiling.stages, decode_inputs.begin.shape
+    _, num_lines, padded_rows = decode_inputs.rows.shape
     products = padded_rows // WGMMA_ROWS
-    is_latent = given.v is None
+    is_latent = decode_inputs.v is None
     num_warpgroups = products
     value_width = head_dim
     if is_latent:
         num_warpgroups = 2
         value_width = decode_plan.LATENT_VALUE_WIDTH
-    operands = [x for x in given if x is not None]
+    operands = [x for x in decode_inputs if x is not None]
 
     def decode_attention(*references):
-        remaining = iter(references)
-        inputs = (None if x is None else next(remaining) for x in given)
+        refs = iter(references)
+        inputs = (None if x is None else next(refs) for x in decode_inputs)
         inputs = decode_body.DecodeInputs(*inputs)
-        *outputs, shared = remaining
+        *outputs, shared = refs
         outputs = decode_body.DecodeOutputs(*outputs)
         if is_latent:
             queries, out = shared.q
@@ -191,21 +191,23 @@ def _launch(
         )
 
     tiled = warpgroups.tensor_core_layout()
-    boxes = max(1, tile // given.k.shape[2])
+    boxes = max(1, tile // decode_inputs.k.shape[2])
     lanes = (num_warpgroups, WGMMA_ROWS)
     wide = jnp.float32
     q_ring = (tiling.q_stages, products, WGMMA_ROWS)
     ring = (stages, tile, head_dim)
-    copies = products * (2 if given.slopes is None else 3)
+    copies = products * (2 if decode_inputs.slopes is None else 3)
     barriers = warpgroups.make_barriers
-    queries = plgpu.SMEM((*q_ring, head_dim), given.q.dtype, transforms=tiled)
+    queries = plgpu.SMEM((*q_ring, head_dim), decode_inputs.q.dtype, transforms=tiled)
     out = plgpu.SMEM((*lanes, min(head_dim, decode_body.OUT_COLUMNS)), wide)
     shared = decode_body.DecodeSharedMemory(
         q=plgpu.RefUnion(queries, out) if is_latent else queries,
         rows=plgpu.SMEM((*q_ring[:2], num_lines, WGMMA_ROWS), jnp.int32),
-        slopes=None if given.slopes is None else plgpu.SMEM(q_ring, wide),
-        k=plgpu.SMEM(ring, given.k.dtype, transforms=tiled),
-        v=None if is_latent else plgpu.SMEM(ring, given.k.dtype, transforms=tiled),
+        slopes=None if decode_inputs.slopes is None else plgpu.SMEM(q_ring, wide),
+        k=plgpu.SMEM(ring, decode_inputs.k.dtype, transforms=tiled),
+        v=None
+        if is_latent
+        else plgpu.SMEM(ring, decode_inputs.k.dtype, transforms=tiled),
         out=None if is_latent else out,
         lse=plgpu.SMEM(lanes, wide),
         q_full=barriers(tiling.q_stages, copies),

@@ -140,9 +140,9 @@ def merge_and_unpack_mosaic_gpu(
                 lambda index, state, packed=packed: merge(index, state, packed),
                 softmax.init_rows(width),
             )
-            output, whole_lse = finish_merge(state)
+            merged_out, whole_lse = finish_merge(state)
             held = pl.ds(stretch * WGMMA_ROWS, WGMMA_ROWS)
-            result[held] = output.astype(dtype)
+            result[held] = merged_out.astype(dtype)
             result_lse[held] = whole_lse
         plgpu.commit_smem()
 

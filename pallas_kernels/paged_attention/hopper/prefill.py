@@ -123,7 +123,7 @@ def attend_prefill(
 
 
 def _launch(
-    given: prefill_body.PrefillInputs,
+    prefill_inputs: prefill_body.PrefillInputs,
     decode_output: Float[Array, "rows q_heads head_dim"] | merge_fused.MergeInputs,
     *,
     scoring: softmax.StaticScoreTransform,
@@ -137,12 +137,15 @@ def _launch(
     Rows of decode have its output, or its merged states; with merged states the
     log-sum-exps of packed rows are returned, too.
     """
-    (_, q_heads, head_dim), page_size = given.q.shape, given.k.shape[2]
+    (_, q_heads, head_dim), page_size = (
+        prefill_inputs.q.shape,
+        prefill_inputs.k.shape[2],
+    )
     tile = tiling.tile
     stages = tiling.stages
     q_stages = tiling.q_stages
     cut = decode_output if isinstance(decode_output, merge_fused.MergeInputs) else None
-    operands, structure = jax.tree.flatten((given, cut))
+    operands, structure = jax.tree.flatten((prefill_inputs, cut))
 
     def prefill_attention(*references):
         inputs, merged = jax.tree.unflatten(structure, references[: len(operands)])
@@ -181,7 +184,7 @@ def _launch(
 
     tiled = warpgroups.tensor_core_layout()
     barriers = warpgroups.make_barriers
-    dtype = given.q.dtype
+    dtype = prefill_inputs.q.dtype
     ring = (stages, tile, head_dim)
     boxes = max(1, tile // page_size)
     halves = (2, WGMMA_ROWS)
@@ -203,13 +206,13 @@ def _launch(
     )
     written = [] if cut is not None else [jax.new_ref(decode_output)]
     wide = jnp.float32
-    lse = (given.tiles.shape[1], q_heads, TILE_ROWS)
+    lse = (prefill_inputs.tiles.shape[1], q_heads, TILE_ROWS)
     shapes = [jax.ShapeDtypeStruct(lse, wide)]
     if cut is not None:
         rows = cut.block.shape[0], q_heads, head_dim
         lse = jax.ShapeDtypeStruct(cut.states.lse.shape, wide)
         shapes = [jax.ShapeDtypeStruct(rows, dtype), *shapes, lse]
-    results = plgpu.kernel(
+    kernel_outputs = plgpu.kernel(
         prefill_attention,
         out_type=shapes,
         scratch_types=[shared],
@@ -222,4 +225,4 @@ def _launch(
         ),
         interpret=interpret,
     )(*operands, *written)
-    return [*(jax.freeze(x) for x in written), *results]
+    return [*(jax.freeze(x) for x in written), *kernel_outputs]

@@ -237,8 +237,8 @@ def run_prefill_consumer(
     def _is_visible(shape, begin, positions):
         place = softmax.key_positions(shape, begin)
         position = softmax.load_row_values(positions, shape)
-        seen = place <= position
-        return seen if window is None else seen & (place > position - window)
+        mask = place <= position
+        return mask if window is None else mask & (place > position - window)
 
     # The second warpgroup is half a step late; at the end the first waits for it.
     pl.when(warpgroup == 1)(meet)

@@ -200,7 +200,7 @@ def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Pol
                 f"--max-num-batched-tokens {options.max_num_batched_tokens}: must be "
                 f"at least {longest} for whole prompts, the tokens of a request"
             )
-        return scheduling.chunked_prefill(whole=True, first=True)
+        return scheduling.chunked_prefill(whole_prompts=True, first=True)
     # The number of slots bounds the running sequences.
     return scheduling.static() if options.policy == "static" else scheduling.fcfs()
 

@@ -67,8 +67,10 @@ def serve(
     """Serves the requests; returns tokens, and log-probabilities of answers."""
     config, speculation = CONFIGS[name]
     plain = policy._replace(replaces=jnp.zeros_like(policy.replaces))
-    weights, waiting = engines.params(), asks(name)
-    num, outcomes = len(engines.names_of(waiting)), {}
+    weights = engines.params()
+    waiting = asks(name)
+    num = len(engines.names_of(waiting))
+    outcomes = {}
     state = engines.start(config, speculation=speculation)
     extra: Any = {} if speculation is None else {"speculation": speculation}
     for call in range(10 * max_calls):

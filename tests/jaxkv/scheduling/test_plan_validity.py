@@ -51,7 +51,8 @@ BUSY = counts(
 @settings(max_examples=60, deadline=None)
 @given(st.builds(Plan, **KINDS))
 def test_every_drawn_plan_becomes_valid(raw: Plan) -> None:
-    c, plan = BUSY, jax.tree.map(np.asarray, plan_of(BUSY, Fixed(raw)))
+    c = BUSY
+    plan = jax.tree.map(np.asarray, plan_of(BUSY, Fixed(raw)))
     assert not plan.preempt[~c.running].any()
     assert not plan.swap[~plan.preempt].any()
     assert not plan.admit[~c.waiting].any()
@@ -81,7 +82,8 @@ def test_every_drawn_plan_becomes_valid(raw: Plan) -> None:
 def test_a_valid_plan_is_unchanged() -> None:
     for policy in (scheduling.fcfs(), scheduling.static(), scheduling.vllm_scheduler()):
         c = BUSY._replace(drafts=None)
-        plan, raw = plan_of(c, policy), policy.plan(jax.tree.map(jnp.asarray, c))
+        plan = plan_of(c, policy)
+        raw = policy.plan(jax.tree.map(jnp.asarray, c))
         jax.tree.map(np.testing.assert_array_equal, plan, raw)
 
 

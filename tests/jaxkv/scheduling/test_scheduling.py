@@ -77,7 +77,7 @@ MASKABLE = {
     "fcfs": fcfs(),
     "every rule": fcfs(stackable=True, preemption="swap", cached_first=True),
     "chunked": scheduling.chunked_prefill(max_running=2),
-    "whole prompts": scheduling.chunked_prefill(whole=True, first=True),
+    "whole prompts": scheduling.chunked_prefill(whole_prompts=True, first=True),
     "static": static_batching.static(),
 }
 

@@ -132,7 +132,8 @@ def test_steps_without_progress_are_counted() -> None:
 
 @pytest.mark.thorough
 def test_a_sequence_lost_by_the_device_is_a_stall() -> None:
-    engine, ask = moods.make_engine(), jaxkv.Sampling.greedy(max_tokens=30)
+    engine = moods.make_engine()
+    ask = jaxkv.Sampling.greedy(max_tokens=30)
     name = engine.submit([1, 2, 3], ask)
     engine.core.step()
     state = engine.core.state
@@ -175,7 +176,8 @@ class Splits(NamedTuple):
     holds_finished = False
 
     def plan(self, counts: jaxkv.Counts) -> jaxkv.Plan:
-        c, plan = counts, self.inner.plan(counts)
+        c = counts
+        plan = self.inner.plan(counts)
         assert c.group is not None
         is_first = jnp.equal(c.group, jnp.arange(c.group.size, dtype=jnp.int32))
         size = jnp.sum(c.group[:, None] == c.group[None, :], axis=0)

@@ -547,16 +547,16 @@ BUGS = {
     "accepted tokens lose their pages": Bug(
         apply_plan,
         "release_drafts",
-        "jnp.maximum(granted.kept, pages.length)",
-        "granted.kept",
+        "jnp.maximum(granted.num_places, pages.length)",
+        "granted.num_places",
         test_pages_of_rejected_drafts_are_released,
         (1.0,),
     ),
     "the last token is drafted": Bug(
         interface,
         "limit_draft_lengths",
-        "limit - known - 1",
-        "limit - known",
+        "limit - num_tokens - 1",
+        "limit - num_tokens",
         test_acceptance_rate_1_emits_one_token_more_than_drafts,
     ),
     "drafts after a rejected one are accepted": Bug(

@@ -34,7 +34,8 @@ def is_served(seed: int) -> bool:
 
 @pytest.mark.thorough
 def test_drawn_plans_lose_no_request() -> None:
-    load, num = simulations.workload(3, 12, max_samples=3), 0
+    load = simulations.workload(3, 12, max_samples=3)
+    num = 0
     for seed in range(30):
         if not is_served(seed):
             continue

@@ -147,15 +147,15 @@ def test_one_kernel_runs_if_shapes_decide() -> None:
         plan_of(32, 3),
     ):
         assert alone.few is not None
-        assert alone.many is None
+        assert alone.prefill is None
     assert plan_of(512, 1).few is None
-    assert plan_of(99, 3, **kin).many is not None
+    assert plan_of(99, 3, **kin).prefill is not None
     both = plan_of(4096, 64)
-    assert both.many is not None
+    assert both.prefill is not None
     # At most 32 rows per slot in blocks of 16, not 4096 rows of any slot.
     assert both.few is not None
     assert both.few.low.shape == (128,)
-    assert both.many.tiles.shape[1] == (4096 + 64 * 134) // 128
+    assert both.prefill.tiles.shape[1] == (4096 + 64 * 134) // 128
 
 
 @pytest.mark.thorough
@@ -171,10 +171,10 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
         head_dim=64,
     )
     assert made.few is not None
-    assert made.many is not None
+    assert made.prefill is not None
     assert made.few.low.shape == (10,)
     assert (np.asarray(made.few.packing.block) < 10).all()
-    assert not made.many.tiles[prefill_plan.NUM_KV].any()
+    assert not made.prefill.tiles[prefill_plan.NUM_KV].any()
 
 
 @pytest.mark.usefixtures("hopper")

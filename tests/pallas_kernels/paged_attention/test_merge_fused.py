@@ -157,7 +157,7 @@ def test_bits_equal_a_separate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
             tiling=emulating.TILINGS,
         )
         assert plan.few is not None
-        assert plan.many is not None
+        assert plan.prefill is not None
         return dispatch.dispatch_attention(
             *emulating.among_layers(arrays),
             plan,
