@@ -103,7 +103,9 @@ BUGS = {
     "commit of a part": {COMMIT.format("part"): "(sums, begin, shared.part)"},
 }
 MORE_BUGS = {
-    "commit of a whole": {COMMIT.format("swizzled_tile"): "(sums, begin, shared.swizzled_tile)"},
+    "commit of a whole": {
+        COMMIT.format("swizzled_tile"): "(sums, begin, shared.swizzled_tile)"
+    },
     "wait for results": {"plgpu.wait_smem_to_gmem(0, wait_read_only=True)": "pass"},
     "wait for the last results": {LAST_WAIT: "panel, visit)"},
     "rows of a neighbour": {
