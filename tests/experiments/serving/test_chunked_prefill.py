@@ -31,11 +31,14 @@ def test_the_default_is_the_inner_policy() -> None:
 
 def test_whole_prompts_wait_until_the_budget_suffices() -> None:
     # The third prompt would fit, but does not overtake.
-    assert rows([*DECODES], [8, 8, 1], whole=True) == ([1, 1, 0, 0], [8, 0, 0, 0])
+    assert rows([*DECODES], [8, 8, 1], whole_prompts=True) == (
+        [1, 1, 0, 0],
+        [8, 0, 0, 0],
+    )
 
 
 def test_prefill_first_stalls_decoding() -> None:
-    rules = dict(whole=True, first=True)
+    rules = dict(whole_prompts=True, first=True)
     assert rows([*DECODES], [8], **rules) == ([0, 0, 0, 0], [8, 0, 0, 0])
     assert rows([*DECODES], [], **rules) == ([1, 1, 0, 0], [0, 0, 0, 0])
     # A partial prefill continues.

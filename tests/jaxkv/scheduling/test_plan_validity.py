@@ -249,7 +249,7 @@ def test_an_inner_policy_is_checked(name: str, inner: Any) -> None:
         (scheduling.chunked_prefill, dict(max_running=0)),
         (scheduling.chunked_prefill, dict(max_running=1.5)),
         (scheduling.chunked_prefill, dict(max_running=True)),
-        (scheduling.chunked_prefill, dict(whole=1)),
+        (scheduling.chunked_prefill, dict(whole_prompts=1)),
         (scheduling.chunked_prefill, dict(first="no")),
         (scheduling.ageing_priority, dict(level_ms=0)),
         (scheduling.ageing_priority, dict(level_ms=2.5)),
