@@ -76,7 +76,7 @@ def chunked_prefill(
     Raises:
       ValueError: a switch is not a boolean, or `max_running` is below 1.
     """
-    validation.boolean("whole", whole_prompts)
+    validation.boolean("whole_prompts", whole_prompts)
     validation.boolean("first", first)
     return ChunkedPrefill(
         inner=first_come.fcfs(),
