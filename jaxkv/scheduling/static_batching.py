@@ -34,6 +34,11 @@ class Static(NamedTuple):
         fits = (slots * num_pages <= c.free_pages) & (slots <= c.running.shape[0])
         first = jnp.cumsum(c.waiting, dtype=jnp.int32) == 1
         admit = c.waiting & ~busy & (fits | first)
+        # Sequences of the first request share the pool, or forks would find no page.
+        share = jnp.where(
+            first, c.free_pages // jnp.maximum(c.waiting_slots, 1), num_pages
+        )
+        places = jnp.clip(share, 1, num_pages) * c.page_size
         # Forked sequences, and sequences admitted by another policy, have no reserved
         # pages: those that find none are preempted.
         growth = jnp.cumsum(interface.pages_to_grow(c), dtype=jnp.int32)
@@ -46,9 +51,7 @@ class Static(NamedTuple):
             places=jnp.where(runs, c.target_length, 0),
             num_rows=num_rows,
             admit=admit,
-            head_places=jnp.where(
-                admit, jnp.minimum(longest, num_pages * c.page_size), 0
-            ),
+            head_places=jnp.where(admit, jnp.minimum(longest, places), 0),
             head_rows=head_rows,
         )
 

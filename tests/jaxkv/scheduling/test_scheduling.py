@@ -257,6 +257,14 @@ def test_static_serves_a_pool_smaller_than_the_longest_sequence() -> None:
     check(plan, admit=[1, 0], head_places=[12], head_rows=[5])
 
 
+def test_static_leaves_pages_for_the_forks_of_the_first_request() -> None:
+    # 5 pages each would be 15 of 11: each of the three sequences has 3.
+    waiting: Any = dict(waiting_slots=[3, 1, 0, 0])
+    c = counts(waiting=[5, 1], free_pages=11, max_length=17, **waiting)
+    plan = plan_of(c, static_batching.static())
+    check(plan, admit=[1, 0], head_places=[12], head_rows=[5])
+
+
 BUGS = {
     "decodes cost no budget": Bug(
         interface,
