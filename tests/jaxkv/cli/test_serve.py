@@ -287,7 +287,7 @@ def test_a_signal_ends_the_command_while_its_workers_start(
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
     flags = "--port 0 --max-length 64 --decode 2 --prefill 1".split()
-    code = "import sys; from experiments.cli import main; sys.exit(main.main())"
+    code = "import sys; from jaxkv.cli import main; sys.exit(main.main())"
     process = popen("-c", code, "serve", str(model), *flags)
     command = psutil.Process(process.pid)
 

@@ -259,7 +259,7 @@ def converse(
 
 @pytest.mark.thorough
 def test_hits_in_a_chat_equal_the_model() -> None:
-    replay = converse(20, SMALL)
+    replay = converse(20, dataclasses.replace(SMALL, num_pages=88))
     model = replay.model
     asks = replay.asks
     assert asks.keys() == set(range(20 * NUM_TURNS))
