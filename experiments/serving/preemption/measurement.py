@@ -176,18 +176,20 @@ def _list_settings(
     swap = PreemptionSetting("swap", pool, "swap", swap_pages=pool)
     both = (again, swap)
     rules = get_args(Victim.__value__)
-    ways = [(PreemptionSetting("room for all", need), wide)]
+    cases = [(PreemptionSetting("room for all", need), wide)]
     for setting in both:
         held = setting._replace(name=f"{setting.name}, hold new", hold_new=True)
-        ways += [(setting, tight), (held, tight)]
-    yield "ways", "recompute and swap", config.repeats, ways
-    ways = [x._replace(name=f"{x.name}, {y}", victim=y) for x in both for y in rules]
-    yield "victims", "who is preempted", 1, [(setting, tight) for setting in ways]
+        cases += [(setting, tight), (held, tight)]
+    yield "ways", "recompute and swap", config.repeats, cases
+    settings = [
+        x._replace(name=f"{x.name}, {y}", victim=y) for x in both for y in rules
+    ]
+    yield "victims", "who is preempted", 1, [(setting, tight) for setting in settings]
     marks = [round(share * pool) for share in config.watermark_shares]
-    ways = [(again._replace(watermark=mark), tight) for mark in marks]
-    yield "watermarks", "watermarks", 1, ways
+    cases = [(again._replace(watermark=mark), tight) for mark in marks]
+    yield "watermarks", "watermarks", 1, cases
     sizes = {pool, *map(pages_of, config.pool_shares)}
-    ways = [
+    cases = [
         (
             setting._replace(pool_pages=num, swap_pages=min(setting.swap_pages, num)),
             wide,
@@ -195,14 +197,14 @@ def _list_settings(
         for num in sorted(sizes, reverse=True)
         for setting in both
     ]
-    yield "pools", "smaller pools", 1, ways
+    yield "pools", "smaller pools", 1, cases
     places = [round(share * pool) for share in config.swap_shares]
-    ways = [(swap._replace(swap_pages=num), tight) for num in places]
-    yield "spaces", "swap space", 1, ways
+    cases = [(swap._replace(swap_pages=num), tight) for num in places]
+    yield "spaces", "swap space", 1, cases
     places = [round(share * pool) for share in config.host_shares]
     swap = swap._replace(swap_pages=small)
-    ways = [(swap._replace(host_pages=num), narrow) for num in places]
-    yield "hosts", "host memory", 1, ways
+    cases = [(swap._replace(host_pages=num), narrow) for num in places]
+    yield "hosts", "host memory", 1, cases
 
 
 def tight_engine_config(
