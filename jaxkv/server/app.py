@@ -276,8 +276,10 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
     @guarded.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> Response:
         if name != backend.model_name:
-            shown = validation.format_value(name)
-            raise ApiError(404, f"there is no model {shown}", code="model_not_found")
+            value_text = validation.format_value(name)
+            raise ApiError(
+                404, f"there is no model {value_text}", code="model_not_found"
+            )
         return _json_response(model)
 
     @guarded.post("/v1/completions")

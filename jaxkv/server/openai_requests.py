@@ -309,8 +309,8 @@ def read_object(body: bytes) -> dict[str, Any]:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            shown = validation.format_value(value)
-            line = f"{name}={shown} is not valid Unicode: half of a surrogate pair"
+            value_text = validation.format_value(value)
+            line = f"{name}={value_text} is not valid Unicode: half of a surrogate pair"
             raise _refusal(name, line) from None
     return {name: value for name, value in document.items() if value is not None}
 
@@ -327,8 +327,8 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     for name in body_fields:
         if name in _ALLOWED_VALUES:
             if body_fields[name] not in _ALLOWED_VALUES[name]:
-                shown = validation.format_value(body_fields[name])
-                raise _refusal(name, f"{name}={shown} is not supported")
+                value_text = validation.format_value(body_fields[name])
+                raise _refusal(name, f"{name}={value_text} is not supported")
         elif name not in names and name not in _NO_EFFECT:
             raise _unknown_field(name)
     model = body_fields.get("model", backend.model_name)
@@ -491,16 +491,16 @@ def _parse_template_variables(
     field = "chat_template_kwargs"
     variables = body_fields.get(field, {})
     if not isinstance(variables, dict):
-        shown = validation.format_value(variables)
-        raise _refusal(field, f"{field}={shown} must be an object")
+        value_text = validation.format_value(variables)
+        raise _refusal(field, f"{field}={value_text} must be an object")
     allowed = names - _RESERVED_VARIABLES
     for name in variables:
         if name not in allowed:
-            shown = validation.format_value(name)
+            value_text = validation.format_value(name)
             choices = ", ".join(sorted(allowed)) or "it has none"
             raise _refusal(
                 field,
-                f"{field} has {shown}, must have variables of the model's chat "
+                f"{field} has {value_text}, must have variables of the model's chat "
                 f"template: {choices}",
             )
     return variables

@@ -156,8 +156,8 @@ def _convert_arguments(path: str, raw: Any, forms: _CallForms) -> Any:
         except (ValueError, RecursionError):
             value = None
     if not isinstance(value, Mapping):
-        shown = validation.format_value(raw)
-        raise ValueError(f"{path}={shown} must be a JSON object, or its text")
+        value_text = validation.format_value(raw)
+        raise ValueError(f"{path}={value_text} must be a JSON object, or its text")
     if not forms.has_text_arguments:
         return value
     is_text = isinstance(raw, str) and raw != ""
@@ -179,8 +179,8 @@ def _convert_content(path: str, content: object, forms: _ContentForms) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(kind) if kind in ("text", "refusal") else None
         if not isinstance(text, str):
-            shown = validation.format_value(kind)
-            raise ValueError(f"{path} has a part of type {shown}, must be 'text'")
+            value_text = validation.format_value(kind)
+            raise ValueError(f"{path} has a part of type {value_text}, must be 'text'")
         texts.append(text)
     if forms.parts:
         return [_text_part(text) for text in texts]

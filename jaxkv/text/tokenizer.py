@@ -403,8 +403,8 @@ def check_text(name: str, text: object) -> bytes:
       ValueError: the value is not a str, or has a lone surrogate.
     """
     if not isinstance(text, str):
-        shown = validation.format_value(text)
-        raise ValueError(f"{name}={shown} must be a str; decode bytes first")
+        value_text = validation.format_value(text)
+        raise ValueError(f"{name}={value_text} must be a str; decode bytes first")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -435,8 +435,8 @@ def check_texts(name: str, texts: Iterable[str]) -> Iterator[str]:
       ValueError: the value is one text, or has an entry that `check_text` refuses.
     """
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
-        shown = validation.format_value(texts)
-        raise ValueError(f"{name}={shown} must be a sequence of texts")
+        value_text = validation.format_value(texts)
+        raise ValueError(f"{name}={value_text} must be a sequence of texts")
     for text in texts:
         check_text(name, text)
         yield text
