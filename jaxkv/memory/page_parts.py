@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
+from jaxkv import validation
+
 CONTEXT = "context"
 """Mesh axis over which pages are divided."""
 
@@ -68,6 +70,7 @@ def local_window(size: int | None, *, part: int) -> int | None:
     return size // num_page_parts()
 
 
+@validation.checks_numbers()
 def check_window(size: int | None, *, page_size: int) -> None:
     """Checks that all devices have equal parts of a sliding window.
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import idle_pages, page_pool
 from jaxkv.memory.idle_pages import IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
@@ -105,16 +105,13 @@ class PrefixCache(NamedTuple):
         return self.content.shape[-1] - _SALT - 1
 
 
+@validation.checks_numbers()
 def make_prefix_cache(num_pages: int, page_size: int) -> PrefixCache:
     """Makes an empty prefix cache of 4 (page_size + 26 to 43) bytes per page.
 
     Raises:
-      ValueError: a size is below 1.
+      ValueError: a size is not an integer of at least 1.
     """
-    if num_pages < 1:
-        raise ValueError(f"{num_pages=} must be at least 1")
-    if page_size < 1:
-        raise ValueError(f"{page_size=} must be at least 1")
     num_buckets = 2 << (num_pages - 1).bit_length()
     return PrefixCache(
         buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import demand, kv_pages, page_pool
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
@@ -43,6 +43,7 @@ class Staging(NamedTuple):
     sequence."""
 
 
+@validation.checks_numbers(num_places=0, num_sequences=0, pages_per_slot=0)
 def make_staging(
     pages: Pages, *, num_places: int, num_sequences: int, pages_per_slot: int
 ) -> Staging:

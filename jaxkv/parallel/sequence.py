@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from jaxkv import validation
 from pallas_kernels.flash_attention import flash_attention
 
 RING = "ring"
@@ -32,6 +33,7 @@ type Outputs = Float[Array, "batch seq q_heads value_dim"]
 type Attend = Callable[[Array, Array, Array], Array]
 
 
+@validation.checks_numbers()
 def zigzag_order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
     """Returns positions in the order of devices, those of the first device first.
 
@@ -47,6 +49,7 @@ def zigzag_order(length: int, *, ring: int) -> Int[np.ndarray, " {length}"]:
     return np.concatenate(pairs)
 
 
+@validation.checks_numbers()
 def token_positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " part"]:
     """Returns the positions of this device's tokens, of `length` in all."""
     part = length // (ring * ulysses)

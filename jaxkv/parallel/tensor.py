@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
+from jaxkv import validation
 from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, param_axes, stack_layers
 from jaxkv.parallel import layout
 from jaxkv.speculation import EagleConfig, LoadedHeads
@@ -30,6 +31,7 @@ SHARDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 """Logical axes of parameters that tensor parallelism divides."""
 
 
+@validation.checks_numbers()
 def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> ModelConfig:
     """Returns the model for tensor parallelism: at least one KV head per device.
 

@@ -234,6 +234,7 @@ def make_params(
     return Params(**columns)
 
 
+@validation.checks_numbers(rows=0)
 def greedy_params(rows: int) -> Params:
     """Returns parameters of unused rows: greedy, without penalties or cut-offs."""
     blank = make_params([Sampling.greedy()], [(0, 0)], [0])

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
+from jaxkv import validation
 from pallas_kernels import devices
 
 SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(4)
@@ -17,6 +18,9 @@ SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(4)
 draft token, the acceptance test of a draft token, the token after a rejected draft."""
 
 
+@validation.checks_numbers(
+    seed=(0, 2**64), engine_seed=(0, 2**64), request_id=(0, 2**32)
+)
 def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarray:
     """Makes a request's key from its seed, else from engine seed and request id.
 
@@ -37,10 +41,6 @@ def request_key(seed: int | None, engine_seed: int, request_id: int) -> np.ndarr
       ValueError: a number is out of its range.
     """
     chosen = engine_seed if seed is None else seed
-    if not 0 <= chosen < 2**64:
-        raise ValueError(f"{seed=}, {engine_seed=} must be in [0, 2**64)")
-    if not 0 <= request_id < 2**32:
-        raise ValueError(f"{request_id=} must be in [0, 2**32)")
     # Arrays, not scalars: NumPy warns when a scalar wraps.
     words = np.array([chosen >> 32, chosen & 0xFFFFFFFF], np.uint32)
     if seed is not None:

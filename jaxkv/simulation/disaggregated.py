@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv import scheduling, workloads
+from jaxkv import scheduling, validation, workloads
 from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import driver
@@ -102,6 +102,7 @@ class PhasePlacement(NamedTuple):
         return reads + self.num_decode * self.decode.num_gpus
 
 
+@validation.checks_numbers(rate="(0, 1e100]", seed=0)
 def sample_requests(
     law: Pair, rate: int | float, seconds: int | float, seed: int
 ) -> RequestLoad:
@@ -112,6 +113,9 @@ def sample_requests(
       rate: requests per s.
       seconds: duration of the arrivals in s.
       seed: random seed.
+
+    Raises:
+      ValueError: a number is out of its range.
     """
     rng = np.random.default_rng(seed)
     num = max(2, round(rate * seconds))
